@@ -1,0 +1,1 @@
+"""Pretraining Llama models in native PyTorch."""
