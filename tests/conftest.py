@@ -1,0 +1,54 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    pool = GlooPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that has learned a little; not to be written to."""
+    folder = tmp_path_factory.mktemp("trained_run")
+    options = [
+        *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
+        *("--training.steps", "8", "--training.seq_len", "64", "--training.local_batch_size", "4"),
+        *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1"),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "torchtrain.train", *options], cwd=Path(__file__).parent.parent, check=True, timeout=200
+    )
+    return folder
+
+
+def pytest_configure() -> None:
+    # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files that tests read are converted in a folder of their own, here and in processes started from here."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("datasets"))
+        patch.setenv("HF_DATASETS_CACHE", folder)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

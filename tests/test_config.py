@@ -1,0 +1,152 @@
+"""Config: precedence, and an error for everything that is not as it should be."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from torchtrain.config.parse import from_file, parse, to_toml
+from torchtrain.config.schema import JobConfig, Training
+from torchtrain.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_command_line_wins_over_file_wins_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n[checkpoint]\nenable = true\n")
+    config = parse(["--job.config_file", file, "--training.steps", "9", "--checkpoint.no-enable"])
+    assert config.training == Training(steps=9, seq_len=64)
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert not config.checkpoint.enable
+
+
+def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "")
+    assert parse(["--job.config_file", file]).job.dump_folder == "outputs/run"
+    assert parse([f"--job.config-file={file}", "--job.dump-folder", "x"]).job.dump_folder == "x"
+    assert parse([]).job.dump_folder == "outputs/default"
+
+
+def test_the_resolved_config_gives_the_same_config_again(tmp_path: Path) -> None:
+    config = parse(["--training.steps", "9", "--optimizer.lr", "1e-5", "--lr_scheduler.total_steps", "12"])
+    assert from_file(write(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_configs_we_ship_are_valid(file: Path) -> None:
+    assert dataclasses.is_dataclass(from_file(str(file)))
+
+
+def test_the_configs_we_ship_are_all_there() -> None:
+    names = {file.stem for file in CONFIGS}
+    assert names >= {"debug_model"} | {f"llama2_{size}" for size in ("7b", "13b", "70b")}
+    assert names >= {f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b")}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trainning]\nsteps = 1", "trainning is no section; did you mean 'training'?"),
+        ("[training]\nstep = 1", "training.step is no key; did you mean 'training.steps'?"),
+        ("[training]\nsteps = '1'", "training.steps = '1' must be a whole number"),
+        ("[training]\nsteps = 1.5", "training.steps = 1.5 must be a whole number"),
+        ("[training]\nsteps = true", "training.steps = True must be a whole number"),
+        ("[optimizer]\nlr = 'fast'", "optimizer.lr = 'fast' must be a number"),
+        ("[checkpoint]\nenable = 1", "checkpoint.enable = 1 must be true or false"),
+        ("training = 3", r"training = 3 must be a table, \[training\]"),
+        ("[model]\nname = 'llama4'", "model.name = 'llama4' must be one of 'llama2', 'llama3'; did you mean"),
+        ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
+        ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_file(write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'"):
+        from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--training.step", "3"], "--training.steps"),
+        (["--training.steps", "many"], "invalid literal for int() with base 10: 'many'"),
+        (["--model.name", "llama4"], "llama4"),
+    ],
+)
+def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(arguments, print_errors=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer.lr=-1"], "optimizer.lr = -1.0 must be at least 0"),
+        (["--optimizer.beta2", "1"], "optimizer.beta2 = 1.0 must be at least 0 and under 1"),
+        (["--training.max_norm", "nan"], "training.max_norm = nan must be above 0"),
+        (["--training.global_batch_size", "0"], "training.global_batch_size = 0 must be -1 or at least 1"),
+        (["--lr_scheduler.decay_ratio", "2"], "lr_scheduler.decay_ratio = 2.0 must lie in 0 to 1"),
+        (["--activation_checkpoint.selective_option", "0"], "selective_option = '0' must be 'op' or a whole number"),
+        (["--data.path", "a", "--data.name", "b"], "exclude each other"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(arguments)
+
+
+def test_every_option_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for section in dataclasses.fields(JobConfig):
+        default = section.default_factory()  # type: ignore[misc]
+        for field in dataclasses.fields(default):
+            if field.name == "sources":  # a list of tables has no flag
+                continue
+            assert f"--{section.name}.{field.name}" in text
+
+
+def test_tables_of_sources(tmp_path: Path) -> None:
+    file = tmp_path / "mix.toml"
+    file.write_text('[[data.sources]]\npath = "a.jsonl"\nweight = 3\n[[data.sources]]\nname = "org/b"\n')
+    config = parse(["--job.config_file", str(file)])
+    assert [(source.path, source.name, source.weight) for source in config.data.all] == [
+        ("a.jsonl", "", 3.0),
+        ("", "org/b", 1.0),
+    ]
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert parse(["--job.config_file", str(tmp_path / "again.toml")]).data == config.data
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[data.sources]]\npath = "a"\nwieght = 1', r"data.sources\[0\].wieght is no key; did you mean"),
+        ('[[data.sources]]\npath = "a"\nweight = 0', r"weight = 0.0 of a data source must be above 0"),
+        ("[[data.sources]]\nweight = 1", r"number 1 has neither path nor name"),
+        ('[data]\npath = "x"\n[[data.sources]]\npath = "a"', r"exclude each other"),
+    ],
+)
+def test_bad_tables_of_sources(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mix.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse(["--job.config_file", str(file)])

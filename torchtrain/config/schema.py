@@ -1,0 +1,483 @@
+"""Every option there is: one frozen dataclass per section of the TOML file.
+
+The text under a field is its documentation, shown by ``--help``. A section's ``__post_init__`` refuses values that are
+wrong by themselves; what depends on several sections or on the number of ranks is refused by ``check``.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torchtrain.errors import ConfigError
+
+
+def require(holds: bool, rule: str) -> None:
+    """Raise ``ConfigError(rule)`` unless ``holds``."""
+    if not holds:
+        raise ConfigError(rule)
+
+
+def require_at_least(section: str, minimum: float, **values: float) -> None:
+    """Raise ``ConfigError`` for the first of ``values`` (fields of ``section``) under ``minimum``."""
+    for key, value in values.items():
+        require(value >= minimum, f"{section}.{key} = {value} must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class Job:
+    config_file: str = ""
+    """TOML file to read the options from; options on the command line win over it."""
+    dump_folder: str = ""
+    """Folder for everything the run writes. Default: outputs/<name of the config file>."""
+    description: str = ""
+    """What this run is for, in your words; kept with the resolved config."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. auto: cuda where there is a GPU, else cpu."""
+
+
+@dataclass(frozen=True)
+class Model:
+    name: Literal["llama2", "llama3"] = "llama3"
+    """Family of the model."""
+    flavor: str = "debugmodel"
+    """Size within the family. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B, 3B, 8B, 70B, 405B."""
+    tokenizer_path: str = ""
+    """SentencePiece model or tiktoken rank file (Llama 3's tokenizer.model). Default: the small one in the package."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of AdamW's running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of AdamW's running mean of the squared gradient."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms have none."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Kernel of the update."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which AdamW's two means are kept between steps. bfloat16 halves them; the update is computed in float32.
+    With it a beta2 above 0.99 hardly moves the second mean."""
+
+    def __post_init__(self) -> None:
+        require_at_least("optimizer", 0, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        for key, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            require(0 <= value < 1, f"optimizer.{key} = {value} must be at least 0 and under 1")
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    warmup_steps: int = 200
+    """Steps of linear warm-up."""
+    total_steps: int | None = None
+    """Length of the whole schedule. Default: training.steps. Set it to keep a long run's rates in a short one."""
+    decay_ratio: float | None = None
+    """Share of the schedule that decays, at its end; before it the rate is stable. Default: all after the warm-up."""
+    decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
+    """Shape of the decay; constant keeps the peak rate after the warm-up."""
+    min_lr_factor: float = 0.0
+    """Floor of the decay, as a share of optimizer.lr."""
+
+    def __post_init__(self) -> None:
+        require_at_least("lr_scheduler", 0, warmup_steps=self.warmup_steps, min_lr_factor=self.min_lr_factor)
+        require(self.min_lr_factor <= 1, f"lr_scheduler.min_lr_factor = {self.min_lr_factor} must be at most 1")
+        if self.total_steps is not None:
+            require_at_least("lr_scheduler", 1, total_steps=self.total_steps)
+        if self.decay_ratio is not None:
+            require(0 <= self.decay_ratio <= 1, f"lr_scheduler.decay_ratio = {self.decay_ratio} must lie in 0 to 1")
+
+
+@dataclass(frozen=True)
+class Training:
+    local_batch_size: int = 8
+    """Sequences in one forward pass of one data-parallel rank."""
+    global_batch_size: int = -1
+    """Sequences in one optimizer step over all ranks. -1: local_batch_size times the data-parallel ranks; more than
+    that accumulates gradients."""
+    seq_len: int = 2048
+    """Tokens in a sequence."""
+    steps: int = 10000
+    """Optimizer steps of the run."""
+    max_norm: float = 1.0
+    """Largest norm of the whole gradient; above it the gradient is scaled down."""
+    seed: int = 0
+    """The one seed: initial weights and data order depend on it, and on nothing of the layout."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of parameters and activations in forward and backward; master weights are float32."""
+    mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
+    """dtype in which gradients are reduced over ranks."""
+    loss_chunk_tokens: int = -1
+    """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
+    many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Kernel of scaled_dot_product_attention. auto: the fastest that PyTorch finds fit; the log names it."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
+    deterministic: bool = False
+    """Use deterministic kernels alone, so that a resumed run is bitwise the same on CUDA too; slower there."""
+    gc_freq: int = 50
+    """Steps between collections of Python's garbage, made on all ranks at once."""
+
+    def __post_init__(self) -> None:
+        require_at_least("training", 1, local_batch_size=self.local_batch_size, seq_len=self.seq_len, steps=self.steps)
+        require_at_least("training", 1, gc_freq=self.gc_freq)
+        require_at_least("training", 0, seed=self.seed)
+        require_at_least("training", -1, loss_chunk_tokens=self.loss_chunk_tokens)
+        require(self.max_norm > 0, f"training.max_norm = {self.max_norm} must be above 0")
+        require(
+            self.global_batch_size == -1 or self.global_batch_size >= 1,
+            f"training.global_batch_size = {self.global_batch_size} must be -1 or at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str = ""
+    """Local .jsonl, .json (both also .gz or .zst), .parquet, .arrow or .txt file, a folder of them, a pattern such as
+    'books/*.jsonl', or a folder that torchtrain.prepare wrote."""
+    name: str = ""
+    """Name of a dataset on the Hugging Face hub."""
+    subset: str = ""
+    """Configuration of the hub dataset, where it has several."""
+    split: str = "train"
+    """Split of the hub dataset."""
+    download: bool = False
+    """Download the hub dataset before training; else it is streamed."""
+    text_column: str = "text"
+    """Column that holds the documents."""
+    weight: float = 1.0
+    """Share of the tokens, beside the weights of the other sources; one source has them all."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.path and self.name),
+            f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
+        )
+        require(self.weight > 0, f"weight = {self.weight} of a data source must be above 0; leave out what has none")
+
+    @property
+    def label(self) -> str:
+        """A short name, for curves."""
+        return Path(self.path).name.split(".")[0] if self.path else self.name.split("/")[-1]
+
+
+@dataclass(frozen=True)
+class Sources(Source):
+    sources: tuple[Source, ...] = ()
+    """Several sources, each a table [[....sources]] with the keys above."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.sources or not (self.path or self.name),
+            f"a path or name ({self.path or self.name!r}) and [[sources]] exclude each other; put all into [[sources]]",
+        )
+        for number, source in enumerate(self.sources):
+            require(bool(source.path or source.name), f"[[sources]] number {number + 1} has neither path nor name")
+
+    @property
+    def all(self) -> tuple[Source, ...]:
+        """The several, or the one."""
+        return self.sources or (self,)
+
+
+@dataclass(frozen=True)
+class Data(Sources):
+    """With neither path nor name nor sources: the sources of the Python standard library, which every machine has."""
+
+    when_exhausted: Literal["repeat", "stop"] = "repeat"
+    """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
+    document_mask: bool = False
+    """Tokens attend within their own document, and its positions begin at 0. Else: to all before them in the window."""
+    streams: int = 64
+    """Streams that read streamed data side by side; the data-parallel ranks must divide their number, which is the
+    largest divisor of the global batch up to this. It is part of the order: another number, another run."""
+    prefetch: int = 2
+    """Batches to read ahead in the background; 0 reads when the step needs them."""
+    verify_gib: float = 1.0
+    """Prepared data up to this size are hashed before training; larger ones by 'torchtrain.prepare' alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("data", 1, streams=self.streams)
+        require_at_least("data", 0, prefetch=self.prefetch, verify_gib=self.verify_gib)
+
+
+@dataclass(frozen=True)
+class Validation(Sources):
+    enable: bool = False
+    """Take the loss on other data now and then. Of several sources each has its own numbers, and all together."""
+    interval: int = 500
+    """Steps between validations; there is always one after the last step."""
+    steps: int = -1
+    """Batches of each source to take; -1: all of it, once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("validation", 1, interval=self.interval)
+        require(self.steps == -1 or self.steps >= 1, f"validation.steps = {self.steps} must be -1 (all) or at least 1")
+        require(
+            not self.enable or bool(self.sources or self.path or self.name),
+            "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
+        )
+        labels = [source.label for source in self.all]
+        require(
+            len(set(labels)) == len(labels),
+            f"[[validation.sources]] must differ in the names of their files or datasets, to tell their curves apart; "
+            f"they are {', '.join(labels)}",
+        )
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
+
+    output: str = ""
+    """Folder for the prepared data; of several sources each gets a folder in it, 0, 1, ..."""
+    processes: int = 0
+    """Processes that tokenize. 0: one for each core."""
+    verify: bool = False
+    """Instead, compare the hashes of all that lies in the output folder with those of its manifest."""
+
+    def __post_init__(self) -> None:
+        require_at_least("prepare", 0, processes=self.processes)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Copies of the (sharded) model: HSDP's replicate axis."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free a block's gathered parameters after its forward. default: of all but the last, whose backward is next; with
+    pipeline stages of none, since every microbatch would gather them again."""
+    tensor_parallel_degree: int = 1
+    """Ranks over which each matrix is split."""
+    enable_sequence_parallel: bool = True
+    """With tensor parallelism, split norms and residuals along the sequence, too."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the collectives of tensor parallelism with its matrix products (CUDA and compile.enable only)."""
+    context_parallel_degree: int = 1
+    """Ranks over which each sequence is split."""
+    pipeline_parallel_degree: int = 1
+    """Ranks over which the layers are split."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "Interleaved1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    """Order of forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble two, the interleaved ones
+    two or as many as pipeline_parallel_layers_per_stage says."""
+    pipeline_parallel_microbatches: int = -1
+    """Microbatches that a pipeline splits its local_batch_size sequences into. -1: one for each sequence."""
+    pipeline_parallel_layers_per_stage: tuple[int, ...] = ()
+    """Layers of each stage, first to last. Default: an even split, in which embedding and output count as one each."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "parallelism",
+            1,
+            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
+            tensor_parallel_degree=self.tensor_parallel_degree,
+            context_parallel_degree=self.context_parallel_degree,
+            pipeline_parallel_degree=self.pipeline_parallel_degree,
+        )
+        for key in ("data_parallel_shard_degree", "pipeline_parallel_microbatches"):
+            value = getattr(self, key)
+            require(value == -1 or value >= 1, f"parallelism.{key} = {value} must be -1 or at least 1")
+        for layers in self.pipeline_parallel_layers_per_stage:
+            require_at_least("parallelism", 1, pipeline_parallel_layers_per_stage=layers)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """Recompute activations in backward: none of them, those of some ops or layers, or all of each block; with
+    memory_budget the compiler chooses what fits (compile.enable only)."""
+    selective_option: str = "op"
+    """op: keep the results of expensive ops, recompute the rest; a number n: recompute all of every n-th block."""
+    memory_budget: float = 0.5
+    """Share of a block's activations that the compiler may keep; 0 recomputes all, 1 nothing."""
+
+    def __post_init__(self) -> None:
+        option = self.selective_option
+        require(
+            option == "op" or (option.isdecimal() and int(option) >= 1),
+            f"activation_checkpoint.selective_option = {option!r} must be 'op' or a whole number from 1, such as '2'",
+        )
+        require(
+            0 <= self.memory_budget <= 1,
+            f"activation_checkpoint.memory_budget = {self.memory_budget} must lie in 0 to 1",
+        )
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False
+    """Compile each transformer block with torch.compile."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Compute the blocks' linear layers in float8, with one scale for a tensor (faster) or one for each row (more
+    exact). Needs a GPU of compute capability 8.9 or more and pip install 'torchtrain[float8]'. Master weights,
+    optimizer states and checkpoints do not change."""
+    enable_fsdp_float8_all_gather: bool = True
+    """With tensorwise scales, gather the weights in float8: half the bytes."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest."""
+    interval: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_latest_k: int = 10
+    """Checkpoints to keep; 0 keeps all."""
+    load_step: int = -1
+    """Step to resume from. -1: the newest."""
+    initial_load_path: str = ""
+    """Weights that a new run starts from: a run's folder, a step-N in it, or a Hugging Face folder. A run that resumes
+    goes on from its own checkpoint."""
+    last_save_in_hf: bool = False
+    """At the end of the run, also write the weights to hf/ in the dump folder, as transformers loads them."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """dtype of the weights in hf/."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """disabled: wait until a checkpoint is on disk. async: go on once the state is copied to CPU memory.
+    async_with_pinned_mem: go on at once, copying beside the next forward and backward (CUDA; elsewhere the same as
+    async). Both async modes keep one copy of the state in CPU memory."""
+    allow_changes: tuple[str, ...] = ()
+    """Options, such as "optimizer.lr", that a resumed run may have otherwise than its checkpoint although they change
+    the run. docs/checkpoints.md has the table of what needs this."""
+    max_failed_saves: int = 3
+    """Failed saves in a row, as on a full disk, after which the run stops; up to then it goes on without."""
+
+    def __post_init__(self) -> None:
+        require_at_least("checkpoint", 1, interval=self.interval, max_failed_saves=self.max_failed_saves)
+        require_at_least("checkpoint", 0, keep_latest_k=self.keep_latest_k)
+        require_at_least("checkpoint", -1, load_step=self.load_step)
+        require(
+            self.enable or self.load_step == -1,
+            f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true",
+        )
+
+
+@dataclass(frozen=True)
+class Faults:
+    on_bad_numbers: Literal["skip", "rollback", "stop"] = "skip"
+    """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: go
+    back to the newest good checkpoint, and on with the data after the step then under way. stop: end the run with an
+    error."""
+    max_bad_steps: int = 5
+    """Bad steps in a row that are skipped, or rollbacks without getting past them, before the run stops."""
+    spike_threshold: float = 0.0
+    """A loss or gradient norm so many standard deviations above the mean of the last spike_window steps is a spike.
+    0: none is."""
+    spike_window: int = 128
+    """Steps that a spike is measured against."""
+    wall_clock_limit_minutes: float = 0.0
+    """Save and stop so that this process ends within so many minutes. 0: no limit."""
+    stop_grace_seconds: int = 30
+    """Time between SIGTERM or SIGUSR1 and being killed, and the time before the wall-clock limit at which to stop. A
+    checkpoint is saved if earlier ones took less."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "faults",
+            0,
+            max_bad_steps=self.max_bad_steps,
+            spike_threshold=self.spike_threshold,
+            wall_clock_limit_minutes=self.wall_clock_limit_minutes,
+            stop_grace_seconds=self.stop_grace_seconds,
+        )
+        require_at_least("faults", 2, spike_window=self.spike_window)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_freq: int = 10
+    """Steps between lines in the log, in metrics.jsonl and in TensorBoard."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (pip install 'torchtrain[wandb]'); WANDB_MODE=offline writes to the dump folder alone."""
+    wandb_project: str = "torchtrain"
+    """Project there."""
+    straggler_freq: int = 100
+    """Steps between looks for ranks that keep the others waiting; 0: never."""
+    straggler_factor: float = 2.0
+    """A rank is slow if its data wait or its computation takes more than so many times the median of all ranks."""
+
+    def __post_init__(self) -> None:
+        require_at_least("metrics", 1, log_freq=self.log_freq, straggler_factor=self.straggler_factor)
+        require_at_least("metrics", 0, straggler_freq=self.straggler_freq)
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False
+    """Write a torch.profiler trace of every rank to traces/."""
+    profile_freq: int = 10
+    """Steps between traces."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots to traces/ as often as profiler traces, and when memory runs out (CUDA only)."""
+
+    def __post_init__(self) -> None:
+        require(self.profile_freq >= 3, f"profiling.profile_freq = {self.profile_freq} must be at least 3")
+
+
+@dataclass(frozen=True)
+class Comm:
+    init_timeout_seconds: int = 300
+    """Time-out of collectives up to the end of the first step, which may compile and load."""
+    train_timeout_seconds: int = 100
+    """After the first step, time in which a step must be done: then each rank writes its stacks to hangs/ in the dump
+    folder, and a few seconds later collectives still under way fail."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "comm",
+            1,
+            init_timeout_seconds=self.init_timeout_seconds,
+            train_timeout_seconds=self.train_timeout_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """All sections."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    validation: Validation = field(default_factory=Validation)
+    prepare: Prepare = field(default_factory=Prepare)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    faults: Faults = field(default_factory=Faults)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+
+    def __post_init__(self) -> None:
+        require(
+            self.faults.on_bad_numbers != "rollback" or self.checkpoint.enable,
+            "faults.on_bad_numbers = 'rollback' needs checkpoints to go back to: set checkpoint.enable = true",
+        )
+        for name in self.checkpoint.allow_changes:
+            section, _, key = name.partition(".")
+            require(
+                hasattr(getattr(self, section, None), key),
+                f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
+            )
