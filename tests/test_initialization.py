@@ -1,0 +1,110 @@
+"""Initial weights are a function of (seed, name, shape) alone."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchtrain.initialization import BLOCK, fill_parameter, layout_independent_init, normal_quantile
+from torchtrain.models.llama import Transformer, flavor_config
+
+
+class OneMatrix(nn.Module):
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+def filled(seed: int, rows: int = 300, columns: int = 500, name: str = "weight") -> Tensor:
+    matrix = torch.empty(rows, columns)
+    fill_parameter(matrix, normal_quantile, seed, name)
+    return matrix
+
+
+def test_streams_differ_by_seed_name_and_shape() -> None:
+    base = filled(0).flatten()
+    for other in (filled(1), filled(0, name="other"), filled(0, 500, 300)):
+        correlation = (base * other.flatten()).mean()
+        assert abs(correlation) < 5 / math.sqrt(base.numel())
+    assert torch.equal(base, filled(0).flatten())
+
+
+def test_blocks_of_one_parameter_differ() -> None:
+    blocks = filled(0, 4, BLOCK)
+    assert (torch.corrcoef(blocks) - torch.eye(4)).abs().max() < 5 / math.sqrt(BLOCK)
+
+
+def test_the_distributions_are_those_asked_for() -> None:
+    model = OneMatrix(1000, 1000)
+    n = model.weight.numel()
+
+    def share_below(bound: float) -> float:
+        return (model.weight < bound).double().mean().item()
+
+    def check(cdf_at: dict[float, float]) -> None:
+        for bound, share in cdf_at.items():
+            assert abs(share_below(bound) - share) < 5 * math.sqrt(share * (1 - share) / n) + 1e-9
+
+    with layout_independent_init([model], seed=3):
+        nn.init.normal_(model.weight, mean=1.0, std=2.0)
+        check({-1.0: 0.158655, 1.0: 0.5, 3.0: 0.841345, 5.0: 0.977250})
+        nn.init.uniform_(model.weight, -1.0, 3.0)
+        check({-1.0: 0.0, 0.0: 0.25, 2.0: 0.75, 3.0: 1.0})
+        nn.init.trunc_normal_(model.weight, std=0.02, a=-0.04, b=0.04)
+        inside = 0.954500
+        check({-0.04: 0.0, -0.02: (0.158655 - 0.022750) / inside, 0.0: 0.5, 0.02: (0.841345 - 0.022750) / inside})
+        assert model.weight.abs().max() <= 0.04
+        nn.init.ones_(model.weight)
+        assert (model.weight == 1).all()
+
+
+def test_the_last_bits_of_uniform_values_stay_inside() -> None:
+    extremes = torch.tensor([0.5, 2.0**23 - 0.5]) * 2.0**-23
+    assert normal_quantile(extremes).isfinite().all()
+
+
+def test_other_random_functions_are_refused() -> None:
+    model = OneMatrix(4, 4)
+    with layout_independent_init([model], 0), pytest.raises(NotImplementedError, match="layout"):
+        nn.init.xavier_uniform_(model.weight)
+    nn.init.xavier_uniform_(model.weight)  # as before, outside
+
+
+def _filled_sharded(dims: tuple[int, ...], placements: list[Shard], rows: int, columns: int) -> Tensor:
+    mesh = init_device_mesh("cpu", dims)
+    parameter = distribute_tensor(torch.zeros(rows, columns), mesh, placements)
+    fill_parameter(parameter, normal_quantile, 7, "layers.0.w")
+    return parameter.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("dims", "placements"),
+    [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)])],
+)
+def test_any_placement_has_the_values_of_one_rank(
+    gloo: GlooPool, dims: tuple[int, ...], placements: list[Shard]
+) -> None:
+    rows, columns = 2 * BLOCK // 1000 + 7, 1001  # odd in every way: blocks end within rows, shards are uneven
+    expected = filled(7, rows, columns, "layers.0.w")
+    for full in gloo.run(math.prod(dims), _filled_sharded, dims, placements, rows, columns):
+        assert torch.equal(full, expected)
+
+
+def test_depth_and_residual_outputs_set_the_standard_deviation() -> None:
+    config = replace(flavor_config("llama3", "debugmodel"), vocab_size=512, max_seq_len=16)
+    model = Transformer(config)
+    with layout_independent_init([model], seed=0):
+        model.init_weights()
+    cut = 0.98658  # standard deviation of a standard normal cut at 3
+    for layer_id, block in model.layers.items():
+        depth = int(layer_id) + 1
+        for name, std in (("attention.wq", 0.02), ("attention.wo", 0.02 / math.sqrt(2 * depth))):
+            weight = block.get_submodule(name).weight
+            assert weight.std().item() == pytest.approx(cut * std, rel=0.02)
+    assert model.output is not None
+    assert model.output.weight.std().item() == pytest.approx(cut / math.sqrt(config.dim), rel=0.02)

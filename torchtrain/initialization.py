@@ -1,0 +1,133 @@
+"""Initial weights that no layout can change.
+
+The contract: the values of a parameter are a function of (seed, its full name, its full shape) alone. Not of the number
+of ranks, of how the parameter is split over them, of the order in which parameters are filled, or of the device.
+
+How it is kept: each parameter owns a stream of random bits, Philox4x64 (Salmon et al. 2011, "Parallel random numbers:
+as easy as 1, 2, 3") under a key hashed from seed, name and shape. Philox is counter-based, so that element i of the
+flattened parameter can be had without those before it: a rank makes the blocks that its rows lie in, and no others.
+Values are computed on the CPU in blocks of one fixed size, since vectorized functions may round the odd elements at the
+end of an array differently.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+BLOCK = 1 << 15  # elements; small enough that torch runs it in one thread
+BLOCKS_IN_FLIGHT = 64  # 8 MiB of float32 at most, whatever the size of the parameter
+
+# Turns a block of uniform values in (0, 1), float32, into the distribution asked for.
+Transform = Callable[[Tensor], Tensor]
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def full_name(name: str) -> str:
+    """``name`` of a parameter without what activation checkpointing and compile put into it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+@contextmanager
+def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[None]:
+    """Within it, ``torch.nn.init`` fills the parameters of ``parts`` by the contract above.
+
+    ``normal_``, ``trunc_normal_`` and ``uniform_`` follow it; those that draw no random numbers are what they were; the
+    other random ones raise NotImplementedError. ``parts``: a model, or the pipeline stages of one that this rank holds.
+    """
+    names: dict[int, str] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            names.setdefault(id(parameter), full_name(name))
+
+    def fill(tensor: Tensor, transform: Transform) -> Tensor:
+        assert id(tensor) in names, "only parameters of the model can be initialized by name"
+        fill_parameter(tensor, transform, seed, names[id(tensor)])
+        return tensor
+
+    def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        return fill(tensor, lambda u: normal_quantile(u).mul_(std).add_(mean))
+
+    def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0) -> Tensor:
+        return fill(tensor, lambda u: u.mul_(b - a).add_(a))
+
+    def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> Tensor:
+        low, high = (normal_cdf((bound - mean) / std) for bound in (a, b))
+        return fill(tensor, lambda u: normal_quantile(u.mul_(high - low).add_(low)).mul_(std).add_(mean).clamp_(a, b))
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("use normal_, trunc_normal_ or uniform_ in init_weights: others depend on the layout")
+
+    replacements = dict.fromkeys(
+        ("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "xavier_normal_", "xavier_uniform_"), refuse
+    )
+    with ExitStack() as stack:
+        for function in (normal_, uniform_, trunc_normal_):
+            stack.enter_context(patch.object(nn.init, function.__name__, function))
+        for name, function in replacements.items():
+            stack.enter_context(patch.object(nn.init, name, function))
+        yield
+
+
+def normal_cdf(x: float) -> float:
+    """Share of the standard normal distribution below ``x``."""
+    return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
+
+
+def normal_quantile(u: Tensor) -> Tensor:
+    """The standard normal value below which the share ``u`` in (0, 1) lies; overwrites ``u``."""
+    return u.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2.0))
+
+
+@torch.no_grad()
+def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str) -> None:
+    """Fill this rank's part of ``parameter`` (a tensor, or a DTensor of any placement) from the stream of ``name``."""
+    if parameter.is_meta:
+        return
+    shape = tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    else:
+        local, local_shape, offset = parameter, shape, (0,) * len(shape)
+    assert tuple(local.shape) == tuple(local_shape)
+    if local.numel() == 0:
+        return
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=16).digest(), "little")
+    row_size = math.prod(shape[1:])
+    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local_shape[1:], strict=True))
+    rows_at_once = max(1, BLOCK * BLOCKS_IN_FLIGHT // row_size)
+    # A process of its own on a machine takes all cores; torchrun's processes have OMP_NUM_THREADS.
+    with ThreadPoolExecutor(min(torch.get_num_threads(), os.cpu_count() or 1)) as pool:
+        for row in range(0, local_shape[0], rows_at_once):
+            rows = min(rows_at_once, local_shape[0] - row)
+            first = (offset[0] + row) * row_size
+            values = stream(key, first, first + rows * row_size, transform, pool).view(rows, *shape[1:])
+            local[row : row + rows].copy_(values[(slice(None), *columns)])
+
+
+def stream(key: int, start: int, stop: int, transform: Transform, pool: ThreadPoolExecutor) -> Tensor:
+    """Elements ``start`` to ``stop`` of the stream of ``key``, float32, made in whole blocks."""
+
+    def block(number: int) -> Tensor:
+        # Four 64-bit words a counter, two values a word; of 23 random bits, so that u + 0.5 is exact and never 0 or 1.
+        bits = np.random.Philox(key=key, counter=number * (BLOCK // 8)).random_raw(BLOCK // 2).view(np.uint32)
+        uniform = torch.from_numpy((bits >> 9).astype(np.float32))
+        return transform(uniform.add_(0.5).mul_(2.0**-23))
+
+    first, last = start // BLOCK, (stop - 1) // BLOCK
+    blocks = torch.cat(list(pool.map(block, range(first, last + 1))))
+    return blocks[start - first * BLOCK : stop - first * BLOCK]
