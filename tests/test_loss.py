@@ -1,0 +1,132 @@
+"""The chunked loss is the plain loss: value, gradients, and what FSDP makes of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.initialization import layout_independent_init
+from torchtrain.loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+
+VOCAB, DIM = 96, 16
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return ((value - reference).norm() / reference.norm()).item()
+
+
+def loss_and_gradients(loss: OutputLoss, hidden: Tensor, output: nn.Linear, labels: Tensor) -> list[Tensor]:
+    value = loss(hidden, output, labels)
+    gradients = torch.autograd.grad(value / 7, (hidden, output.weight))
+    return [value.detach(), *gradients]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 30, 1000])
+def test_equals_the_plain_loss(tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 20, DIM, requires_grad=True)
+    output = nn.Linear(DIM, VOCAB, bias=False)
+    labels = torch.randint(VOCAB, (3, 20))
+    labels[0, 3:] = IGNORE_INDEX
+    plain = loss_and_gradients(OutputLoss(0), hidden, output, labels)
+    chunked = loss_and_gradients(OutputLoss(tokens), hidden, output, labels)
+    assert max(map(relative_error, chunked, plain)) < 1e-6
+    with torch.no_grad():
+        assert relative_error(OutputLoss(tokens)(hidden, output, labels), plain[0]) < 1e-6
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest result of any operation, forward and backward."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)), 0)
+        return result
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    output = nn.Linear(DIM, VOCAB, bias=False)
+    hidden = torch.randn(4, 200, DIM, requires_grad=True)
+    labels = torch.randint(VOCAB, (4, 200))
+    with LargestTensor() as plain:
+        loss_and_gradients(OutputLoss(0), hidden, output, labels)
+    assert plain.numel == labels.numel() * VOCAB
+    with LargestTensor() as chunked:
+        loss_and_gradients(OutputLoss(40), hidden, output, labels)
+    assert chunked.numel == max(40 * VOCAB, hidden.numel())
+
+
+def test_bfloat16_gradients_are_as_good_as_those_of_the_plain_loss() -> None:
+    torch.manual_seed(0)
+    output = nn.Linear(DIM, VOCAB, bias=False).bfloat16()
+    hidden = torch.randn(2, 64, DIM).bfloat16().requires_grad_()
+    labels = torch.randint(VOCAB, (2, 64))
+    exact_output = nn.Linear(DIM, VOCAB, bias=False).double()
+    exact_output.load_state_dict(output.state_dict())
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact = loss_and_gradients(OutputLoss(0), exact_hidden, exact_output, labels)
+    errors = [
+        [relative_error(value.double(), reference) for value, reference in zip(results, exact, strict=True)]
+        for results in (loss_and_gradients(OutputLoss(tokens), hidden, output, labels) for tokens in (0, 4))
+    ]
+    assert all(chunked < 1.5 * plain + 1e-6 for plain, chunked in zip(*errors, strict=True))
+
+
+def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:
+    assert OutputLoss(0).chunks(torch.Size((8, 2048)), 128256, "cuda") == 1
+    assert OutputLoss(4096).chunks(torch.Size((8, 2048)), 128256, "cuda") == 4
+    assert OutputLoss(100).chunks(torch.Size((2, 150)), VOCAB, "cpu") == 3
+    assert OutputLoss(1).chunks(torch.Size((2, 7)), VOCAB, "cpu") == 7  # less than a position of all rows it cannot be
+    assert OutputLoss().chunks(torch.Size((8, 256)), 4096, "cuda") == 1
+    for device, limit, vocab in (("cuda", MAX_LOGITS_BYTES, 128256), ("cpu", MAX_LOGITS_BYTES_CPU, 4096)):
+        chunks = OutputLoss().chunks(torch.Size((2, 8192)), vocab, device)
+        assert 8192 % chunks == 0
+        assert limit / 2 <= 2 * 8192 // chunks * vocab * 4 <= limit
+    assert OutputLoss().chunks(torch.Size((2, 8192)), 128256, "cpu") == 2 * 8192 // 256
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equals_the_plain_loss_under_fsdp(gloo: GlooPool, tied: bool) -> None:
+    for plain, chunked in gloo.run(2, sharded_gradients, tied):
+        assert plain.keys() == chunked.keys()
+        for name, reference in plain.items():
+            assert relative_error(chunked[name], reference) < 1e-6, name
+
+
+def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
+    results = []
+    for tokens in (0, 5):
+        config = TransformerConfig(
+            dim=DIM, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=VOCAB, tied_embeddings=tied
+        )
+        with torch.device("meta"):
+            model = Transformer(config)
+        parallelize_llama(
+            model,
+            Mesh(torch.device("cpu"), resolve_degrees(Parallelism(), 2)),
+            training=Training(mixed_precision_param="float32"),
+            parallelism=Parallelism(fsdp_reshard_after_forward="always"),
+            activation_checkpoint=ActivationCheckpoint(),
+            compile=Compile(),
+            float8=Float8(),
+        )
+        model.to_empty(device="cpu")
+        with layout_independent_init([model], 0):
+            model.init_weights()
+        torch.manual_seed(torch.distributed.get_rank())
+        inputs, labels = torch.randint(VOCAB, (2, 2, 20))
+        loss = model(inputs, head=lambda h, output: OutputLoss(tokens)(h, output, labels))  # noqa: B023
+        loss.backward()
+        gradients = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach(), **gradients})
+    return results

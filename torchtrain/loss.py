@@ -1,0 +1,125 @@
+"""The loss that is trained on, and a way to have it without the logits of all tokens at once."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+IGNORE_INDEX = -100  # label of a position that no loss is taken of
+# Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to
+# twice as fast; elsewhere enough for matrix products of full speed.
+MAX_LOGITS_BYTES_CPU = 1 << 23
+MAX_LOGITS_BYTES = 1 << 30
+MIN_CHUNK_TOKENS = 256  # each chunk adds to the gradient of the whole output matrix: with fewer that takes over
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the token losses in nats, a float32 scalar.
+
+    ``logits`` (bs, seq, vocab) of any float dtype, ``labels`` (bs, seq) of int64. The sum, not the mean: it is divided
+    by the number of unmasked tokens in the whole global batch, which no single rank sees.
+
+    Logits may be a DTensor that is split along vocab. Forward and backward must then run within torch's
+    ``loss_parallel()``, which reduces over the ranks what softmax needs (three numbers a token, and never the logits);
+    each rank gets the same sum.
+    """
+    loss = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORE_INDEX
+    )
+    # Not a view: FSDP refuses to hand one out of the model.
+    return loss.to_local().clone() if isinstance(loss, DTensor) else loss
+
+
+class TokenLoss(NamedTuple):
+    """A sum of token losses in nats, and of how many tokens: scalars that can be added over microbatches and ranks."""
+
+    total: Tensor
+    tokens: Tensor
+
+
+class OutputLoss:
+    """Output projection and cross entropy in one: hidden states in, sum of token losses out.
+
+    Logits are the largest tensor of a small model, and their gradient is as large. Here they exist for ``chunk_tokens``
+    tokens at a time: each chunk's gradient is computed right after its loss, while its logits are still there, so that
+    backward has nothing to compute again. Value and gradient are those of the plain loss.
+    """
+
+    def __init__(self, chunk_tokens: int = -1, *, compile: bool = False):
+        """``chunk_tokens``: -1 for what ``MAX_LOGITS_BYTES`` (on CPU ``_CPU``) hold, and 256 at least; 0 for all."""
+        self.chunk_tokens = chunk_tokens
+        self.compiled = torch.compile(cross_entropy_sum, fullgraph=True) if compile else cross_entropy_sum
+
+    def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
+        """``hidden`` (bs, seq, dim), ``labels`` (bs, seq) to a float32 scalar. ``output``: a linear layer over dim.
+
+        Call it where ``output.weight`` is whole: within the forward of the module that FSDP has sharded.
+        """
+        chunks = self.chunks(labels.shape, output.get_parameter("weight").shape[0], hidden.device.type)
+        if chunks == 1:
+            return self.token_losses(output(hidden), labels)
+        if isinstance(hidden, DTensor):
+            # Sequence parallelism splits along seq, as the chunks do: gather the hidden states, but never the logits.
+            hidden = hidden.redistribute(placements=[Replicate()])
+        if not torch.is_grad_enabled():
+            parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
+            return torch.stack([self.token_losses(output(h), some) for h, some in parts]).sum()
+        loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, output.weight, output, labels, chunks, self.token_losses
+        )
+        return loss
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # loss_parallel, which reduces over ranks, cannot be compiled.
+        return cross_entropy_sum(logits, labels) if isinstance(logits, DTensor) else self.compiled(logits, labels)
+
+    def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
+        """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough."""
+        bs, seq = shape
+        limit = MAX_LOGITS_BYTES_CPU if device_type == "cpu" else MAX_LOGITS_BYTES
+        tokens = self.chunk_tokens if self.chunk_tokens >= 0 else max(MIN_CHUNK_TOKENS, limit // (4 * vocab))
+        if self.chunk_tokens == 0:
+            return 1
+        fewest = min(seq, math.ceil(bs * seq / max(1, tokens)))
+        return next(n for n in range(fewest, seq + 1) if seq % n == 0)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes loss and gradients in forward; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        output: nn.Module,
+        labels: Tensor,
+        chunks: int,
+        token_losses: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        total: Tensor | None = None
+        weight_grad: Tensor | None = None
+        hidden_grads = []
+        for h, some_labels in zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True):
+            with torch.enable_grad():
+                h = h.detach().requires_grad_()
+                loss = token_losses(output(h), some_labels)
+                hidden_grad, grad = torch.autograd.grad(loss, (h, weight))
+            hidden_grads.append(hidden_grad)
+            # In float32: many chunks add up.
+            weight_grad = grad.float() if weight_grad is None else weight_grad.add_(grad)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        ctx.save_for_backward(torch.cat(hidden_grads, dim=1), weight_grad)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grads
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * scale, (weight_grad * scale).to(ctx.weight_dtype), None, None, None, None
