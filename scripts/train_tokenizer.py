@@ -1,0 +1,58 @@
+"""Train the small SentencePiece model of the package: BPE with byte fallback on the Python standard library.
+
+    python scripts/train_tokenizer.py [--output torchtrain/assets/tokenizer.model] [--vocab_size 4096]
+
+The model depends on nothing but the text; the committed one was made with Python 3.11.7. Text goes in unnormalized, so
+that decoding gives back what was encoded, with every space and line end.
+"""
+
+import argparse
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import sentencepiece
+
+from torchtrain.datasets.files import open_standard_library
+
+
+def lines() -> Iterator[str]:
+    source = open_standard_library()
+    for text in source.read_all(range(source.units)):
+        yield from (line for line in (text or "").split("\n") if line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).parent.parent / "torchtrain" / "assets" / "tokenizer.model"
+    parser.add_argument("--output", type=Path, default=default)
+    parser.add_argument("--vocab_size", type=int, default=4096)
+    options = parser.parse_args()
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines(),
+        model_writer=model,
+        vocab_size=options.vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        # Lines come without their ends, so this piece would never be learned.
+        user_defined_symbols=["\n"],
+        max_sentence_length=1 << 16,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=1,
+    )
+    options.output.write_bytes(model.getvalue())
+    print(f"{options.output}: {options.vocab_size} pieces, {len(model.getvalue())} bytes")
+
+
+if __name__ == "__main__":
+    main()

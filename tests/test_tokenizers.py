@@ -1,0 +1,109 @@
+import base64
+import io
+import random
+
+import pytest
+import sentencepiece
+
+from torchtrain.errors import TokenizerError
+from torchtrain.tokenizers import load_tokenizer
+
+TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'
+
+
+@pytest.fixture(scope="module")
+def rank_file(tmp_path_factory):
+    """A rank file with the 256 bytes and a few merges."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
+    path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    return str(path)
+
+
+def test_embedded_tokenizer_gives_back_the_text():
+    tokenizer = load_tokenizer()
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.vocab_size == 4096
+    assert tokenizer.decode(ids) == TEXT
+    assert len(ids) < len(TEXT) / 1.5
+    assert tokenizer.encode(TEXT, bos=True, eos=True) == [tokenizer.bos_id, *ids, tokenizer.eos_id]
+
+
+def test_special_tokens_in_text_are_text(rank_file):
+    for path, text in (("", "<s> </s>"), (rank_file, "<|begin_of_text|><|end_of_text|>")):
+        tokenizer = load_tokenizer(path)
+        ids = tokenizer.encode(text)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+        assert tokenizer.decode(ids) == text
+
+
+def test_rank_file_is_told_from_its_content(rank_file):
+    tokenizer = load_tokenizer(rank_file)
+    assert tokenizer.vocab_size == 263 + 256
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (263, 264)
+    # "hello" is merged, the split pattern keeps " w" apart from it, and numbers go in groups of three digits.
+    assert tokenizer.encode("hello w1234", bos=True, eos=True) == [263, 259, 260, 262, ord("4"), 264]
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_llama3_special_tokens_have_their_ids(rank_file):
+    base = 263
+    tokenizer = load_tokenizer(rank_file)
+    names = {0: "<|begin_of_text|>", 5: "<|reserved_special_token_2|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
+    names |= {11: "<|reserved_special_token_3|>", 255: "<|reserved_special_token_247|>"}
+    assert {n: tokenizer.decode([base + n]) for n in names} == names
+
+
+def test_texts_too_long_for_tiktoken_are_cut(rank_file):
+    tokenizer = load_tokenizer(rank_file)
+    for text in ("hello" * 50_000, " " * 60_000 + "x" * 60_000, "hello w " * 120_000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    # Text with many short runs is not cut at all: it is encoded as the library does it.
+    text = " ".join("hello" * random.Random(0).randrange(1, 9) for _ in range(10_000))
+    assert tokenizer.encode(text) == tokenizer._encoding.encode_ordinary(text)
+
+
+def test_lone_surrogates_do_not_stop_a_run(rank_file):
+    for path in ("", rank_file):
+        tokenizer = load_tokenizer(path)
+        assert "a" in tokenizer.decode(tokenizer.encode("a\ud800b"))
+
+
+def test_tokenizer_without_bos(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c d e f"] * 9), model_writer=model, vocab_size=10, bos_id=-1, minloglevel=2
+    )
+    path = tmp_path / "no_bos.model"
+    path.write_bytes(model.getvalue())
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.bos_id is None
+    assert tokenizer.encode("a", bos=True, eos=True) == [*tokenizer.encode("a"), tokenizer.eos_id]
+
+
+def test_content_hash_tells_tokenizers_apart(rank_file):
+    assert load_tokenizer().content_hash == load_tokenizer("").content_hash != load_tokenizer(rank_file).content_hash
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"just some text\n", "neither a SentencePiece model nor a tiktoken rank file"),
+        (b"", "neither a SentencePiece model nor a tiktoken rank file"),
+        (b'{"version": "1.0"}', "a Hugging Face tokenizer.json is neither"),
+        (b"YQ== 0\nYg== one\n", "line 2 is not"),
+        (b"YQ== 0\nYg== 7\n", "must be 0 to 1"),
+    ],
+)
+def test_files_that_are_no_tokenizer(tmp_path, content, message):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(str(path))
+
+
+def test_missing_tokenizer(tmp_path):
+    with pytest.raises(TokenizerError, match="No such file"):
+        load_tokenizer(str(tmp_path / "missing.model"))
+    with pytest.raises(TokenizerError, match="a folder; give the file"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,208 @@
+"""Tokenizers: SentencePiece models and tiktoken rank files, behind one small interface.
+
+Which of the two a file is, is seen by looking into it: both go by the name ``tokenizer.model``.
+"""
+
+import base64
+import binascii
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+import tiktoken
+
+from torchtrain.errors import TokenizerError
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer offers. Ids are ints in ``range(vocab_size)``."""
+
+    vocab_size: int
+    bos_id: int | None
+    """Id that begins a document; None if the tokenizer has none."""
+    eos_id: int | None
+    """Id that ends a document; None if the tokenizer has none."""
+    content_hash: str
+    """SHA-256 of the file, in hex: data prepared with one tokenizer is never read with another."""
+
+    token_bytes: list[int]
+    """For each id the bytes of UTF-8 that it stands for; 0 for special tokens."""
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Ids of ``text``. Text that spells a special token is plain text: it never yields that token's id."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+
+def tokenizer_file(path: str = "") -> Path:
+    """Where the tokenizer of ``model.tokenizer_path`` lies; ``""`` is the small one in the package."""
+    return Path(path) if path else Path(__file__).parent / "assets" / "tokenizer.model"
+
+
+def load_tokenizer(path: str = "") -> Tokenizer:
+    """Read a tokenizer; ``""`` is the small one in the package, trained on the Python standard library.
+
+    Raises:
+        TokenizerError: the file is missing, unreadable, or no tokenizer of the two kinds.
+    """
+    file = tokenizer_file(path)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        reason = "a folder; give the file in it" if Path(path).is_dir() else error.strerror
+        raise TokenizerError(
+            f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a SentencePiece model or a tiktoken "
+            "rank file, such as the tokenizer.model that comes with Llama weights"
+        ) from None
+    # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
+        return TiktokenTokenizer(content, path)
+    return SentencePieceTokenizer(content, path)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (Llama 2's tokenizer.model, or the package's own)."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError:
+            hint = "; a Hugging Face tokenizer.json is neither" if content.lstrip()[:1] == b"{" else ""
+            raise TokenizerError(
+                f"model.tokenizer_path = {path!r} is neither a SentencePiece model nor a tiktoken rank file{hint}"
+            ) from None
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id = _present(self._processor.bos_id())
+        self.eos_id = _present(self._processor.eos_id())
+        self.content_hash = hashlib.sha256(content).hexdigest()
+        self.token_bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
+
+    def _bytes_of(self, token: int) -> int:
+        processor = self._processor
+        if processor.IsControl(token) or processor.IsUnknown(token) or processor.IsUnused(token):
+            return 0
+        # "\u2581" stands for a space.
+        return 1 if processor.IsByte(token) else len(processor.IdToPiece(token).replace("\u2581", " ").encode())
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        # A lone surrogate, which JSON can spell, has no UTF-8.
+        text = text.encode("utf-8", "replace").decode()
+        return _framed(self, self._processor.encode(text), bos, eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode(list(ids))
+        return text
+
+
+# Llama 3's pre-tokenizer, and its special tokens in the order of their ids with the names of Llama 3.1 (3.0 reserved
+# the ids of those that 3.1 named): https://github.com/meta-llama/llama-models.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+_LLAMA3_SPECIAL_COUNT = 256
+
+# Limits of the reference implementation: tiktoken fails on longer texts, and its regular expression overflows the
+# stack on longer runs of only spaces or only non-spaces.
+_LONGEST_TEXT = 400_000
+_LONGEST_RUN = 25_000
+_LONG_SPACES = re.compile(rf"\s{{{_LONGEST_RUN}}}")
+_RUNS = re.compile(rf"\s{{1,{_LONGEST_RUN}}}|\S{{1,{_LONGEST_RUN}}}")
+
+
+class TiktokenTokenizer:
+    """A tiktoken rank file (Llama 3's tokenizer.model) with Llama 3's split pattern and 256 special tokens."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        ranks: dict[bytes, int] = {}
+        for number, line in enumerate(content.splitlines(), 1):
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error):
+                raise TokenizerError(
+                    f"model.tokenizer_path = {path!r}: line {number} is not '<base64> <rank>' as in the rest of the "
+                    "file; it may be damaged: fetch it again"
+                ) from None
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise TokenizerError(
+                f"model.tokenizer_path = {path!r}: the ranks of its {len(ranks)} tokens must be 0 to {len(ranks) - 1}, "
+                "each once; the file may be cut short: fetch it again"
+            )
+        reserved = (f"<|reserved_special_token_{n}|>" for n in itertools.count(3))
+        names = itertools.islice(itertools.chain(_LLAMA3_SPECIALS, reserved), _LLAMA3_SPECIAL_COUNT)
+        specials = {name: len(ranks) + n for n, name in enumerate(names)}
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id: int | None = specials["<|begin_of_text|>"]
+        self.eos_id: int | None = specials["<|end_of_text|>"]
+        self.content_hash = hashlib.sha256(content).hexdigest()
+        self.token_bytes = [0] * self.vocab_size
+        for piece, number in ranks.items():
+            self.token_bytes[number] = len(piece)
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        ids: list[int] = []
+        for part in _short_parts(text):
+            ids += self._encoding.encode_ordinary(part)
+        return _framed(self, ids, bos, eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+
+def _short_parts(text: str) -> Iterator[str]:
+    """Cut ``text`` where tiktoken could not take it whole: nowhere, but for rare texts."""
+    for start in range(0, len(text), _LONGEST_TEXT):
+        part = text[start : start + _LONGEST_TEXT]
+        begin = length = 0
+        for run in _RUNS.finditer(part) if _has_long_run(part) else ():
+            # A run of full length may go on in the next match; the cut falls between the two.
+            if length == _LONGEST_RUN and part[run.start() - 1].isspace() == part[run.start()].isspace():
+                yield part[begin : run.start()]
+                begin = run.start()
+            length = run.end() - run.start()
+        yield part[begin:]
+
+
+def _has_long_run(text: str) -> bool:
+    """Whether to look at the runs of ``text`` one by one, which takes as long as to tokenize it."""
+    if len(text) <= _LONGEST_RUN:
+        return False
+    return max(map(len, text.split()), default=0) >= _LONGEST_RUN or _LONG_SPACES.search(text) is not None
+
+
+def _present(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _framed(tokenizer: Tokenizer, ids: list[int], bos: bool, eos: bool) -> list[int]:
+    """``ids`` with the ids that begin and end a document, as far as the tokenizer has them."""
+    if bos and tokenizer.bos_id is not None:
+        ids.insert(0, tokenizer.bos_id)
+    if eos and tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    return ids
