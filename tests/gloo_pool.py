@@ -1,0 +1,87 @@
+"""A pool of processes that distributed tests share: torch is imported once, and each call makes a fresh gloo group."""
+
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 120
+
+
+class GlooPool:
+    """``pool.run(4, function, *args)`` calls a module-level function on 4 ranks and returns their 4 results."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+        self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        while len(self.workers) < ranks:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+        connections = [connection for _, connection in self.workers[:ranks]]
+        results: dict[int, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, connection in enumerate(connections):
+                connection.send((rank, ranks, str(Path(folder) / "store"), function, args))
+            while len(results) < ranks:
+                waiting = [connections[rank] for rank in range(ranks) if rank not in results]
+                ready = multiprocessing.connection.wait(waiting, timeout=TIMEOUT_SECONDS)
+                error = f"no rank answered within {TIMEOUT_SECONDS} s" if not ready else ""
+                for connection in ready:
+                    rank = connections.index(connection)
+                    try:
+                        good, results[rank] = connection.recv()
+                    except EOFError:
+                        good, results[rank] = False, "the process died"
+                    if not good:
+                        error += f"rank {rank}: {results[rank]}\n"
+                if error:
+                    self.close()  # the others wait in a collective that will never end
+                    raise AssertionError(error)
+        return [results[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        for process, connection in self.workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self.workers.clear()
+
+
+def _serve(connection: multiprocessing.connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            rank, ranks, store, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=TIMEOUT_SECONDS),
+            )
+            result = function(*args)
+            dist.barrier()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""One device mesh for the run, and the questions that the parts ask of it.
+
+From the outermost axis to the innermost, whose ranks are neighbors and so have the fastest links:
+
+    pipeline    the model's layers, in stages
+    replicate   copies of all the below (HSDP)
+    shard       rows of the batch; FSDP shards parameters
+    context     parts of each sequence; FSDP shards parameters over these ranks too
+    tensor      parts of each matrix
+"""
+
+import math
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtrain.config.schema import Parallelism
+from torchtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis, outermost first; their product is the world size."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Number of parts that the global batch is dealt out in."""
+        return self.replicate * self.shard
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks that FSDP splits a parameter over."""
+        return self.shard * self.context
+
+    def batch_rank(self, rank: int) -> int:
+        """Which part of the global batch is that of ``rank``."""
+        return rank // (self.context * self.tensor) % self.batch
+
+
+def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
+    """The degrees with -1 filled in; ConfigError where they do not multiply to ``world_size``."""
+    keys = {
+        "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": config.data_parallel_shard_degree,
+        "context_parallel_degree": config.context_parallel_degree,
+        "tensor_parallel_degree": config.tensor_parallel_degree,
+    }
+    others = math.prod(degree for degree in keys.values() if degree != -1)
+    degrees = Degrees(*(max(1, world_size // others) if degree == -1 else degree for degree in keys.values()))
+    product = math.prod(astuple(degrees))
+    if product != world_size:
+        given = " x ".join(f"{key} = {degree}" for key, degree in keys.items() if degree != 1)
+        raise ConfigError(
+            f"parallelism: the degrees must multiply to the number of ranks, {world_size}, and {given or 'all of 1'} "
+            f"make {product}; start {product} ranks, or set data_parallel_shard_degree = -1 (all that the others "
+            "leave) and others whose product divides the number of ranks"
+        )
+    return degrees
+
+
+class Mesh:
+    """The device mesh of all ranks, and parts of it."""
+
+    def __init__(self, device: torch.device, degrees: Degrees):
+        self.degrees = degrees
+        self.world = init_device_mesh(
+            device.type, astuple(degrees), mesh_dim_names=tuple(field.name for field in fields(degrees))
+        )
+        # All ranks that hold different rows of the batch, in the order of the rows.
+        self.batch: DeviceMesh = self.world["replicate", "shard"]._flatten("batch")
+        # All ranks but those of a tensor-parallel group, who know the same losses: over these the loss is summed.
+        self.loss: DeviceMesh = self.world["pipeline", "replicate", "shard", "context"]._flatten("loss")
+        # Ranks of a context group hold the same parameters and, for them, are further rows of the batch.
+        shard = self.world["shard", "context"]._flatten("fsdp") if degrees.context > 1 else self.world["shard"]
+        # Where fully_shard works: 1-D, or (replicate, shard) for HSDP.
+        self.fsdp = DeviceMesh._concatenate([self.world["replicate"], shard]) if degrees.replicate > 1 else shard
+        self.pipeline = self.world["pipeline"]
+        self.context = self.world["context"]
+        self.tensor = self.world["tensor"]
