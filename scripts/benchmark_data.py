@@ -1,0 +1,213 @@
+"""How fast data come, beside the plain library calls, measured in turn in the same run.
+
+    python scripts/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file tokenizer.model]
+
+The text is the embedded one, ``copies`` times. Each line gives the median of ``rounds``, in million tokens a second,
+for torchtrain and for the plain call, and how many times as long torchtrain takes. The last lines give the share of its
+time that a training run of the debug model waits for data.
+"""
+
+import argparse
+import base64
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import tiktoken
+import torch
+
+from torchtrain.config.schema import Data, Source
+from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.files import open_standard_library
+from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.preparing import prepare
+from torchtrain.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+SEQ_LEN, ROWS = 2048, 8
+
+
+def bare_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """The library's own call."""
+    if isinstance(tokenizer, TiktokenTokenizer):
+        encoding: tiktoken.Encoding = tokenizer._encoding
+        return encoding.encode_ordinary
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    processor: sentencepiece.SentencePieceProcessor = tokenizer._processor
+    return processor.encode  # type: ignore[no-any-return]
+
+
+def write_rank_file(path: Path) -> None:
+    """A rank file for tiktoken with the 256 bytes and the pieces of the package's SentencePiece model."""
+    processor = bare_encoder(load_tokenizer()).__self__  # type: ignore[attr-defined]
+    pieces = [processor.IdToPiece(n).replace("\u2581", " ").encode() for n in range(259, processor.vocab_size())]
+    tokens = dict.fromkeys([*(bytes([byte]) for byte in range(256)), *pieces])
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def compare(name: str, tokens: int, rounds: int, ours: Callable[[], Any], plain: Callable[[], Any]) -> None:
+    """Run both in turn and print the medians."""
+    times = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+    own, other = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"{name:42} {tokens / own / 1e6:9.2f} {tokens / other / 1e6:9.2f} {own / other:8.2f}x", flush=True)
+
+
+def encode_share(encode: Callable[[str], list[int]], texts: list[str], first: int, step: int) -> None:
+    for text in texts[first::step]:
+        encode(text)
+
+
+def in_processes(encode: Callable[[str], list[int]], texts: list[str], count: int) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=encode_share, args=(encode, texts, n, count)) for n in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def prepare_quietly(source: Source, tokenizer_path: str, output: Path, processes: int) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        prepare(source, "data", tokenizer_path, output, processes)
+
+
+def loader_of(config: Data, tokenizer: Tokenizer) -> Loader:
+    return build_loader(
+        config,
+        tokenizer,
+        seq_len=SEQ_LEN,
+        global_batch_size=ROWS,
+        rows=range(ROWS),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+
+
+def read(loader: Loader, steps: int) -> None:
+    for _ in range(steps):
+        next(loader)
+
+
+def plain_reading(tokens: "np.memmap[Any, Any]", steps: int) -> None:
+    """Random windows of a memory map, as small training scripts read them."""
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        starts = rng.integers(0, len(tokens) - SEQ_LEN - 1, ROWS)
+        torch.stack([torch.from_numpy(tokens[start : start + SEQ_LEN].astype(np.int64)) for start in starts])
+        torch.stack([torch.from_numpy(tokens[start + 1 : start + SEQ_LEN + 1].astype(np.int64)) for start in starts])
+
+
+def wait_fraction(name: str, folder: Path, *options: str) -> None:
+    """Train the debug model and print what share of its time it waited, after the first steps."""
+    command = [sys.executable, "-m", "torchtrain.train", "--job.config_file", "train_configs/debug_model.toml"]
+    command += ["--job.dump_folder", str(folder), "--training.steps", "30", "--checkpoint.no-enable", *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "data_wait_fraction" in line][-1]
+    print(
+        f"training waits, {name:26} {last['data_wait_fraction']:9.3%} of {last['step_seconds']:.3f} s a step",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiktoken_file", default="")
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    source = open_standard_library()
+    texts = [text for text in source.read_all(range(source.units)) if text] * options.copies
+    size = sum(len(text.encode()) for text in texts)
+    print(
+        f"{platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}, python {platform.python_version()}, ",
+        end="",
+    )
+    print(f"torch {torch.__version__}; {len(texts)} documents, {size / 1e6:.0f} MB")
+    print(f"{'million tokens a second':42} {'torchtrain':>9} {'plain':>8} {'takes':>9}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rank_file = options.tiktoken_file or str(folder / "ranks.model")
+        if not options.tiktoken_file:
+            write_rank_file(Path(rank_file))
+        files = folder / "text"
+        files.mkdir()
+        for part in range(16):
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[part::16])
+            (files / f"{part}.jsonl").write_text(lines)
+        for kind, path in (("sentencepiece", ""), ("tiktoken", rank_file)):
+            tokenizer = load_tokenizer(path)
+            encode, few = bare_encoder(tokenizer), texts[: len(texts) // options.copies]
+            tokens = sum(len(encode(text)) for text in few)
+            compare(
+                f"tokenizing, {kind}",
+                tokens,
+                options.rounds,
+                lambda: [tokenizer.encode(text, bos=True, eos=True) for text in few],  # noqa: B023
+                lambda: [encode(text) for text in few],  # noqa: B023
+            )
+            outputs = (folder / f"{kind}-{number}" for number in range(options.rounds))
+            compare(
+                f"prepare, {kind}, {cores} processes",
+                tokens * options.copies,
+                options.rounds,
+                lambda: prepare_quietly(Source(path=str(files)), path, next(outputs), cores),  # noqa: B023
+                lambda: in_processes(encode, texts, cores),  # noqa: B023
+            )
+        tokenizer = load_tokenizer()
+        encode = bare_encoder(tokenizer)
+        steps = 100
+        for kind, config in (
+            ("local files", Data(path=str(files), prefetch=0)),
+            ("streaming", Data(name=str(files), prefetch=0)),
+        ):
+            loader = loader_of(config, tokenizer)
+            read(loader, 2)
+            needed = texts[: int(steps * ROWS * SEQ_LEN / tokens * len(texts) / options.copies)]
+            compare(
+                f"{kind}, beside tokenizing alone",
+                steps * ROWS * SEQ_LEN,
+                options.rounds,
+                lambda: read(loader, steps),  # noqa: B023
+                lambda: [encode(text) for text in needed],  # noqa: B023
+            )
+        prepared = folder / "sentencepiece-0"
+        loader = loader_of(Data(path=str(prepared), prefetch=0), tokenizer)
+        whole = folder / "whole"
+        whole.write_bytes(b"".join(path.read_bytes() for path in sorted(prepared.glob("*.tokens"))))
+        memmap = np.memmap(whole, "<u2", "r")
+        steps = 2000
+        compare(
+            "prepared, beside slices of a memmap",
+            steps * ROWS * SEQ_LEN,
+            options.rounds,
+            lambda: read(loader, steps),
+            lambda: plain_reading(memmap, steps),
+        )
+        wait_fraction("standard library", folder / "run-0")
+        wait_fraction("streaming", folder / "run-1", "--data.name", str(files))
+        wait_fraction("prepared", folder / "run-2", "--data.path", str(prepared))
+
+
+if __name__ == "__main__":
+    main()

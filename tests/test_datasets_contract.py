@@ -1,0 +1,131 @@
+"""Row r of step s is a function of (seed, data config, seq_len, global batch size, s, r) alone, for every source."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
+
+from torchtrain.config.schema import Data, Source
+
+KINDS = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Data]:
+    folder = tmp_path_factory.mktemp("sources")
+    jsonl = write_jsonl(folder / "a.jsonl", DOCUMENTS)
+    (folder / "b.txt").write_text("".join(f"line {n * n % 9973}\n" for n in range(120_000)))
+    prepared = write_prepared(folder / "prepared", jsonl)
+    hub = write_hub_folder(folder / "hub", DOCUMENTS, files=3)
+    hub_parquet = write_hub_folder(folder / "hub_parquet", DOCUMENTS, files=5, kind="parquet")
+    return {
+        "jsonl": Data(path=jsonl),
+        "txt": Data(path=str(folder / "b.txt")),
+        "standard library": Data(),
+        "prepared": Data(path=prepared),
+        "streamed jsonl": Data(name=hub),
+        "streamed parquet": Data(name=hub_parquet, streams=4),
+        "downloaded": Data(name=hub, download=True),
+        "mix": Data(
+            sources=(
+                Source(path=jsonl, weight=2),
+                Source(path=prepared, weight=0.5),
+                Source(name=hub_parquet, weight=1),
+            ),
+            streams=4,
+        ),
+    }
+
+
+def split(rows: torch.Tensor, degree: int) -> list[range]:
+    share = len(rows) // degree
+    return [range(n * share, (n + 1) * share) for n in range(degree)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, Data], kind: str) -> None:
+    config = configs[kind]
+    reference = take(make_loader(replace(config, prefetch=0)), STEPS)
+    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # not one row again and again
+    for degree, prefetch in ((1, 3), (2, 0), (4, 2)):
+        loaders = [make_loader(replace(config, prefetch=prefetch), rows) for rows in split(reference[0], degree)]
+        assert torch.equal(torch.cat([take(loader, STEPS) for loader in loaders], dim=1), reference)
+        for loader in loaders:
+            loader.close()
+    assert not torch.equal(take(make_loader(replace(config, prefetch=0), seed=1), STEPS), reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, Data], kind: str) -> None:
+    config = configs[kind]
+    reference = take(make_loader(replace(config, prefetch=0)), STEPS)
+    rng = random.Random(kind)
+    for degrees in ((1, 2, 4), (4, 2, 1)):
+        stops = [0, *sorted(rng.sample(range(1, STEPS), 2)), STEPS]
+        state = None
+        for degree, start, stop in zip(degrees, stops[:-1], stops[1:], strict=True):
+            loaders = [make_loader(config, rows) for rows in split(reference[0], degree)]
+            if state is not None:
+                for loader, rows in zip(loaders, state.chunk(degree), strict=True):
+                    loader.load_state_dict({"rows": rows})
+            part = torch.cat([take(loader, stop - start) for loader in loaders], dim=1)
+            assert torch.equal(part, reference[start:stop]), (degrees, start, stop)
+            # The state is that of the batch returned last, though the background has read on.
+            state = torch.cat([loader.state_dict()["rows"] for loader in loaders])
+            for loader in loaders:
+                loader.close()
+
+
+def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, Data]) -> None:
+    expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
+    stream = [token for document in expected for token in document]
+    windows = (len(stream) - 1) // 32
+    assert windows % 9  # the epochs end within a batch
+    tokens = take(make_loader(configs["prepared"], range(9), batch=9), 3 * windows // 9 + 1).flatten(0, 1).tolist()
+    epochs = [tokens[n * windows : (n + 1) * windows] for n in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(stream[n * 32 : (n + 1) * 32] for n in range(windows))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_streamed_documents_come_once_an_epoch(configs: dict[str, Data]) -> None:
+    config = replace(configs["streamed parquet"], when_exhausted="stop")
+    rows: list[list[int]] = [[] for _ in range(8)]
+    for batch in make_loader(config, drop_last=False):
+        for row, labels in zip(rows, batch.labels, strict=True):
+            row += labels[labels != -100].tolist()
+    # Every token is predicted once, but for the first of each of the 4 streams.
+    expected = [token for text in DOCUMENTS for token in TOKENIZER.encode(text, bos=True, eos=True)]
+    seen = [token for row in rows for token in row]
+    assert sorted(seen + [TOKENIZER.bos_id] * 4) == sorted(expected)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 3, 1.5, 0.5)])
+def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    """Each source has one word of its own, so that rows tell where they come from."""
+    words = ["j", "k", "q", "z"][: len(weights)]
+    paths = [write_jsonl(tmp_path / f"{word}.jsonl", [f"{word} " * 40] * 20) for word in words]
+    sources = tuple(Source(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True))
+    tokens = take(make_loader(Data(sources=sources), range(40), batch=40, seq_len=16), 250).flatten(0, 1)
+    source_of = {TOKENIZER.encode(f"{word} " * 40)[5]: n for n, word in enumerate(words)}
+    counts = [0] * len(words)
+    for row in tokens.tolist():
+        counts[next(source_of[token] for token in row if token in source_of)] += 1
+    assert sum(counts) == 10_000
+    for count, weight in zip(counts, weights, strict=True):
+        assert count / 10_000 == pytest.approx(weight / sum(weights), abs=1e-3)
+
+
+def test_stop_when_a_source_is_exhausted(tmp_path: Path) -> None:
+    small = write_prepared(tmp_path / "small", write_jsonl(tmp_path / "small.jsonl", DOCUMENTS[:20]))
+    large = write_jsonl(tmp_path / "large.jsonl", DOCUMENTS * 20)
+    sources = (Source(path=small), Source(path=large))
+    tokens = sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in DOCUMENTS[:20])
+    windows = (tokens - 1) // 32
+    steps = sum(1 for _ in make_loader(Data(sources=sources, when_exhausted="stop")))
+    # Half of each batch is from the small source.
+    assert steps == windows // 4

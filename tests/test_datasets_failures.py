@@ -1,0 +1,187 @@
+"""What goes wrong while data are read: counted, tried again, or the same error at once on every rank."""
+
+import gzip
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from data_samples import DOCUMENTS, make_loader, take, write_hub_folder, write_jsonl
+from gloo_pool import GlooPool
+
+from torchtrain.config.schema import Data
+from torchtrain.datasets import text
+from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.order import Mixture
+from torchtrain.datasets.text import StreamedText
+from torchtrain.distributed.process_group import new_data_group
+from torchtrain.errors import DataError
+
+
+class Windows:
+    """A stream of windows of one number; ``fail_at`` raises, ``end_at`` ends it, ``pause`` seconds a window."""
+
+    state: tuple[int, ...] = ()
+
+    def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
+        self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
+
+    def fill(self, window: npt.NDArray[np.int64], turn: int) -> int:
+        time.sleep(self.pause)
+        if turn // 2 == self.fail_at:
+            raise OSError("the disk is gone")
+        if turn // 2 >= self.end_at:
+            return 0
+        window[:] = turn
+        return len(window)
+
+
+def loader_of(stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True) -> Loader:
+    loader = Loader(
+        [[stream]],
+        Mixture([1.0]),
+        range(row, row + 1),
+        seq_len=4,
+        global_batch_size=2,
+        prefetch=prefetch,
+        drop_last=drop_last,
+        device=torch.device("cpu"),
+    )
+    loader.connect(new_data_group())
+    return loader
+
+
+def read_until_failure(prefetch: int) -> tuple[int, str, str]:
+    """Batches that came, and the error that ended them; rank 1's stream fails at batch 3."""
+    rank = dist.get_rank()
+    loader = loader_of(Windows(fail_at=3 if rank == 1 else -1), rank, prefetch)
+    steps = 0
+    try:
+        for _ in loader:
+            steps += 1
+            time.sleep(0.2)  # so that the background is ahead
+    except (DataError, OSError) as error:
+        return steps, type(error).__name__, str(error)
+    return steps, "", ""
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_a_failure_on_one_rank_reaches_all_at_the_same_step(gloo: GlooPool, prefetch: int) -> None:
+    others, failed = gloo.run(2, read_until_failure, prefetch)
+    assert failed[1:] == ("OSError", "the disk is gone")  # as the error it was
+    assert others[1:] == ("DataError", "rank 1 cannot go on: the disk is gone")
+    # At once: with batches read ahead it is known before they are used up.
+    assert others[0] == failed[0] == (3 if prefetch == 0 else 1)
+
+
+def read_to_the_end(drop_last: bool) -> tuple[int, list[int]]:
+    """Rank 1's stream is longer than rank 0's."""
+    rank = dist.get_rank()
+    batches = list(loader_of(Windows(end_at=2 + rank * 3), rank, drop_last=drop_last))
+    return len(batches), [int((batch.labels != -100).sum()) for batch in batches]
+
+
+def test_all_ranks_end_at_the_same_step(gloo: GlooPool) -> None:
+    assert gloo.run(2, read_to_the_end, True) == [(2, [4, 4])] * 2
+    # To the last token: rank 0 goes on with rows that are masked.
+    assert gloo.run(2, read_to_the_end, False) == [(5, [4, 4, 0, 0, 0]), (5, [4] * 5)]
+
+
+def wait_for_a_slow_rank() -> list[float]:
+    rank = dist.get_rank()
+    loader = loader_of(Windows(pause=0.3 * rank), rank, prefetch=0)
+    return [loader.wait_seconds for _ in zip(range(2), loader, strict=False)]
+
+
+def test_waiting_for_another_rank_is_not_waiting_for_data(gloo: GlooPool) -> None:
+    fast, slow = gloo.run(2, wait_for_a_slow_rank)
+    assert all(seconds < 0.2 for seconds in fast)
+    assert all(seconds >= 0.3 for seconds in slow)
+
+
+def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    loader = make_loader(Data(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), prefetch=3))
+    take(loader, 2)
+    assert "data" in [thread.name for thread in set(threading.enumerate()) - before]
+    loader.close()
+    assert "data" not in [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def flaky(failures: dict[int, int], error: Callable[[], Exception]) -> Callable[[int], Iterator[str | None]]:
+    """A file of ten documents; reading number ``n`` fails ``failures[n]`` times before it succeeds."""
+
+    def read(start: int) -> Iterator[str | None]:
+        for number in range(start, 10):
+            if failures.get(number, 0) > 0:
+                failures[number] -= 1
+                raise error()
+            yield f"document {number}"
+
+    return read
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr(text.time, "sleep", slept.append)
+    return slept
+
+
+def test_network_trouble_is_tried_again(pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("torchtrain").addHandler(caplog.handler)
+    source = StreamedText([flaky({0: 1, 4: 3}, lambda: ConnectionError("reset"))], lanes=2, name="data.name = 'x'")
+    assert list(source.read(0, 0)) == [(n, f"document {n}") for n in range(0, 10, 2)]
+    assert pauses == [1, 1, 2, 4]  # from the beginning again once a document has come
+    assert "reading data.name = 'x' failed, next attempt in 4 s: ConnectionError('reset')" in caplog.text
+
+
+def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> None:
+    source = StreamedText([flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'")
+    with pytest.raises(DataError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
+        list(source.read(0, 0))
+    assert pauses == list(text.RETRY_SECONDS)
+    assert sum(pauses) > 200
+
+
+def test_what_cannot_be_parsed_is_not_tried_again(pauses: list[float]) -> None:
+    source = StreamedText([flaky({5: 99}, lambda: ValueError("bad bytes"))], lanes=1, name="data.name = 'x'")
+    with pytest.raises(DataError, match="bad bytes"):
+        list(source.read(0, 0))
+    assert pauses == []
+
+
+def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torchtrain")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    path = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, None, 7, None, None, {}])
+    take(make_loader(Data(path=path, prefetch=0), range(1), batch=1), 150)
+    for count in (1, 2, 4):
+        assert f"skipped {count} document(s) so far that are null or not text" in caplog.text
+
+
+def test_patterns(tmp_path: Path) -> None:
+    for number in range(3):
+        with gzip.open(tmp_path / f"part-{number}.jsonl.gz", "wt") as file:
+            file.write(json.dumps({"text": f"document {number} " * 30}) + "\n")
+    (tmp_path / "notes.txt").write_text("no data")
+    config: Any = Data(path=str(tmp_path / "part-*.jsonl.gz"), prefetch=0)
+    assert take(make_loader(config, range(3), batch=3), 1).shape == (1, 3, 32)
+    with pytest.raises(DataError, match=r"no-such-\*.jsonl' does not exist"):
+        make_loader(Data(path=str(tmp_path / "no-such-*.jsonl")))
+
+
+def test_streams_must_be_dealt_evenly(tmp_path: Path) -> None:
+    config = Data(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3), streams=3, prefetch=0)
+    make_loader(config, range(4, 8))  # 2 streams, the largest divisor of 8 up to 3; 2 ranks
+    with pytest.raises(DataError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
+        make_loader(config, range(2, 4))

@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+
+from torchtrain.datasets.order import permute
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_permute_is_a_bijection(count):
+    images = permute(np.arange(count), count, seed=7)
+    assert sorted(images) == list(range(count))
+
+
+def test_permute_one_by_one_gives_the_same():
+    images = permute(np.arange(1000), 1000, seed=7)
+    assert [permute(np.array([i]), 1000, seed=7)[0] for i in range(0, 1000, 37)] == list(images[::37])
+
+
+def test_seeds_give_orders_that_look_random():
+    count = 10_000
+    orders = [permute(np.arange(count), count, seed) for seed in range(3)]
+    for order in orders:
+        assert (order == np.arange(count)).sum() < 10
+        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.04
+        # Neighbors are scattered: the mean distance of two random places is a third of the whole.
+        assert abs(np.abs(np.diff(order)).mean() / count - 1 / 3) < 0.02
+    assert abs(np.corrcoef(orders[0], orders[1])[0, 1]) < 0.04
+
+
+def test_huge_counts():
+    count = 10**15 + 37
+    places = np.arange(count - 1000, count)
+    images = permute(places, count, seed=1)
+    assert len(set(images)) == 1000
+    assert images.min() >= 0
+    assert images.max() < count

@@ -1,0 +1,235 @@
+"""Prepared data: the bytes do not depend on how the work went, and nothing that is wrong is read."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+
+from torchtrain import prepare as door
+from torchtrain.config.schema import Data, Source
+from torchtrain.datasets.files import open_standard_library
+from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
+from torchtrain.datasets.preparing import prepare
+from torchtrain.errors import DataError
+
+ROOT = Path(__file__).parent.parent
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def tokens_of(folder: Path) -> list[int]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    parts = [np.fromfile(folder / f"{shard['name']}.tokens", "<u2") for shard in manifest["shards"]]
+    return np.concatenate(parts).tolist()  # type: ignore[no-any-return]
+
+
+def start_preparing(folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "torchtrain.prepare", "--prepare.output", str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+def records(folder: Path) -> int:
+    """Shards of unfinished work that are complete."""
+    return len(list(folder.glob("shard-*.json")))
+
+
+def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert start_preparing(undisturbed).wait() == 0
+    rng = random.Random(0)
+    for _ in range(10):
+        process = start_preparing(disturbed)
+        wanted = records(disturbed) + rng.randrange(6)  # all is done after 64
+        while records(disturbed) < wanted:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()  # its worker processes see that it is gone
+        process.wait()
+    assert not (disturbed / "manifest.json").exists()
+    assert start_preparing(disturbed).wait() == 0
+    assert contents(disturbed) == contents(undisturbed)
+    source = open_standard_library()
+    expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in source.read_all(range(20)) if text]
+    assert tokens_of(disturbed)[: sum(map(len, expected))] == [token for document in expected for token in document]
+
+
+def test_work_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    prepare(source, "data", "", tmp_path / "whole", processes=2)
+    whole = contents(tmp_path / "whole")
+    folder = tmp_path / "part"
+    manifest = Manifest.read(tmp_path / "whole" / "manifest.json", "")
+    folder.mkdir()
+    plan = json.loads(whole["manifest.json"])
+    (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
+    (folder / "shard-00003.tokens.999.partial").write_bytes(b"left by a killed process")
+    kept = manifest.shards[5]
+    for suffix in ("tokens", "documents"):
+        (folder / f"{kept.name}.{suffix}").write_bytes(whole[f"{kept.name}.{suffix}"])
+    (folder / f"{kept.name}.json").write_text(json.dumps(plan["shards"][5]))
+    written = (folder / f"{kept.name}.tokens").stat().st_mtime_ns
+    lost = manifest.shards[6]  # its record is there, but the disk has not kept all of it
+    (folder / f"{lost.name}.json").write_text(json.dumps(plan["shards"][6]))
+    (folder / f"{lost.name}.tokens").write_bytes(whole[f"{lost.name}.tokens"][:-2])
+    (folder / f"{manifest.shards[7].name}.json").write_text('{"cut')
+    prepare(source, "data", "", folder, processes=2)
+    assert contents(folder) == whole
+    assert (folder / f"{kept.name}.tokens").stat().st_mtime_ns == written
+
+
+def test_the_manifest_counts(tmp_path: Path) -> None:
+    documents: list[Any] = [*DOCUMENTS[:20], None, 5, "", "zwölf"]
+    folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents)))
+    shards = Manifest.read(folder / "manifest.json", "").shards
+    texts = [*DOCUMENTS[:20], "zwölf"]
+    encoded = [TOKENIZER.encode(text, bos=True, eos=True) for text in texts]
+    assert sum(shard.documents for shard in shards) == len(texts)
+    assert sum(shard.tokens for shard in shards) == sum(map(len, encoded))
+    assert sum(shard.bytes for shard in shards) == sum(len(text.encode()) for text in texts)
+    assert sum(shard.skipped for shard in shards) == 2
+    starts = [np.fromfile(folder / f"{shard.name}.documents", "<i8") for shard in shards]
+    assert [length for offsets in starts for length in np.diff(offsets)] == [len(document) for document in encoded]
+
+
+def test_large_vocabularies_take_four_bytes() -> None:
+    assert Manifest("", 1 << 16, "", "").dtype == np.dtype("<u2")
+    assert Manifest("", (1 << 16) + 1, "", "").dtype == np.dtype("<u4")
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    return Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
+
+
+def test_another_tokenizer_is_refused(prepared: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer.model"
+    other.write_text("".join(f"{token} {n}\n" for n, token in enumerate(["YQ==", "Yg==", "Yw=="])))
+    with pytest.raises(DataError, match="begun with another tokenizer"):
+        prepare(Source(path=str(tmp_path / "a.jsonl")), "data", str(other), prepared, processes=1)
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    (prepared / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_hash": "f" * 64}))
+    with pytest.raises(DataError, match=r"prepared with another tokenizer .* than model.tokenizer_path names"):
+        make_loader(Data(path=str(prepared)))
+
+
+def test_other_data_are_refused(prepared: Path, tmp_path: Path) -> None:
+    source = Source(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[1:]))
+    with pytest.raises(DataError, match="begun with other data"):
+        prepare(source, "data", "", prepared, processes=1)
+
+
+def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    with open(prepared / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another prepare is at work"):
+            prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_shards_are_found(prepared: Path) -> None:
+    damage(prepared / "shard-00007.tokens")
+    with pytest.raises(DataError, match=r"shard-00007.tokens is damaged"):
+        make_loader(Data(path=str(prepared)))
+    make_loader(Data(path=str(prepared), verify_gib=0))  # large data are verified by hand:
+    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
+    damage(prepared / "shard-00007.tokens")  # back
+    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 0
+    damage(prepared / "shard-00003.documents")
+    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
+
+
+def test_missing_and_cut_shards_are_found(prepared: Path) -> None:
+    path = prepared / "shard-00007.tokens"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=rf"shard-00007.tokens has {len(content) - 2} bytes, not {len(content)}"):
+        make_loader(Data(path=str(prepared)))
+    path.unlink()
+    with pytest.raises(DataError, match=r"shard-00007.tokens is missing"):
+        make_loader(Data(path=str(prepared)))
+    (prepared / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot read its manifest.json"):
+        make_loader(Data(path=str(prepared)))
+
+
+def test_too_little_for_a_window(prepared: Path) -> None:
+    with pytest.raises(DataError, match=r"tokens do not fill a window of training.seq_len \+ 1 = 100001 tokens"):
+        make_loader(Data(path=str(prepared)), seq_len=100_000)
+
+
+def test_sources_without_text_are_refused(tmp_path: Path) -> None:
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", [None, None]))
+    with pytest.raises(DataError, match="no text in its 2 documents"):
+        prepare(source, "data", "", tmp_path / "prepared", processes=1)
+
+
+def test_windows_reach_over_shards(prepared: Path) -> None:
+    tokens = tokens_of(prepared)
+    shards = Manifest.read(prepared / "manifest.json", "").shards
+    opened = PreparedTokens(prepared, TOKENIZER.content_hash, 0, "")
+    assert len(opened) == len(tokens)
+    out = np.empty(5 * max(shard.tokens for shard in shards), dtype=np.int64)
+    for start in (0, 1, shards[0].tokens - 1, shards[0].tokens, len(tokens) - len(out)):
+        opened.read(start, out)
+        assert out.tolist() == tokens[start : start + len(out)]
+
+
+def test_the_door_uses_every_core_and_a_folder_for_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def record(source: Source, key: str, tokenizer_path: str, folder: Path, processes: int) -> Manifest:
+        calls.append((source.path, key, tokenizer_path, folder, processes))
+        return Manifest("", 4096, "", "", (Shard("shard-00000", 1, 1, 1, 0, "", ""),))
+
+    monkeypatch.setattr("torchtrain.datasets.preparing.prepare", record)
+    (tmp_path / "mix.toml").write_text('[[data.sources]]\npath = "a"\n[[data.sources]]\npath = "b"\nweight = 2\n')
+    assert door.main(["--job.config_file", str(tmp_path / "mix.toml"), "--prepare.output", str(tmp_path)]) == 0
+    cores = len(os.sched_getaffinity(0))
+    assert calls == [
+        ("a", "data.sources[0]", "", tmp_path / "0", cores),
+        ("b", "data.sources[1]", "", tmp_path / "1", cores),
+    ]
+    assert door.main([]) == 2
+
+
+def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
+    """A loader stands at any place at once: reading goes on there, and nothing is read or kept for what came before."""
+    seq_len, windows = 256, 20_000_000
+    tokens = windows * seq_len + 1
+    with open(tmp_path / "shard-00000.tokens", "wb") as file:
+        file.truncate(tokens * 2)  # 10 GB of zeros that take no room
+    shard = Shard("shard-00000", tokens, 1, 0, 0, "", "")
+    (tmp_path / "manifest.json").write_text(
+        json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", (shard,))))
+    )
+    config = Data(path=str(tmp_path), prefetch=0)
+    loader = make_loader(config, seq_len=seq_len)
+    state = loader.state_dict()["rows"]
+    state[:, 0] = 10_000_000 // 8
+    state[:, 1] = 10_000_000
+    loader.load_state_dict({"rows": state})
+    batch = next(loader)
+    assert batch.tokens.shape == (8, seq_len)
+    assert loader.state_dict()["rows"][:, 1].tolist() == [10_000_008] * 8
+    stream = loader._streams[0][0]
+    assert len(stream._blocks) == 1  # type: ignore[attr-defined]
+    assert len(stream._blocks[0, 10_000_000 // 1024]) == 1024  # type: ignore[attr-defined]
+    assert take(loader, 2).count_nonzero() == 0

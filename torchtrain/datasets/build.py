@@ -1,0 +1,79 @@
+"""From the ``[data]`` section to a loader."""
+
+import torch
+
+from torchtrain.config.schema import Data
+from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.order import Mixture, stream_seed
+from torchtrain.datasets.packing import Stream, TextStream, WindowStream
+from torchtrain.datasets.prepared import PreparedTokens
+from torchtrain.datasets.sources import open_prepared, open_text
+from torchtrain.datasets.text import StreamedText
+from torchtrain.errors import DataError
+from torchtrain.tokenizers import Tokenizer
+
+
+def build_loader(
+    config: Data,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    rows: range,
+    seed: int,
+    device: torch.device,
+    section: str = "data",
+    drop_last: bool = True,
+) -> Loader:
+    """Open the data of ``config`` and stand before the first batch.
+
+    Row ``r`` of the global batch of a step depends on ``config``, ``seq_len``, ``global_batch_size``, ``seed``, the
+    step and ``r`` alone.
+
+    Args:
+        seq_len: tokens in a row.
+        rows: the rows of the global batch that this rank wants.
+        device: where batches will go.
+        section: name of ``config`` in messages.
+        drop_last: if the data are not repeated, end before the first batch that is not full.
+
+    Raises:
+        DataError: the data are missing, empty, or not what ``config`` says.
+    """
+    assert 0 <= rows.start < rows.stop <= global_batch_size
+    repeat = config.when_exhausted == "repeat"
+    # Rows that share a stream are neighbors, and of one rank.
+    shared = max(n for n in range(1, min(config.streams, global_batch_size) + 1) if global_batch_size % n == 0)
+    streams: list[list[Stream]] = []
+    for number, source in enumerate(config.all):
+        key = f"{section}.sources[{number}]" if config.sources else section
+        seed_of_source = stream_seed("data", seed, number)
+        opened = open_prepared(source, key, tokenizer.content_hash, config.verify_gib * 2**30) or open_text(
+            source, key, shared
+        )
+        if isinstance(opened, PreparedTokens):
+            streams.append([WindowStream(opened, seq_len, seed_of_source, repeat)] * len(rows))
+            continue
+        lanes = shared if isinstance(opened, StreamedText) else global_batch_size
+        rows_of_lane = global_batch_size // lanes
+        if rows.start % rows_of_lane or rows.stop % rows_of_lane:
+            raise DataError(
+                f"{opened.name} is streamed in {lanes} streams, the largest divisor of the global batch of "
+                f"{global_batch_size} up to data.streams = {config.streams}; {global_batch_size // len(rows)} "
+                "data-parallel ranks must divide that: raise data.streams, or download or prepare the data"
+            )
+        by_lane = {
+            lane: TextStream(opened, tokenizer, lane, lanes, seed_of_source, repeat)
+            for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)
+        }
+        streams.append([by_lane[row // rows_of_lane] for row in rows])
+    return Loader(
+        streams,
+        Mixture([source.weight for source in config.all]),
+        rows,
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
+        prefetch=config.prefetch,
+        drop_last=drop_last,
+        device=device,
+    )

@@ -1,0 +1,66 @@
+"""Orders that need no table: a seeded permutation of any number of things, and a fair choice among sources.
+
+Both are functions of plain integers, so any rank can compute any place of the order at once.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 4
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, odd
+
+
+def stream_seed(*parts: int | str) -> int:
+    """A 64-bit seed that depends on every one of ``parts``."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def permute(indices: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Images of ``indices`` (each in ``range(count)``) under the permutation of ``range(count)`` that ``seed`` names.
+
+    A Feistel network is a bijection of the numbers of an even number of bits; an image beyond ``count`` is sent
+    through it again until it falls inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains,
+    2002). At most four numbers of the domain stand for one of the range, so this ends after a few turns.
+    """
+    half_bits = np.uint64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    keys = [np.uint64(stream_seed(seed, number)) for number in range(_ROUNDS)]
+    images = indices.astype(np.uint64)
+    walking = np.ones(len(images), dtype=bool)
+    while walking.any():
+        left, right = images[walking] >> half_bits, images[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        images[walking] = (left << half_bits) | right
+        walking = images >= np.uint64(count)
+    return images.astype(np.int64)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the input reaches the low bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Mixture:
+    """Deals places out among sources by weight.
+
+    Place ``k`` goes to the source in whose share of [0, 1) the fractional part of ``k / golden ratio`` lies. Of all
+    such sequences this one spreads most evenly (Kronecker's, or Weyl's, with the least approximable number): after
+    ``n`` places no source is off by more than the order of log(n).
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        shares = list(itertools.accumulate(Fraction(weight) for weight in weights))
+        self._borders = np.array([int(share / shares[-1] * 2**64) for share in shares[:-1]], dtype=np.uint64)
+
+    def choose(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Numbers of the sources that ``places`` go to."""
+        return np.searchsorted(self._borders, places.astype(np.uint64) * _GOLDEN, side="right")

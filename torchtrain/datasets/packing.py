@@ -1,0 +1,149 @@
+"""Streams of windows: what falls to one row of the batch, end to end, in windows of ``seq_len + 1`` tokens.
+
+A window begins with the last token of the one before, so that every token is predicted exactly once.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtrain.datasets.order import permute, stream_seed
+from torchtrain.datasets.prepared import PreparedTokens
+from torchtrain.datasets.text import TextSource
+from torchtrain.errors import DataError
+from torchtrain.tokenizers import Tokenizer
+
+Tokens = npt.NDArray[np.int64]
+State = tuple[int, ...]
+
+
+class Stream(Protocol):
+    """Windows for one or more rows of the batch."""
+
+    state: State
+    """Where the next window begins. Setting it costs the same at every place."""
+
+    def fill(self, window: Tokens, turn: int) -> int:
+        """Write the next tokens into ``window``; how many there were: fewer only at the end of what is not repeated.
+
+        ``turn`` counts the windows that the source has given to all rows of all ranks before.
+
+        Raises:
+            DataError: all of the source does not fill one window, and it would be repeated to do so.
+        """
+        ...
+
+
+class TextStream:
+    """Packs documents, each as bos, tokens, eos; lane ``l`` of ``n`` reads every ``n``-th unit, from the ``l``-th on.
+
+    The units of each epoch come in an order of its own, and all lanes together read each of them once.
+
+    The state: the place in the run of units over all epochs, the document in the unit, the token in the document.
+    """
+
+    def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
+        self._source = source
+        self._tokenizer = tokenizer
+        self._lanes = lanes
+        self._seed = seed
+        self._repeat = repeat
+        self.state = (lane, 0, 0)
+
+    @property
+    def state(self) -> State:
+        return self._place, self._document, self._token
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._place, self._document, self._token = state
+        self._texts: Iterator[tuple[int, str | None]] | None = None
+        self._tokens: Tokens | None = None
+
+    def fill(self, window: Tokens, turn: int) -> int:  # noqa: ARG002
+        limit = self._place + self._lanes * self._source.units
+        filled = 0
+        while True:
+            if self._tokens is None:
+                self._tokens = self._next_tokens(limit, len(window))
+            if self._tokens is None:
+                return filled
+            taken = self._tokens[self._token : self._token + len(window) - filled]
+            window[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            self._token += len(taken)
+            if filled == len(window):
+                self._token -= 1  # The last token is the first input of the next window.
+                return filled
+            self._document, self._token, self._tokens = self._document + 1, 0, None
+
+    def _next_tokens(self, limit: int, length: int) -> Tokens | None:
+        """Tokens of the first document from the state on that has text; None at the end."""
+        while True:
+            if self._texts is None:
+                epoch, number = divmod(self._place, self._source.units)
+                if epoch > 0 and not self._repeat:
+                    return None
+                if self._place > limit:
+                    raise DataError(
+                        f"{self._source.name} has too little text: all of its {self._source.units} documents together "
+                        f"do not fill a window of training.seq_len + 1 = {length} tokens"
+                    )
+                unit = permute(np.array([number]), self._source.units, stream_seed(self._seed, epoch))[0]
+                self._texts = self._source.read(int(unit), self._document)
+            for number, text in self._texts:
+                if text is None:
+                    self._source.count_skipped()
+                elif text:
+                    self._document = number
+                    return np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
+            self._place, self._document, self._texts = self._place + self._lanes, 0, None
+
+
+class WindowStream:
+    """Reads windows of prepared data in an order of each epoch; ``turn`` alone says which, so one serves all rows.
+
+    There is no state: it is empty.
+    """
+
+    _BLOCK = 1024  # An order of many windows is made in little more time than that of one.
+
+    def __init__(self, source: PreparedTokens, seq_len: int, seed: int, repeat: bool):
+        self.state: State = ()
+        self._source = source
+        self._seq_len = seq_len
+        self._seed = seed
+        self._repeat = repeat
+        targets = max(0, len(source) - 1)
+        self._full = targets // seq_len
+        # What is repeated is cut after the last full window; what is read once is read to its end.
+        self._windows = self._full if repeat else -(-targets // seq_len)
+        self._blocks: dict[tuple[int, int], list[int]] = {}
+        if self._windows == 0:
+            raise DataError(
+                f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
+                f"training.seq_len + 1 = {seq_len + 1} tokens"
+            )
+
+    def fill(self, window: Tokens, turn: int) -> int:
+        epoch, number = divmod(turn, self._windows)
+        if epoch > 0 and not self._repeat:
+            return 0
+        block, place = divmod(number, self._BLOCK)
+        start = (self._blocks.get((epoch, block)) or self._make_block(epoch, block))[place]
+        filled = min(len(window), len(self._source) - start)
+        self._source.read(start, window[:filled])
+        return filled
+
+    def _make_block(self, epoch: int, block: int) -> list[int]:
+        """Where the windows of a run of turns begin."""
+        order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
+        full = order < self._full  # one that is not comes last
+        order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
+        starts: list[int] = (order * self._seq_len).tolist()
+        if len(self._blocks) > 64:
+            self._blocks.clear()
+        self._blocks[epoch, block] = starts
+        return starts

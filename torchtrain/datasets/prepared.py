@@ -1,0 +1,141 @@
+"""Prepared data: documents tokenized once, read by memory map.
+
+A folder holds ``manifest.json`` and, for each shard, ``<shard>.tokens`` (little-endian uint16, or uint32 for a
+vocabulary above 65,536: bos, text, eos of one document after the other) and ``<shard>.documents`` (little-endian
+int64: where each document begins, and at last the number of tokens).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from torchtrain.errors import DataError
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the manifest says of one shard. ``bytes`` counts the UTF-8 of its text, ``skipped`` what was no text."""
+
+    name: str
+    tokens: int
+    documents: int
+    bytes: int
+    skipped: int
+    tokens_hash: str
+    documents_hash: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of prepared data holds."""
+
+    tokenizer_hash: str
+    vocab_size: int
+    source: str
+    source_fingerprint: str
+    shards: tuple[Shard, ...] = ()
+    format: int = _FORMAT
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @staticmethod
+    def read(path: Path, label: str) -> "Manifest":
+        """Raises DataError where the file is missing, damaged or of another version."""
+        try:
+            content = json.loads(path.read_text())
+            content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
+            manifest = Manifest(**content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{label}: cannot read its {path.name}: {error!r}; prepare the data anew") from error
+        if manifest.format != _FORMAT:
+            raise DataError(
+                f"{label} has format {manifest.format}, this version reads {_FORMAT}; prepare the data anew"
+            )
+        return manifest
+
+
+class PreparedTokens:
+    """All tokens of a folder, as one row of them from the first document to the last. Nothing is loaded.
+
+    Raises:
+        DataError: a shard is missing, has another size than the manifest says, or (up to ``verify_bytes`` of them)
+            another hash; the data were prepared with another tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokenizer_hash: str, verify_bytes: float, label: str):
+        self.name = label
+        manifest = Manifest.read(folder / MANIFEST, label)
+        if manifest.tokenizer_hash != tokenizer_hash:
+            raise DataError(
+                f"{label} was prepared with another tokenizer (SHA-256 {manifest.tokenizer_hash[:12]}...) than "
+                f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data anew"
+            )
+        self.skipped = sum(shard.skipped for shard in manifest.shards)
+        self.documents = sum(shard.documents for shard in manifest.shards)
+        self._shards: list[npt.NDArray[Any]] = []
+        for shard in manifest.shards:
+            path = folder / f"{shard.name}.tokens"
+            expected = shard.tokens * manifest.dtype.itemsize
+            size = path.stat().st_size if path.exists() else None
+            if size != expected:
+                found = "is missing" if size is None else f"has {size} bytes, not {expected}"
+                raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
+            # An empty file cannot be mapped. asarray: slices of a plain array are made faster than those of a memmap.
+            shard_tokens = np.asarray(np.memmap(path, manifest.dtype, "r")) if size else np.empty(0, manifest.dtype)
+            self._shards.append(shard_tokens)
+        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        if len(self) * manifest.dtype.itemsize <= verify_bytes:
+            verify(folder, label)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill ``out`` with the tokens from number ``start`` on."""
+        assert start + len(out) <= len(self)
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < len(out):
+            tokens = self._shards[shard]
+            first = start + filled - (int(self._ends[shard]) - len(tokens))
+            taken = tokens[first : first + len(out) - filled]
+            out[filled : filled + len(taken)] = taken
+            filled += len(taken)
+            shard += 1
+
+
+def verify(folder: Path, label: str) -> Manifest:
+    """Read every byte; DataError names the first file whose hash is not that of the manifest."""
+    manifest = Manifest.read(folder / MANIFEST, label)
+    for shard in manifest.shards:
+        damaged = damaged_file(folder, shard)
+        if damaged is not None:
+            raise DataError(
+                f"{label}: {damaged} is damaged or missing: it has not the hash that the manifest says; prepare the "
+                "data anew into an empty folder"
+            )
+    return manifest
+
+
+def damaged_file(folder: Path, shard: Shard) -> str | None:
+    """Name of a file of ``shard`` that is missing or has another hash; None if all is well."""
+    for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
+        path = folder / f"{shard.name}.{suffix}"
+        hasher = xxhash.xxh3_128()
+        if path.exists():
+            with open(path, "rb") as file:
+                while block := file.read(1 << 24):
+                    hasher.update(block)
+        if not path.exists() or hasher.hexdigest() != expected:
+            return path.name
+    return None

@@ -1,0 +1,118 @@
+"""Documents, in units that can be read in any order.
+
+Of local data a unit is one document; of streamed data it is a file, or a share of one.
+"""
+
+import itertools
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+
+from torchtrain.errors import DataError
+from torchtrain.log import logger
+
+# Pauses before each new attempt to read over the network, about four minutes in all.
+RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+
+
+class TextSource(ABC):
+    """Documents in units, of which any can be read at any time. ``name`` is what the user calls it, for messages."""
+
+    def __init__(self, units: int, name: str):
+        self.units = units
+        self.name = name
+        self.skipped = 0
+
+    @abstractmethod
+    def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
+        """Documents of ``unit`` from number ``start`` on, each after its number; None for one that is not text.
+
+        Numbers grow; a unit need not have all of them.
+        """
+
+    def count_skipped(self) -> None:
+        """Count a document that is not text, and say so: the first, the second, the fourth, the eighth ..."""
+        self.skipped += 1
+        if self.skipped.bit_count() == 1:
+            logger.info("%s: skipped %d document(s) so far that are null or not text", self.name, self.skipped)
+
+
+class LocalText(TextSource):
+    """Documents with random access: each is a unit.
+
+    Args:
+        dataset: one row a document.
+        text_of: the document of a row; None if it is not text.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, text_of: Callable[[Mapping[str, Any]], str | None], name: str):
+        super().__init__(len(dataset), name)
+        self._dataset = dataset
+        self._text_of = text_of
+
+    @property
+    def fingerprint(self) -> str:
+        """Another one when the data are others."""
+        return str(self._dataset._fingerprint)
+
+    def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
+        if start == 0:
+            yield 0, self._text_of(self._dataset[unit])
+
+    def read_all(self, units: range) -> Iterator[str | None]:
+        """The documents of ``units``, faster than one by one."""
+        for first in range(units.start, units.stop, 256):
+            columns = self._dataset[first : min(first + 256, units.stop)]
+            for row in zip(*columns.values(), strict=True):
+                yield self._text_of(dict(zip(columns, row, strict=True)))
+
+
+class StreamedText(TextSource):
+    """Files that are read over the network as they are needed.
+
+    Its unit is a file. With fewer files than lanes, the documents of each are dealt out among several units; each of
+    these reads the whole file and keeps its share.
+
+    Args:
+        files: for each file a function that gives its documents from a number on.
+        lanes: how many streams read side by side.
+    """
+
+    def __init__(self, files: Sequence[Callable[[int], Iterator[str | None]]], lanes: int, name: str):
+        self._shares = math.ceil(lanes / len(files))
+        super().__init__(len(files) * self._shares, name)
+        self._files = files
+
+    def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
+        number, share = divmod(unit, self._shares)
+        start += (share - start) % self._shares
+        pauses = iter(RETRY_SECONDS)
+        while True:
+            try:
+                for text in itertools.islice(self._files[number](start), 0, None, self._shares):
+                    yield start, text
+                    start += self._shares
+                    pauses = iter(RETRY_SECONDS)
+                return
+            except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
+                pause = next(pauses, None)
+                # What cannot be parsed now cannot be parsed later.
+                if pause is None or isinstance(error, (ValueError, TypeError, LookupError)):
+                    place = f"file {number} of {len(self._files)}, document {start}"
+                    raise DataError(f"cannot go on reading {self.name} at {place}: {error!r}") from error
+                logger.error(f"reading {self.name} failed, next attempt in {pause} s: {error!r}")
+                time.sleep(pause)
+
+
+def require_column(column: str, columns: Sequence[str] | Mapping[str, object], label: str) -> None:
+    """Raise ``DataError`` that names the columns there are."""
+    if column not in columns:
+        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
+
+
+def as_text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,65 @@
+"""Tokenize data once: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
+
+Reads the sources of ``[data]`` with the tokenizer of ``[model]``: the same config as the run that is to read them.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtrain.config.parse import parse
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.log import init_logging, logger
+
+EXIT_USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare, or verify what is prepared; returns the exit code of the process."""
+    init_logging()
+    try:
+        run(parse(sys.argv[1:] if argv is None else argv))
+    except TorchtrainError as error:
+        logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        logger.error("stopped; the same command goes on from here")
+        return 130
+    return 0
+
+
+def run(config: JobConfig) -> None:
+    """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
+    # Here and not above: --help and a refused option need no datasets.
+    from torchtrain.datasets.prepared import verify
+    from torchtrain.datasets.preparing import prepare
+
+    if not config.prepare.output:
+        raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
+    output = Path(config.prepare.output)
+    several = config.data.sources
+    folders = [output / str(number) for number in range(len(several))] if several else [output]
+    if config.prepare.verify:
+        for folder in folders:
+            manifest = verify(folder, str(folder))
+            logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
+        return
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    processes = config.prepare.processes or cores
+    for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
+        key = f"data.sources[{number}]" if several else "data"
+        shards = prepare(source, key, config.model.tokenizer_path, folder, processes).shards
+        logger.info(
+            "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
+            "to train on it: --data.path %s",
+            folder,
+            *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),
+            sum(shard.skipped for shard in shards),
+            folder,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
