@@ -1,0 +1,68 @@
+"""Which activations are kept for backward and which are computed again."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from torchtrain.config.schema import ActivationCheckpoint
+from torchtrain.models.llama.model import Transformer
+
+# Results that cost more to compute again than to keep: attention, and what came over the network.
+EXPENSIVE_OPS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+)
+
+
+MATRIX_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default})
+# A block's products are wq, wk, wv, wo, w1, w3, w2. Per byte kept all save the same work; the result of the last is an
+# input of nothing in the block, and so never needed again.
+KEPT_PRODUCTS = (1, 3, 5)
+PRODUCTS_PER_BLOCK = 7
+
+
+class KeepExpensive:
+    """Policy of one forward (or its recomputation): keep ``EXPENSIVE_OPS`` and three of the seven matrix products."""
+
+    def __init__(self) -> None:
+        self.products = {False: 0, True: 0}  # counted apart in forward and in its recomputation
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        keep = op in EXPENSIVE_OPS
+        if op in MATRIX_PRODUCTS:
+            self.products[ctx.is_recompute] += 1
+            keep = self.products[ctx.is_recompute] % PRODUCTS_PER_BLOCK in KEPT_PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(KeepExpensive())  # type: ignore[no-untyped-call]
+
+
+def apply_activation_checkpoint(model: Transformer, config: ActivationCheckpoint) -> None:
+    """Wrap the blocks of ``model`` as ``config`` says; values and gradients do not change."""
+    if config.mode in ("none", "memory_budget"):  # the second is the compiler's
+        return
+    per_op = config.mode == "selective" and config.selective_option == "op"
+    every = 1 if config.mode == "full" or per_op else int(config.selective_option)
+    # No dropout: there is no random state to restore.
+    wrap: Any = partial(checkpoint_wrapper, preserve_rng_state=False)
+    if per_op:
+        wrap = partial(wrap, context_fn=_selective_contexts)
+    for layer_id, block in list(model.layers.items()):
+        if int(layer_id) % every == 0:
+            wrapped: nn.Module = wrap(block)
+            model.layers[layer_id] = wrapped

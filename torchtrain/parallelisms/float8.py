@@ -1,0 +1,70 @@
+"""The blocks' linear layers in float8, by torchao (https://github.com/pytorch/ao, torchao.float8)."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtrain.config.schema import Float8
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+
+MULTIPLE = 16  # of both sides of a matrix: what the float8 kernels ask for
+
+
+def check_float8(config: Float8, model: TransformerConfig, device: torch.device, tensor_degree: int) -> None:
+    """ConfigError where the package, the device or the shape of the model cannot do it."""
+    if config.recipe == "none":
+        return
+    given = f"float8.recipe = {config.recipe!r}"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
+        )
+    if not importlib.util.find_spec("torchao"):
+        raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
+    if tensor_degree > 1:
+        raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {tensor_degree} do not go together yet")
+    widths = {"dim": model.dim, "ffn_dim": model.ffn_dim, "n_kv_heads * head_dim": model.n_kv_heads * model.head_dim}
+    for key, width in widths.items():
+        if width % MULTIPLE:
+            raise ConfigError(f"{given} needs a model whose {key} = {width} is a multiple of {MULTIPLE}")
+
+
+def apply_float8(model: Transformer, config: Float8, *, shards: int, emulate: bool = False) -> None:
+    """Swap the linear layers of the blocks, on the meta device; names and shapes of parameters stay.
+
+    ``shards``: ranks that FSDP splits a parameter over. ``emulate`` computes float8's values in a wider dtype, slowly,
+    on devices without it.
+    """
+    if config.recipe == "none":
+        return
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe: Any = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe),
+        enable_fsdp_float8_all_gather=gathers_float8(config, shards),
+        emulate=emulate,
+    )
+    for block in model.layers.values():
+        convert_to_float8_training(block, config=recipe)
+
+
+def gathers_float8(config: Float8, shards: int) -> bool:
+    return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
+
+
+def compute_scales_after_updates(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """After each update compute the scales of all float8 weights by one all-reduce, not by one for each weight."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def compute(*_: Any) -> None:
+        for part in parts:
+            precompute_float8_dynamic_scale_for_fsdp(part)
+
+    optimizer.register_step_post_hook(compute)

@@ -1,0 +1,45 @@
+"""Per-parameter sharding with FSDP2."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchtrain.config.schema import Parallelism, Training
+from torchtrain.models.llama.model import Transformer
+
+
+def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+    """Shard each block and then the root over ``mesh``: 1-D (shard), or 2-D (replicate, shard) for HSDP."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        # The blocks' only float input that is not yet in param_dtype is the RoPE tables, which must stay float32.
+        cast_forward_inputs=False,
+    )
+    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    blocks = list(model.layers.values())
+    for i, block in enumerate(blocks):
+        # Backward starts with the last block: freeing it after forward would gather it twice.
+        # On one rank nothing is gathered, and freeing would only cast twice.
+        by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
+        reshard = {"always": True, "never": False, "default": by_default}
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward],
+        )
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
+            # since gloo has no other reduction.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

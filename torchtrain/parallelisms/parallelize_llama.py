@@ -1,0 +1,49 @@
+"""How a Llama is split and sped up: all that is known of it, in order."""
+
+import logging
+
+import torch._functorch.config
+
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.models.llama.model import Transformer
+from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from torchtrain.parallelisms.context_parallel import apply_context_parallel
+from torchtrain.parallelisms.float8 import apply_float8
+from torchtrain.parallelisms.fsdp import apply_fsdp
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+
+
+def parallelize_llama(
+    model: Transformer,
+    mesh: Mesh,
+    *,
+    training: Training,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+    float8: Float8,
+) -> None:
+    """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
+    apply_float8(model, float8, shards=mesh.degrees.fsdp)
+    if mesh.degrees.tensor > 1:
+        apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)
+        if parallelism.enable_async_tensor_parallel:
+            enable_async_tensor_parallel(mesh.tensor)
+    if mesh.degrees.context > 1:
+        apply_context_parallel(model, mesh.context)
+    apply_activation_checkpoint(model, activation_checkpoint)
+    if compile.enable:
+        apply_compile(model, activation_checkpoint)
+    apply_fsdp(model, mesh.fsdp, training, parallelism)
+
+
+def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoint) -> None:
+    """Compile block by block: one compilation serves all of them, and a graph of one block is quick to make."""
+    if activation_checkpoint.mode == "memory_budget":
+        torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
+    # It warns of in-place operations under selective checkpointing. A block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for block in model.layers.values():
+        # Not dynamic: sizes do not change in a run, and symbolic ones do not go through all of DTensor.
+        block.compile(fullgraph=True, dynamic=False)

@@ -1,0 +1,252 @@
+"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
+
+A stage is a ``Transformer`` with missing children, so that its parameters keep their names. Tied embeddings are held
+twice, by the first stage and the last: both begin with the same values and get the same gradient, and so stay the same.
+"""
+
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtrain.config.schema import Parallelism, Training
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.errors import ConfigError
+from torchtrain.loss import OutputLoss
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+
+STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
+INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
+
+
+def layers_per_stage(n_layers: int, stages: int) -> tuple[int, ...]:
+    """An even split in which the embedding and the output count as a layer each, as Llama 3's (section 3.3.2)."""
+    assert n_layers >= stages
+    layers = [1] * stages
+    for _ in range(n_layers - stages):
+        loads = [n + (i == 0) + (i == stages - 1) for i, n in enumerate(layers)]
+        # Of equal ones the latest: an earlier stage has more microbatches in flight, so a layer costs it more memory.
+        layers[max(range(stages), key=lambda i: (-loads[i], i))] += 1
+    return tuple(layers)
+
+
+def plan_stages(model: TransformerConfig, parallelism: Parallelism) -> tuple[int, ...]:
+    """Layers of each stage; ConfigError where the model cannot be split as the config says."""
+    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    layers = parallelism.pipeline_parallel_layers_per_stage
+    if ranks == 1:
+        return (model.n_layers,)  # no pipeline, whatever the schedule
+    if model.tied_embeddings and schedule == "ZBVZeroBubble":
+        raise ConfigError(
+            "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' puts the first and the last stage on one rank, "
+            "where they cannot hold the tied embeddings of this model twice; try InterleavedZeroBubble"
+        )
+    if not layers:
+        stages = ranks * STAGES_PER_RANK[schedule]
+        if stages > model.n_layers:
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_degree = {ranks} makes {stages} stages with the schedule {schedule}, "
+                f"and the model has only {model.n_layers} layers; each stage needs one: lower the degree"
+                + (", or take a schedule with one stage a rank, such as 1F1B" if stages > ranks else "")
+            )
+        return layers_per_stage(model.n_layers, stages)
+    given = f"parallelism.pipeline_parallel_layers_per_stage = {list(layers)}"
+    if sum(layers) != model.n_layers:
+        raise ConfigError(f"{given} must add up to the model's {model.n_layers} layers, not to {sum(layers)}")
+    if len(layers) % ranks or (schedule not in INTERLEAVED and len(layers) != ranks * STAGES_PER_RANK[schedule]):
+        count = f"a multiple of {ranks}" if schedule in INTERLEAVED else ranks * STAGES_PER_RANK[schedule]
+        raise ConfigError(
+            f"{given} has {len(layers)} stages; {schedule} on pipeline_parallel_degree = {ranks} needs {count}"
+        )
+    return layers
+
+
+def resolve_microbatches(parallelism: Parallelism, training: Training) -> int:
+    """``pipeline_parallel_microbatches`` with -1 filled in; ConfigError where the schedule cannot do with it."""
+    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    sequences, count = training.local_batch_size, parallelism.pipeline_parallel_microbatches
+    count = sequences if count == -1 else count
+    given = f"parallelism.pipeline_parallel_microbatches = {count}"
+    if sequences % count:
+        divisors = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
+        raise ConfigError(f"{given} must divide training.local_batch_size = {sequences}; try one of {divisors}")
+    if schedule == "1F1B" and count < ranks:
+        raise ConfigError(
+            f"{given} must be at least pipeline_parallel_degree = {ranks} for the schedule 1F1B: raise it (and "
+            "training.local_batch_size, which it must divide), or take GPipe"
+        )
+    rounds = max(1, count // ranks)
+    if schedule in INTERLEAVED and count % rounds:
+        raise ConfigError(
+            f"{given} must be a multiple of {rounds}, its rounds over {ranks} ranks, for the schedule {schedule}; "
+            f"try {count // ranks * ranks}"
+        )
+    return count
+
+
+def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
+    """This rank's stages, on the meta device, by their number in the whole pipeline; without one, the whole model."""
+    layers = plan_stages(model, parallelism)
+    rank, degree, last = mesh.pipeline.get_local_rank(), mesh.degrees.pipeline, len(layers) - 1
+    # ZBV's ranks hold both ends of a V, the others every degree-th stage.
+    v_shaped = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
+    own = (rank, last - rank) if v_shaped else range(rank, len(layers), degree)
+    bounds = list(pairwise((0, *accumulate(layers))))
+    return {i: build_stage(model, range(*bounds[i]), first=i == 0, last=i == last) for i in own}
+
+
+def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: bool) -> Transformer:
+    """A ``Transformer`` on the meta device with these layers and, at the ends, what comes before and after them."""
+    with torch.device("meta"):
+        stage = Transformer(model)
+    for layer_id in list(stage.layers):
+        if int(layer_id) not in layers:
+            del stage.layers[layer_id]
+    if not (first or (last and model.tied_embeddings)):
+        stage.tok_embeddings = None
+    if not last:
+        stage.norm = stage.output = None
+    return stage
+
+
+def _hidden_states(h: Tensor, output: nn.Module) -> Tensor:  # noqa: ARG001
+    """The last stage's head: the schedule hands the labels to its loss function alone."""
+    return h
+
+
+class Pipeline:
+    """Runs this rank's stages together with those of the other ranks."""
+
+    def __init__(
+        self,
+        stages: dict[int, Transformer],
+        mesh: Mesh,
+        device: torch.device,
+        loss: OutputLoss,
+        *,
+        training: Training,
+        parallelism: Parallelism,
+    ):
+        """``stages``: from ``build_stages``, parallelized, on their device."""
+        self.mesh = mesh.pipeline
+        self.device = device
+        self.loss = loss
+        self.total_loss = torch.zeros((), device=device)
+        self.global_tokens = torch.ones((), device=device)
+        model = next(iter(stages.values())).config
+        count = len(plan_stages(model, parallelism))
+        microbatches = resolve_microbatches(parallelism, training)
+        # What crosses the boundaries, so that no stage must be run to find out.
+        bs, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
+        hidden_seq = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
+        with torch.device("meta"):
+            tokens = torch.empty(bs, seq, dtype=torch.int64)
+            dtype = getattr(torch, training.mixed_precision_param)
+            hidden = torch.empty(bs, hidden_seq, model.dim, dtype=dtype, requires_grad=True)
+            last_hidden = torch.empty(bs, seq, model.dim, dtype=dtype, requires_grad=True)
+        pipeline_stages = [
+            PipelineStage(
+                stage,
+                i,
+                count,
+                device,
+                input_args=tokens if i == 0 else hidden,
+                output_args=last_hidden if i == count - 1 else hidden,
+                group=self.mesh.get_group(),
+            )
+            for i, stage in stages.items()
+        ]
+        schedule: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
+        self.schedule = schedule(
+            pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else pipeline_stages[0],
+            n_microbatches=microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
+        )
+        self.stages = dict(sorted(stages.items()))
+        self.rank_of: dict[int, int] = pipeline_stages[0].stage_index_to_group_rank
+        self.hidden = hidden
+        self.first = stages.get(0)
+        self.last = stages.get(count - 1)
+        self.tied = model.tied_embeddings
+
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None, global_tokens: Tensor
+    ) -> Tensor:
+        """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sum of their losses.
+
+        ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or local_batch_size, seq), ``mask`` as the
+        model takes it. The sum is 0 without ``has_loss``.
+        """
+        self.global_tokens = global_tokens
+        self.total_loss = torch.zeros((), device=self.device)
+        inputs = (tokens,) if self.first is not None else ()
+        target = labels if self.last is not None else None
+        # The schedule cuts every argument along its first dimension.
+        arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1), "head": _hidden_states}
+        if mask is not None:
+            arguments["mask"] = mask
+        self.schedule.step(*inputs, target=target, return_outputs=False, **arguments)
+        return self.total_loss
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """The sum of the losses alone; arguments and result as for ``forward_backward``.
+
+        Not by the schedule: those that split the backward have no mode without one.
+        """
+        group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
+        output = tokens
+        for i, stage in self.stages.items():
+            before, after = self.rank_of.get(i - 1, own_rank), self.rank_of.get(i + 1, own_rank)
+            if before != own_rank:
+                output = torch.empty(len(tokens), *self.hidden.shape[1:], dtype=self.hidden.dtype, device=self.device)
+                dist.recv(output, group=group, group_src=before)
+            head = partial(self.loss, labels=labels) if stage is self.last else None
+            output = stage(output, positions, mask, head)
+            if after != own_rank:
+                dist.send(output.contiguous(), group=group, group_dst=after)
+        return output if self.has_loss else torch.zeros((), device=self.device)
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        assert isinstance(self.last, FSDPModule)
+        self.last.unshard()  # its forward is over
+        assert self.last.output is not None
+        loss = self.loss(hidden, self.last.output, labels)
+        self.total_loss += loss.detach()
+        return loss / self.global_tokens
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes losses."""
+        return self.last is not None
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """This rank's parameters that the first stage holds, too: a norm must not count them twice."""
+        return [self.last.get_parameter("output.weight")] if self.tied and self.last is not None else []
+
+    def share_tied_gradient(self) -> None:
+        """Give the first and the last stage the sum of their gradients of the tied matrix. Call it once a step."""
+        if not self.tied or (self.first is None and self.last is None):
+            return
+        holder, peer = (self.first, self.mesh.size() - 1) if self.first is not None else (self.last, 0)
+        assert holder is not None
+        gradient = holder.get_parameter("tok_embeddings.weight").grad
+        assert isinstance(gradient, DTensor)
+        own = gradient.to_local()
+        other = torch.empty_like(own)
+        group = self.mesh.get_group()
+        send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
+        receive = dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        own += other  # a + b and b + a have the same bits: the two copies stay equal

@@ -1,0 +1,86 @@
+"""Tensor and sequence parallelism: each matrix is split over the ranks of a group.
+
+Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https://arxiv.org/abs/2205.05198), written as
+DTensor placements. Between the matrices the residual stream (bs, seq, dim) is split along seq.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from torchtrain.models.llama.model import Transformer
+
+
+class ReplicateParallel(SequenceParallel):
+    """The norm's style without sequence parallelism: every rank computes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence_sharding = (Replicate(),)  # type: ignore[assignment]
+
+
+class EmbeddingParallel(RowwiseParallel):
+    """RowwiseParallel that waits for its collective.
+
+    An unfinished result is a type of its own. The first block would be compiled apart from the others, and torch 2.13
+    would lose the gradient on its way into the compiled block: the embedding would not be trained.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        layouts: Any, use_local: bool, _module: nn.Module, outputs: Any, _mesh: DeviceMesh
+    ) -> Tensor:
+        outputs = outputs.redistribute(placements=layouts, async_op=False)
+        return outputs.to_local() if use_local else outputs  # type: ignore[no-any-return]
+
+
+def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split the matrices of ``model`` over the 1-D ``mesh``.
+
+    The forward then takes the same tokens on all ranks of ``mesh`` and returns logits as a DTensor that is split along
+    the vocabulary. A pipeline stage takes and returns this rank's part of the residual stream.
+    """
+    residual = Shard(1) if sequence_parallel else Replicate()
+    norm = SequenceParallel if sequence_parallel else ReplicateParallel
+    plan: dict[str, ParallelStyle] = {}
+    if model.tok_embeddings is not None:
+        plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
+    if model.norm is not None:
+        plan["norm"] = norm()
+    if model.output is not None:
+        plan["output"] = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
+    for layer_id in model.layers:
+        block = f"layers.{layer_id}"
+        plan[f"{block}.attention_norm"] = norm()
+        plan[f"{block}.attention"] = PrepareModuleInput(  # x, cos, sin, mask
+            input_layouts=(residual, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        )
+        plan[f"{block}.ffn_norm"] = norm()
+        plan[f"{block}.feed_forward"] = PrepareModuleInput(
+            input_layouts=(residual,), desired_input_layouts=(Replicate(),)
+        )
+        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+            plan[f"{block}.{name}"] = ColwiseParallel()
+        for name in ("attention.wo", "feed_forward.w2"):
+            plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=residual)
+    parallelize_module(model, mesh, plan)
+    model.tie_weights()  # the plan has made two parameters of a shared one
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Let the compiler overlap the collectives of ``mesh`` with the matrix products before and after them (CUDA)."""
+    import torch._inductor.config  # slow to import, and of no use elsewhere
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
