@@ -1,0 +1,359 @@
+"""Checkpoints of one process: what is saved is what is loaded, and what was damaged is not."""
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from logging import ERROR
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchtrain.checkpoint.manager import CheckpointManager, saved_steps
+from torchtrain.checkpoint.states import ModelState, OptimizerState
+from torchtrain.checkpoint.storage import MANIFEST, FileRecord, VerifiedWriter, read_manifest, write_manifest
+from torchtrain.config.schema import Checkpoint
+from torchtrain.errors import CheckpointError, SupersededError
+from torchtrain.log import logger
+
+SOME_CONFIG = "[optimizer]\nlr = 0.1\n"
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+class Place:
+    """A state of its own tensors, as the data loader's place is."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"row": torch.tensor(self.row)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.row = int(state_dict["row"])
+
+
+class Run:
+    def __init__(
+        self, folder: Path, seed: int = 0, config_toml: str = "[optimizer]\nlr = 0.1\n", **options: object
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = Tied()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.place = Place(seed)
+        self.manager = CheckpointManager(
+            Checkpoint(enable=True, **{"interval": 2, **options}),  # type: ignore[arg-type]
+            folder / "checkpoint",
+            {
+                "model": ModelState([self.model]),
+                "optimizer": OptimizerState([self.model], self.optimizer),
+                "data": self.place,
+            },
+            config_toml,
+        )
+
+    def train(self, first: int, last: int) -> "Run":
+        for step in range(first, last + 1):
+            self.step(step)
+        self.manager.wait()
+        return self
+
+    def step(self, step: int) -> None:
+        tokens = torch.tensor([step % 7, (3 * step) % 7])
+        self.model.output(self.model.norm(self.model.embedding(tokens))).square().sum().backward()
+        self.manager.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.place.row += 2
+        self.manager.maybe_save(step)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        model = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        state = self.optimizer.state_dict()["state"]
+        optimizer = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
+        return {**model, **optimizer, "row": torch.tensor(self.place.row)}
+
+
+def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def only_file(folder: Path) -> Path:
+    (file,) = folder.glob("*.distcp")
+    return file
+
+
+def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    straight = Run(tmp_path / "straight").train(1, 7)
+    Run(tmp_path / "killed").train(1, 5)
+    resumed = Run(tmp_path / "killed", seed=1)
+    assert resumed.manager.step_to_load() == 4
+    resumed.manager.load(4)
+    assert_bitwise_equal(resumed.train(5, 7).tensors(), straight.tensors())
+
+
+def test_first_start_has_nothing_to_load(tmp_path: Path) -> None:
+    assert Run(tmp_path).manager.step_to_load() is None
+
+
+def test_last_step_is_saved_off_the_interval(tmp_path: Path) -> None:
+    run = Run(tmp_path).train(1, 2)
+    run.manager.maybe_save(3, last=True)
+    assert saved_steps(tmp_path / "checkpoint") == [2, 3]
+
+
+def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    dcp_to_torch_save(tmp_path / "checkpoint/step-2", tmp_path / "all.pt")
+    saved = torch.load(tmp_path / "all.pt", weights_only=True)
+    names = {"embedding.weight", "norm.weight", "norm.bias"}
+    entries = {f"optimizer.{name}.{entry}" for name in names for entry in ("step", "exp_avg", "exp_avg_sq")}
+    assert saved.keys() == {f"model.{name}" for name in names} | entries | {"data.row"}
+
+
+def test_load_step_picks_a_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 6)
+    run = Run(tmp_path, load_step=4)
+    assert run.manager.step_to_load() == 4
+
+
+def test_missing_load_step_is_an_error_that_names_what_there_is(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 4)
+    with pytest.raises(CheckpointError, match=r"load_step = 3 .*does not exist \(steps in that folder: 2, 4\)"):
+        Run(tmp_path, load_step=3).manager.step_to_load()
+
+
+def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 6)
+    run = Run(tmp_path, load_step=2)
+    run.manager.load(2)
+    run.train(3, 4)
+    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
+    assert (tmp_path / "checkpoint/step-6.superseded").is_dir()
+    assert Run(tmp_path).manager.step_to_load() == 4
+
+
+def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_latest_k=2).train(1, 4)
+    (tmp_path / "checkpoint/step-5").mkdir()
+    (tmp_path / "checkpoint/step-3.partial").mkdir()
+    run.train(6, 6).manager.close()
+    assert [step for step in saved_steps(tmp_path / "checkpoint") if step != 5] == [4, 6]
+
+
+def test_config_that_changes_the_run_is_refused_on_resume(tmp_path: Path) -> None:
+    Run(tmp_path, config_toml="[optimizer]\nlr = 0.1\n").train(1, 2)
+    with pytest.raises(CheckpointError, match=r"optimizer.lr = 0.2 \(checkpoint: 0.1\)"):
+        Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n").manager.step_to_load()
+    allowed = Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n", allow_changes=("optimizer.lr",))
+    assert allowed.manager.step_to_load() == 2
+
+
+def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
+    older = Run(tmp_path)
+    assert older.manager.step_to_load() is None
+    older.train(1, 2)
+    newer = Run(tmp_path, seed=1)
+    assert newer.manager.step_to_load() == 2
+    newer.manager.load(2)
+    newer.train(3, 6)
+    manifest = (tmp_path / "checkpoint/step-6" / MANIFEST).read_text()
+    # Not even a third of the failed saves that are allowed in a row.
+    with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves in .* generation 1, stops"):
+        older.train(3, 4)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-[0-9]")) == ["step-2", "step-4", "step-6"]
+    assert not list((tmp_path / "checkpoint").glob("*.superseded"))
+    assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
+
+
+def test_left_over_partial_folder_is_neither_loaded_nor_kept(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    partial = tmp_path / "checkpoint/step-4.partial"
+    partial.mkdir()
+    assert Run(tmp_path).manager.step_to_load() == 2
+    assert not partial.exists()
+
+
+def flip_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["data", ".metadata", "config.toml", MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+    Run(tmp_path).train(1, 4)
+    folder = tmp_path / "checkpoint/step-4"
+    file = only_file(folder) if name == "data" else folder / name
+    if damage == "flip":
+        flip_bit(file)
+    elif damage == "truncate":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"load_step = 4 cannot be loaded.*" + file.name):
+        Run(tmp_path, load_step=4).manager.step_to_load()
+    assert Run(tmp_path).manager.step_to_load() == 2
+    assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def replace_metadata(folder: Path, content: bytes) -> None:
+    """Put a new metadata file in place, with a manifest that agrees: an attacker can do that too."""
+    (folder / ".metadata").write_bytes(content)
+    records = [record for record in read_manifest(folder) if record.name != ".metadata"]
+    write_manifest(folder, [*records, FileRecord(".metadata", len(content), xxhash.xxh3_128_hexdigest(content))])
+
+
+def test_malicious_metadata_runs_nothing_and_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    folder = tmp_path / "checkpoint/step-2"
+    replace_metadata(folder, pickle.dumps(Metadata({}, planner_data=Malicious(tmp_path / "owned"))))
+    with pytest.raises(CheckpointError, match=r"asks for posix.mkdir, which no checkpoint needs"):
+        Run(tmp_path).manager.load(2)
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["load", "nn.Module", "_get_layout", "os"])
+def test_metadata_cannot_reach_into_torch(tmp_path: Path, name: str) -> None:
+    Run(tmp_path).train(1, 2)
+    replace_metadata(tmp_path / "checkpoint/step-2", f"ctorch\n{name}\n.".encode())
+    with pytest.raises(CheckpointError, match=f"asks for torch.{name}"):
+        Run(tmp_path).manager.load(2)
+
+
+def test_file_outside_the_checkpoint_is_not_read(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    folder = tmp_path / "checkpoint/step-2"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../secret"
+    replace_metadata(folder, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names '../../secret', which the manifest does not"):
+        Run(tmp_path).manager.load(2)
+
+
+def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    run = Run(tmp_path)
+    run.model.extra = nn.Parameter(torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"Missing key in checkpoint state_dict: model.extra"):
+        run.manager.load(2)
+
+
+def test_part_of_a_parameter_left_unwritten_is_an_error(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    folder = tmp_path / "checkpoint/step-2"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["model.norm.weight"]
+    entry.chunks[0].sizes = torch.Size([3])
+    replace_metadata(folder, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"left tensors unwritten: model.norm.weight"):
+        Run(tmp_path).manager.load(2)
+
+
+def test_manifest_lists_every_file(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    folder = tmp_path / "checkpoint/step-2"
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
+    assert {file["name"]: file["size_bytes"] for file in json.loads((folder / MANIFEST).read_text())["files"]} == files
+    assert "config.toml" in files
+
+
+def no_space(_descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_run_survives_failed_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_mode: str
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    run = Run(tmp_path, async_mode=async_mode).train(1, 2)
+    monkeypatch.setattr(os, "fsync", no_space)
+    run.train(3, 6)
+    monkeypatch.undo()
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    assert [message for name, level, message in caplog.record_tuples if name == logger.name and level == ERROR] == [
+        f"{tmp_path}/checkpoint/step-{step} could not be written: OSError(28, 'No space left on device') (rank 0); "
+        "training goes on, and the last good checkpoint stays"
+        for step in (4, 6)
+    ]
+    run.train(7, 8)
+    assert saved_steps(tmp_path / "checkpoint") == [2, 8]
+    assert Run(tmp_path).manager.step_to_load() == 8
+
+
+def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, max_failed_saves=2).train(1, 2)
+    monkeypatch.setattr(os, "fsync", no_space)
+    run.train(3, 4)
+    monkeypatch.undo()
+    run.train(5, 6)
+    monkeypatch.setattr(os, "fsync", no_space)
+    run.train(7, 8)
+    with pytest.raises(CheckpointError, match=r"2 failed saves in a row, and checkpoint.max_failed_saves = 2"):
+        run.train(9, 10)
+
+
+def test_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(CheckpointError, match=r"step-1 could not be written"):
+        run.manager.maybe_save(1, last=True)
+
+
+def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    prepare = VerifiedWriter.prepare_global_plan
+
+    def prepare_late(writer: VerifiedWriter, plans: list[SavePlan]) -> list[SavePlan]:
+        assert held.wait(20)
+        return prepare(writer, plans)
+
+    monkeypatch.setattr(VerifiedWriter, "prepare_global_plan", prepare_late)
+    run = Run(tmp_path, async_mode="async", interval=3)
+    for step in range(1, 6):
+        run.step(step)
+        if step == 3:
+            at_save = {name: tensor.clone() for name, tensor in run.tensors().items()}
+    assert saved_steps(tmp_path / "checkpoint") == []
+    held.set()
+    run.manager.close()
+    loaded = Run(tmp_path, seed=1)
+    loaded.manager.load(3)
+    assert_bitwise_equal(loaded.tensors(), at_save)

@@ -1,0 +1,123 @@
+"""A run saved on one layout goes on with another: same weights, same optimizer state, same path."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gloo_pool import GlooPool
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
+from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, Compile, Float8, Optimizer, Parallelism, Training
+from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.initialization import layout_independent_init
+from torchtrain.models.llama import Transformer, flavor_config
+from torchtrain.optimizer import build_optimizer
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+
+GLOBAL_BATCH = 4
+
+
+class Run:
+    """A training run on this rank's share of ``GLOBAL_BATCH`` rows, which depend on the step alone."""
+
+    def __init__(self, folder: Path, replicate: int, tied: bool, seed: int = 0) -> None:
+        config = replace(
+            flavor_config("llama3", "debugmodel"),
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            ffn_dim=48,
+            vocab_size=101,  # no number of ranks divides it
+            max_seq_len=16,
+            tied_embeddings=tied,
+        )
+        parallelism = Parallelism(data_parallel_replicate_degree=replicate)
+        self.mesh = Mesh(torch.device("cpu"), resolve_degrees(parallelism, dist.get_world_size()))
+        with torch.device("meta"):
+            self.model = Transformer(config)
+        parallelize_llama(
+            self.model,
+            self.mesh,
+            training=Training(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=ActivationCheckpoint(mode="full"),
+            compile=Compile(),
+            float8=Float8(),
+        )
+        self.model.to_empty(device="cpu")
+        with layout_independent_init([self.model], seed):
+            self.model.init_weights()
+        self.optimizer = build_optimizer([self.model], Optimizer(lr=1e-2))
+        self.states = {
+            "model": ModelState([self.model]),
+            "optimizer": OptimizerState([self.model], self.optimizer),
+        }
+        self.manager = CheckpointManager(Checkpoint(enable=True, interval=3), folder, self.states, "")
+
+    def train(self, first: int, last: int) -> list[float]:
+        losses = []
+        degrees = self.mesh.degrees
+        ranks, rank = degrees.batch, degrees.batch_rank(dist.get_rank())
+        for step in range(first, last + 1):
+            generator = torch.Generator().manual_seed(step)
+            rows = torch.randint(0, 101, (GLOBAL_BATCH, 9), generator=generator)
+            mine = rows[rank * GLOBAL_BATCH // ranks : (rank + 1) * GLOBAL_BATCH // ranks]
+            logits = self.model(mine[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum") / (GLOBAL_BATCH * 8)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item())
+            self.manager.maybe_save(step)
+        return losses
+
+    def full_tensors(self) -> dict[str, Tensor]:
+        tensors = flatten(self.states)
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+def train_and_save(folder: Path, replicate: int, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
+    run = Run(folder, replicate, tied)
+    run.train(1, 3)
+    saved = {name: tensor.clone() for name, tensor in run.full_tensors().items()}
+    losses = run.train(4, 5)
+    run.manager.close()
+    return losses, saved
+
+
+def load_and_train(folder: Path, replicate: int, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
+    run = Run(folder, replicate, tied, seed=1)
+    step = run.manager.step_to_load()
+    assert step == 3
+    run.manager.load(step)
+    loaded = {name: tensor.clone() for name, tensor in run.full_tensors().items()}
+    losses = run.train(4, 5)
+    run.manager.close()
+    return losses, loaded
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 1), (1, 1)), ((4, 1), (2, 1)), ((1, 1), (4, 1)), ((2, 1), (4, 2)), ((4, 2), (2, 1))],
+)
+def test_run_goes_on_with_other_ranks(
+    gloo: GlooPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], tied: bool
+) -> None:
+    """``before`` and ``after``: number of ranks, and how many replicas they make (HSDP)."""
+    stayed: Any = gloo.run(before[0], train_and_save, tmp_path, before[1], tied)[0]
+    moved: Any = gloo.run(after[0], load_and_train, tmp_path, after[1], tied)[0]
+    assert stayed[1].keys() == moved[1].keys()
+    for name, tensor in stayed[1].items():
+        assert torch.equal(tensor, moved[1][name]), name
+    torch.testing.assert_close(moved[0], stayed[0], rtol=1e-5, atol=0)

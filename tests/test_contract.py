@@ -1,0 +1,79 @@
+"""The resume contract: what a changed option means for a run that resumes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchtrain.checkpoint.contract import OPTIONS, SECTIONS, Kind, check_contract, kind_of
+from torchtrain.config.parse import to_dict, to_toml
+from torchtrain.config.schema import Checkpoint, JobConfig
+from torchtrain.errors import CheckpointError, ConfigError
+
+
+def toml(**changes: dict[str, Any]) -> str:
+    config = JobConfig()
+    sections = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
+    return to_toml(replace(config, **sections))  # type: ignore[arg-type]
+
+
+def test_same_config_has_nothing_to_say() -> None:
+    assert check_contract(toml(), toml(), ()) == []
+
+
+def test_harmless_and_layout_changes_are_each_logged_in_a_line() -> None:
+    now = toml(metrics={"log_freq": 1}, job={"description": "again"}, training={"local_batch_size": 2})
+    assert check_contract(toml(), now, ()) == [
+        "config differs from the checkpoint's (harmless): job.description = 'again' (checkpoint: ''); "
+        "metrics.log_freq = 1 (checkpoint: 10)",
+        "config differs from the checkpoint's (layout): training.local_batch_size = 2 (checkpoint: 8)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("optimizer", "lr", 1.0),
+        ("data", "path", "/other"),
+        ("training", "global_batch_size", 64),
+        ("training", "seed", 1),
+        ("lr_scheduler", "decay_ratio", 0.5),
+    ],
+)
+def test_change_of_the_run_is_refused_unless_allowed(section: str, key: str, value: Any) -> None:
+    name = f"{section}.{key}"
+    now = toml(**{section: {key: value}})
+    with pytest.raises(CheckpointError, match=rf"{name} = .* checkpoint.allow_changes = \['{name}"):
+        check_contract(toml(), now, ())
+    with pytest.raises(CheckpointError, match=rf"allow_changes = \['optimizer.eps', '{name}'\]"):
+        check_contract(toml(), now, ["optimizer.eps"])
+    (line,) = check_contract(toml(), now, [name])
+    assert line.startswith(f"config differs from the checkpoint's (changes the run): {name} = ")
+
+
+def test_another_model_is_impossible_whatever_is_allowed() -> None:
+    with pytest.raises(CheckpointError, match=r"not fit this model: model.flavor = '8B' \(checkpoint: 'debugmodel'"):
+        check_contract(toml(), toml(model={"flavor": "8B"}), ["model.flavor"])
+
+
+def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None:
+    pinned, constant = {"total_steps": 10000}, {"decay_type": "constant"}
+    more = {"steps": 20000}
+    with pytest.raises(CheckpointError, match=r"lr_scheduler.total_steps = 20000 \(checkpoint: 10000\)"):
+        check_contract(toml(), toml(training=more), ())
+    assert len(check_contract(toml(), toml(training=more, lr_scheduler=pinned), ())) == 1
+    assert len(check_contract(toml(lr_scheduler=constant), toml(training=more, lr_scheduler=constant), ())) == 1
+
+
+def test_allow_changes_must_name_options() -> None:
+    with pytest.raises(ConfigError, match=r"allow_changes names 'optimizer.rate', which is no option"):
+        JobConfig(checkpoint=Checkpoint(allow_changes=("optimizer.lr", "optimizer.rate")))
+
+
+def test_every_section_has_a_kind_and_every_exception_is_an_option() -> None:
+    options = to_dict(JobConfig())
+    assert SECTIONS.keys() >= options.keys()
+    for name in OPTIONS:
+        section, key = name.split(".")
+        assert hasattr(getattr(JobConfig(), section), key), name
+    assert kind_of("not_yet.invented") is Kind.CHANGES

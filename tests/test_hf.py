@@ -1,0 +1,311 @@
+"""Weights to and from Hugging Face's and Meta's formats: the logits are those of transformers."""
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_run import TINY, ForkedRun, finish
+from gloo_pool import GlooPool
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from torchtrain.build import model_shape
+from torchtrain.checkpoint.hf import files_by_size, save_hf, write_hf_config
+from torchtrain.checkpoint.states import ModelState
+from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.conversion import convert
+from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.errors import CheckpointError
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, flavor_config, hf
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.tokenizers import load_tokenizer, tokenizer_file
+
+VOCAB = 4096  # of the default tokenizer
+LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
+SHAPES = {
+    "Llama 2": LLAMA2,
+    "Llama 3.1": replace(
+        LLAMA2,
+        n_kv_heads=2,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32),
+    ),
+    "tied Llama 3.2": replace(
+        LLAMA2, n_kv_heads=2, rope_scaling=RopeScaling(factor=32.0, original_max_seq_len=32), tied_embeddings=True
+    ),
+}
+TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def random_model(shape: TransformerConfig) -> Transformer:
+    torch.manual_seed(1)
+    model = Transformer(shape)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)  # norms of ones would hide a norm in the wrong place
+    return model
+
+
+def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
+    save_hf(ModelState([model], model.config.tied_embeddings).state_dict(), folder, model.config, dtype, "")
+
+
+def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_loads_what_we_export(tmp_path: Path, name: str) -> None:
+    model = random_model(SHAPES[name])
+    export(model, tmp_path / "hf")
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values()), info
+    assert theirs.config.rope_parameters["rope_theta"] == SHAPES[name].rope_theta
+    assert theirs.dtype == torch.float32
+    assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", SHAPES)
+def test_we_load_what_transformers_saves(tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    config = hf.hf_config(shape, "float32", 1, 2)
+    theirs = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    model = random_model(shape)
+    load_weights([model], tmp_path / "hf", shape)
+    assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
+
+
+def shard(shape: TransformerConfig, parallelism: Parallelism) -> Transformer:
+    mesh = Mesh(torch.device("cpu"), resolve_degrees(parallelism, dist.get_world_size()))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    parallelize_llama(
+        model,
+        mesh,
+        training=Training(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        activation_checkpoint=ActivationCheckpoint(mode="full"),
+        compile=Compile(),
+        float8=Float8(),
+    )
+    model.to_empty(device="cpu")
+    model.init_buffers()
+    return model
+
+
+def load_and_export_sharded(source: Path, target: Path, shape: TransformerConfig, parallelism: Parallelism) -> int:
+    model = shard(shape, parallelism)
+    load_weights([model], source, shape)
+    export(model, target)
+    return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "tied Llama 3.2"])
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [(2, Parallelism()), (4, Parallelism(tensor_parallel_degree=2))],
+    ids=["fsdp", "fsdp x tp"],
+)
+def test_weights_pass_through_a_sharded_model(
+    gloo: GlooPool, tmp_path: Path, name: str, ranks: int, parallelism: Parallelism
+) -> None:
+    shape = SHAPES[name]
+    theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)))
+    theirs.save_pretrained(tmp_path / "in")
+    held = gloo.run(ranks, load_and_export_sharded, tmp_path / "in", tmp_path / "out", shape, parallelism)
+    assert max(held) == VOCAB * shape.dim // ranks
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor), key
+
+
+@pytest.mark.usefixtures("alone")
+def test_export_has_the_dtype_asked_for(tmp_path: Path) -> None:
+    export(random_model(LLAMA2), tmp_path / "hf", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    export(random_model(LLAMA2), tmp_path / "hf")
+    other = replace(LLAMA2, rope_theta=500000.0, n_layers=3)
+    with pytest.raises(CheckpointError, match=r"n_layers = 2, here 3; rope_theta = 10000.0, here 500000.0"):
+        load_weights([Transformer(other)], tmp_path / "hf", other)
+
+
+@pytest.mark.usefixtures("alone")
+def test_missing_weight_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    export(random_model(LLAMA2), tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"Missing key .* model.norm.weight"):
+        load_weights([Transformer(LLAMA2)], tmp_path / "hf", LLAMA2)
+
+
+def test_a_config_goes_to_hugging_face_and_back() -> None:
+    for shape in SHAPES.values():
+        assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
+        # transformers 5 writes RoPE in another way
+        assert hf.config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "mistral"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_models_that_we_do_not_have_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.config_from_hf({**hf.hf_config(LLAMA2, "float32", 1, 2), **change})
+
+
+def test_files_are_filled_up_to_their_size() -> None:
+    sizes = {"a": 3 * 10**9, "b": 2 * 10**9, "c": 1, "d": 6 * 10**9, "e": 1}
+    assert files_by_size(sizes) == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
+
+
+# From the params.json of three of Meta's releases, as far as it is read.
+LLAMA31 = {"norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True, "n_heads": 32, "n_kv_heads": 8}
+PARAMS = {
+    ("llama2", "70B"): {
+        "dim": 8192,
+        "multiple_of": 4096,
+        "ffn_dim_multiplier": 1.3,
+        "n_heads": 64,
+        "n_kv_heads": 8,
+        "n_layers": 80,
+        "norm_eps": 1e-05,
+    },
+    ("llama3", "8B"): {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, **LLAMA31},
+    ("llama3", "1B"): {"dim": 2048, "n_layers": 16, "ffn_dim_multiplier": 1.5, "multiple_of": 256, **LLAMA31},
+}
+
+
+@pytest.mark.parametrize("flavor", PARAMS, ids="-".join)
+def test_metas_params_give_our_flavors(flavor: tuple[str, str]) -> None:
+    shape = flavor_config(*flavor)
+    assert hf.config_from_meta(PARAMS[flavor], shape.vocab_size) == shape
+
+
+def ours_to_metas_rows(weight: Tensor, n_heads: int) -> Tensor:
+    rows, dim = weight.shape
+    return weight.view(n_heads, 2, rows // n_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, files: int) -> None:
+    shape = replace(LLAMA2, n_kv_heads=2, ffn_dim=256, max_seq_len=4096)
+    model = random_model(shape)
+    meta = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in meta:
+        if name.endswith(("wq.weight", "wk.weight")):
+            meta[name] = ours_to_metas_rows(meta[name], shape.n_heads if "wq" in name else shape.n_kv_heads)
+    source = tmp_path / "meta"
+    source.mkdir()
+    by_columns = (".wo.", ".w2.", "tok_embeddings")
+    for number in range(files):
+        part = {"rope.freqs": torch.zeros(4)}
+        for name, tensor in meta.items():
+            dim = 1 if any(module in name for module in by_columns) else 0
+            part[name] = tensor if tensor.ndim == 1 else tensor.chunk(files, dim)[number].clone()
+        torch.save(part, source / f"consolidated.0{number}.pth")
+    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
+    (source / "params.json").write_text(json.dumps(params))
+    (source / "tokenizer.model").write_bytes(tokenizer_file().read_bytes())
+    convert(source, tmp_path / "hf", "hf", "float32", model_shape)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
+
+
+SAMPLE = "def f(x):\n    return x + 1  # é 世界\n\ttab   three 12345 it's\r\n"
+
+
+def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    write_hf_config(tmp_path, LLAMA2, "float32", "")
+    ours, theirs = load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+
+
+def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path) -> None:
+    pieces = [
+        b"de",
+        b"def",
+        b" f",
+        b"re",
+        b"tu",
+        b"retu",
+        b"rn",
+        b"return",
+        b"  ",
+        b"    ",
+        b"12",
+        b"345",
+        b"\xc3\xa9",
+        b" it",
+    ]
+    tokens = [bytes([byte]) for byte in range(256)] + pieces
+    file = tmp_path / "ranks"
+    file.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    write_hf_config(tmp_path, LLAMA2, "float32", str(file))
+    ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+
+
+def test_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(tmp_path, tmp_path, "hf", "float32", model_shape)
+
+
+def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtrain.build.flavor_config", lambda *_: TINY)
+    first, second = tmp_path / "first", tmp_path / "second"
+    at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
+    finish(first, "--training.steps", "2", *at_end)
+    convert(first, tmp_path / "converted", "hf", "float32", model_shape)
+    exported = AutoModelForCausalLM.from_pretrained(first / "hf").state_dict()
+    for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "converted").state_dict().items():
+        assert torch.equal(tensor, exported[key]), key
+    # A learning rate of 0 leaves the weights as they were read.
+    start = ("--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.initial_load_path", str(first / "hf"))
+    assert f"starts from the weights in {first / 'hf'}" in finish(second, *start, *at_end)
+    for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
+        assert torch.equal(tensor, exported[key]), key
+    again = finish(second, "--training.steps", "2", *start[2:])
+    assert "is not used: the run resumes from its own step 1" in again
+
+
+def test_missing_initial_weights_are_refused_before_the_start(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--checkpoint.initial_load_path", str(tmp_path / "nowhere"), ranks=1)
+    assert run.wait() == [2]
+    assert "nowhere does not exist" in run.output()

@@ -1,0 +1,132 @@
+"""What a changed config means for a run that resumes.
+
+Each option is of one kind: *harmless* ones only watch the run; *layout* ones split or speed up the same run; those that
+*change the run* make it another from here on; with *impossible* ones the checkpoint does not fit the model.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import tomli
+
+from torchtrain.errors import CheckpointError
+
+
+class Kind(Enum):
+    HARMLESS = "harmless"
+    LAYOUT = "layout"
+    CHANGES = "changes the run"
+    IMPOSSIBLE = "impossible"
+
+
+# The kind of a whole section, unless the option itself is below. What is in neither table changes the run.
+SECTIONS = {
+    "job": Kind.HARMLESS,
+    "model": Kind.IMPOSSIBLE,
+    "optimizer": Kind.CHANGES,
+    "lr_scheduler": Kind.CHANGES,
+    "training": Kind.CHANGES,
+    "data": Kind.CHANGES,
+    "prepare": Kind.HARMLESS,
+    "parallelism": Kind.LAYOUT,
+    "activation_checkpoint": Kind.LAYOUT,
+    "compile": Kind.LAYOUT,
+    "float8": Kind.CHANGES,
+    "checkpoint": Kind.HARMLESS,
+    "faults": Kind.HARMLESS,
+    "validation": Kind.HARMLESS,
+    "metrics": Kind.HARMLESS,
+    "profiling": Kind.HARMLESS,
+    "comm": Kind.HARMLESS,
+}
+OPTIONS = {
+    # A copy elsewhere is the same tokenizer; another one mostly has another vocabulary, which does not fit.
+    "model.tokenizer_path": Kind.CHANGES,
+    "optimizer.implementation": Kind.LAYOUT,
+    # The number that counts is global_batch_size; this one only says how it is cut up.
+    "training.local_batch_size": Kind.LAYOUT,
+    # Where the run ends. What it does to the schedule shows in lr_scheduler.total_steps.
+    "training.steps": Kind.HARMLESS,
+    "training.enable_cpu_offload": Kind.LAYOUT,
+    "training.loss_chunk_tokens": Kind.LAYOUT,
+    "training.attention_backend": Kind.LAYOUT,
+    "training.deterministic": Kind.LAYOUT,
+    "training.gc_freq": Kind.HARMLESS,
+    "data.prefetch": Kind.HARMLESS,
+    "data.verify_gib": Kind.HARMLESS,
+}
+
+
+def kind_of(key: str) -> Kind:
+    """Kind of an option such as ``optimizer.lr``."""
+    return OPTIONS.get(key) or SECTIONS.get(key.split(".", 1)[0], Kind.CHANGES)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option that the checkpoint's config and this run's have not alike; None: not set."""
+
+    key: str
+    saved: Any
+    current: Any
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.current!r} (checkpoint: {self.saved!r})"
+
+
+def differences(saved_toml: str, current_toml: str) -> list[Difference]:
+    """Options in which two resolved configs differ, in the order of their names."""
+    saved, current = _options(saved_toml), _options(current_toml)
+    return [
+        Difference(key, saved.get(key), current.get(key))
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def _options(text: str) -> dict[str, Any]:
+    """The options in ``text`` by full name, with those filled in that follow from others."""
+    options = {f"{section}.{key}": value for section, keys in tomli.loads(text).items() for key, value in keys.items()}
+    if options.get("lr_scheduler.decay_type") == "constant":
+        # After the warm-up nothing depends on the schedule's length.
+        options.pop("lr_scheduler.total_steps", None)
+    elif "training.steps" in options:
+        options.setdefault("lr_scheduler.total_steps", options["training.steps"])
+    return options
+
+
+def check_contract(saved_toml: str, current_toml: str, allow_changes: Iterable[str]) -> list[str]:
+    """What to log about the config of a run that resumes: one line for each kind of difference.
+
+    Raises:
+        CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
+    """
+    found: Mapping[Kind, list[Difference]] = {kind: [] for kind in Kind}
+    for difference in differences(saved_toml, current_toml):
+        found[difference.kind].append(difference)
+    if found[Kind.IMPOSSIBLE]:
+        raise CheckpointError(
+            f"the checkpoint does not fit this model: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
+            "start a new run in another job.dump_folder"
+        )
+    allowed = list(allow_changes)
+    refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
+    if refused:
+        keys = [difference.key for difference in refused]
+        raise CheckpointError(
+            f"resuming would not go on with the same run: {_joined(refused)}. Set the old value again, or, if this is "
+            f"what you want, add it to the config: checkpoint.allow_changes = {allowed + keys}"
+        )
+    return [
+        f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]
+    ]
+
+
+def _joined(found: Iterable[Difference]) -> str:
+    return "; ".join(map(str, found))

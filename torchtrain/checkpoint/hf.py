@@ -1,0 +1,160 @@
+"""Weights from and to a Hugging Face folder, sharded: through DCP, no rank holds more than its part of the model."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
+from torchtrain.checkpoint.states import load_tensors, local_part, save_tensors
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
+from torchtrain.errors import CheckpointError
+from torchtrain.models.llama.hf import config_from_hf, hf_config, hf_name
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.tokenizers import load_tokenizer, tokenizer_file
+
+FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
+CONFIG_FILE = "config.json"
+
+
+def is_hf_folder(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
+
+
+def read_hf_config(folder: Path) -> TransformerConfig:
+    """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
+    try:
+        return config_from_hf(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} describes no Llama that can be read here: {error!r}") from error
+
+
+def check_same_shape(found: TransformerConfig, model: TransformerConfig, folder: Path) -> None:
+    """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``."""
+    found = replace(found, max_seq_len=model.max_seq_len)
+    if found != model:
+        names = [name for name in vars(model) if getattr(found, name) != getattr(model, name)]
+        listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
+        raise CheckpointError(
+            f"{folder} holds another model than the config asks for: {listed}. Choose the model.flavor and the "
+            "model.tokenizer_path that belong to it"
+        )
+
+
+def load_hf(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the weights in ``folder`` into ``tensors``, live ones under our names, of any layout and dtype.
+
+    Raises:
+        CheckpointError: a weight is missing, or has another shape.
+    """
+    load_tensors(
+        {hf_name(name): tensor for name, tensor in tensors.items()},
+        HuggingFaceStorageReader(str(folder)),
+        folder,
+        group,
+    )
+
+
+def save_hf(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    model: TransformerConfig,
+    dtype: str,
+    tokenizer_path: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write ``tensors``, under our names and of any layout, as a folder that transformers loads. Collective.
+
+    Each rank writes its shards in ``dtype`` (such as bfloat16), the first one puts them together, file by file. The
+    folder appears when it is complete; one of that name is replaced.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    cast = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    staged = {name: local_part(tensor) for name, tensor in cast.items()}
+    write_hf(folder, cast, staged, model, dtype, tokenizer_path, group=group)
+
+
+def write_hf(
+    folder: Path,
+    shapes: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    model: TransformerConfig,
+    dtype: str,
+    tokenizer_path: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """``save_hf`` with this rank's ``values``, in ``dtype``, apart from ``shapes``, which may be on the meta device."""
+    alone = dist.get_world_size(group) == 1
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    if dist.get_rank(group) == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    files = _files({hf_name(name): tensor for name, tensor in shapes.items()}, group)
+    writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=not alone, enable_consolidation=not alone)
+    save_tensors(
+        {hf_name(name): tensor for name, tensor in shapes.items()},
+        _Renamed(values, {hf_name(name): name for name in shapes}),
+        writer,
+        folder,
+        group,
+    )
+    if dist.get_rank(group) == 0:
+        shutil.rmtree(partial / "sharded", ignore_errors=True)
+        write_hf_config(partial, model, dtype, tokenizer_path)
+        fsync_folder(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    dist.barrier(group)
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """``values`` under the keys of ``names``, looked up when they are asked for."""
+
+    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self.values_by_own_name = values
+        self.names = names
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.values_by_own_name[self.names[key]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _files(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Which file, from 1, each weight goes to: the same answer on all ranks, of which each may have a part."""
+    everywhere: list[dict[str, int]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, {name: t.numel() * t.element_size() for name, t in tensors.items()}, group)
+    return files_by_size({name: size for sizes in everywhere for name, size in sizes.items()})
+
+
+def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Which file, from 1, each weight of ``sizes`` bytes goes to, about ``FILE_BYTES`` in each."""
+    files, file, filled = {}, 1, 0
+    for name, size in sorted(sizes.items()):
+        if filled and filled + size > FILE_BYTES:
+            file, filled = file + 1, 0
+        files[name] = file
+        filled += size
+    return files
+
+
+def write_hf_config(folder: Path, model: TransformerConfig, dtype: str, tokenizer_path: str) -> None:
+    """Write what a Hugging Face folder has beside the weights: ``config.json`` and the tokenizer."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    config = hf_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_hf_tokenizer(folder, tokenizer, tokenizer_file(tokenizer_path).read_bytes())

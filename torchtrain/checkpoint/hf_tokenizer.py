@@ -1,0 +1,113 @@
+"""Our tokenizer as the files that transformers' ``AutoTokenizer`` reads from a folder."""
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from torchtrain.tokenizers import LLAMA3_PATTERN, SentencePieceTokenizer, Tokenizer
+
+
+def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, content: bytes) -> None:
+    """Write ``tokenizer``, read from a file of ``content``, so that it gives the same ids there, after a bos."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        (folder / "tokenizer.model").write_bytes(content)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        config: dict[str, Any] = {
+            "tokenizer_class": "LlamaTokenizer",
+            "legacy": False,
+            "add_prefix_space": processor.encode("a", out_type=str)[0].startswith("\u2581"),
+            "add_bos_token": True,
+            "add_eos_token": False,
+            **{f"{name}_token": processor.id_to_piece(i) for name, i in _framing(tokenizer).items()},
+        }
+    else:
+        (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_json(tokenizer, content)), encoding="utf-8")
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{f"{name}_token": tokenizer.decode([i]) for name, i in _framing(tokenizer).items()},
+        }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _framing(tokenizer: Tokenizer) -> dict[str, int]:
+    return {name: i for name, i in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)) if i is not None}
+
+
+def _tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, Any]:
+    """A tiktoken rank file as a byte-level BPE of Hugging Face's tokenizers library."""
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
+    letters = _byte_letters()
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            pieces = _merged(token, ranks, below=rank)
+            if len(pieces) == 2:  # else no merge leads to it; ignore_merges finds it as a whole word
+                merges.append(["".join(letters[byte] for byte in piece) for piece in pieces])
+    specials = range(len(ranks), tokenizer.vocab_size)
+    frame = [{"Sequence": {"id": "A", "type_id": 0}}]
+    special_tokens = {}
+    if tokenizer.bos_id is not None:
+        bos = tokenizer.decode([tokenizer.bos_id])
+        frame.insert(0, {"SpecialToken": {"id": bos, "type_id": 0}})
+        special_tokens[bos] = {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": number,
+                "content": tokenizer.decode([number]),
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+            for number in specials
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False},
+                byte_level,
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": frame,
+            "pair": [*frame, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": special_tokens,
+        },
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            "vocab": {"".join(letters[byte] for byte in token): rank for token, rank in ranks.items()},
+            "merges": merges,
+        },
+    }
+
+
+def _merged(token: bytes, ranks: dict[bytes, int], below: int) -> Sequence[bytes]:
+    """What byte pair encoding makes of ``token`` with the tokens of rank under ``below``: the two that it joins."""
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 2:
+        pairs = [ranks.get(pieces[i] + pieces[i + 1], below) for i in range(len(pieces) - 1)]
+        best = min(range(len(pairs)), key=pairs.__getitem__)
+        if pairs[best] >= below:
+            break
+        pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
+    return pieces
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable letter for each byte, which byte-level BPE files are written in."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,52 @@
+"""A copy of the state in CPU memory, so that training can go on while the copy is written."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torchtrain.checkpoint.states import local_part
+
+
+class Stager:
+    """Copies this rank's part of each tensor into CPU buffers that are kept from one save to the next.
+
+    With ``overlap`` and tensors on a GPU, the buffers are pinned and ``stage`` only enqueues the copies, on a stream of
+    their own: they run beside the next forward and backward. Whoever updates the state then calls
+    ``before_update`` first, and whoever reads the staged values calls ``wait``. Without it ``stage`` returns when the
+    copy is made, and both of these do nothing.
+    """
+
+    def __init__(self, overlap: bool) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream() if overlap and torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the local parts, valid until the next call."""
+        locals_ = {name: local_part(tensor) for name, tensor in tensors.items()}
+        for name, local in locals_.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=self._stream is not None)
+        if self._stream is None:
+            for name, local in locals_.items():
+                self._buffers[name].copy_(local)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for name, local in locals_.items():
+                    self._buffers[name].copy_(local, non_blocking=True)
+                self._copied = self._stream.record_event()
+        return self._buffers
+
+    def before_update(self) -> None:
+        """Make the current stream wait for copies under way; the CPU does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def wait(self) -> None:
+        """Block until the staged values are there. Safe to call from another thread."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,189 @@
+"""What a checkpoint holds, as flat dicts of tensors: no entry is anything but a tensor, so none needs a pickle.
+
+A state follows DCP's ``Stateful``: ``state_dict()`` gives the live tensors (DTensors where they are sharded), a load
+writes into them in place, and ``load_state_dict`` is then called with the same dict.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DTensor
+
+from torchtrain.errors import CheckpointError, SupersededError
+from torchtrain.initialization import full_name
+
+# With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
+TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
+
+
+class ModelState(Stateful):
+    """Parameters and persistent buffers of the parts of one model, under their full names.
+
+    With ``tied`` embeddings the embedding and the output are one entry, also where two pipeline stages have a copy
+    each: so the checkpoint does not depend on the stages.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], tied: bool = False) -> None:
+        self.parts = parts
+        self.tied = tied
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for part in self.parts:
+            # Of a parameter with several names, named_parameters gives the first.
+            unique = {full_name(name) for name, _ in chain(part.named_parameters(), part.named_buffers())}
+            state = get_model_state_dict(part)
+            for name, tensor in state.items():
+                if name in unique:
+                    tensors[ORIGINAL if self.tied and name == TIED else name] = tensor
+        return tensors
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do: the tensors of ``state_dict`` are the model's own."""
+
+
+class OptimizerState(Stateful):
+    """The optimizer's tensors for each parameter, as ``<parameter>.<entry>``, such as ``norm.weight.exp_avg``.
+
+    Hyperparameters are not in it: the config and the step give them.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, tied: bool = False) -> None:
+        self.tied = tied
+        # One optimizer for all parts, but torch takes one module: it puts the part's number before each name.
+        self.parts = nn.ModuleList(parts)
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for key, value in get_optimizer_state_dict(self.parts, self.optimizer, options=options).items():
+            section, name = key.split(".", 1)
+            if section == "state":
+                parameter, entry = name.split(".", 1)[1].rsplit(".", 1)
+                tensors[f"{ORIGINAL if self.tied and parameter == TIED else parameter}.{entry}"] = value
+        return tensors
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do: the tensors of ``state_dict`` are the optimizer's own."""
+
+
+def flatten(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """All live tensors of ``states``, as ``<state>.<name>``."""
+    tensors = {}
+    for state_name, state in states.items():
+        for name, tensor in state.state_dict().items():
+            assert isinstance(tensor, Tensor), f"{state_name}.{name} is a {type(tensor).__name__}, not a tensor"
+            tensors[f"{state_name}.{name}"] = tensor
+    return tensors
+
+
+def unflatten(tensors: Mapping[str, Tensor], state_name: str) -> dict[str, Tensor]:
+    """The part of ``flatten``'s result that belongs to ``state_name``."""
+    prefix = state_name + "."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class TensorSavePlanner(DefaultSavePlanner):
+    """Plans the save of a flat dict of tensors, reading shapes and shards from it and values from ``staged``.
+
+    ``staged`` holds this rank's part of each tensor as it was at the step to save; the live ones may have moved on.
+    """
+
+    def __init__(self, staged: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.staged[index.fqn]
+
+
+class CompleteLoadPlanner(DefaultLoadPlanner):
+    """Plans the load of a flat dict of tensors and counts what is written, so that no element is left out unseen."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._written: dict[str, int] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002
+        # The default would unpickle it.
+        raise CheckpointError(f"{read_item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        name = read_item.dest_index.fqn
+        self._written[name] = self._written.get(name, 0) + tensor.numel()
+
+    def unwritten(self) -> Iterator[str]:
+        """Names of tensors of which this rank's part was not written in full."""
+        for name, tensor in self.state_dict.items():
+            if self._written.get(name, 0) != local_part(tensor).numel():
+                yield name
+
+
+def load_tensors(
+    tensors: Mapping[str, Tensor], reader: StorageReader, folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Read ``tensors``, live ones of any layout, out of ``folder``. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them misses a tensor or a part of one.
+    """
+    planner = CompleteLoadPlanner()
+    try:
+        dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {cause_of(error)}") from error
+    everywhere: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, list(planner.unwritten()), group)
+    if unwritten := [name for names in everywhere for name in names]:
+        raise CheckpointError(f"{folder} left tensors unwritten: {', '.join(unwritten[:5])}")
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    staged: Mapping[str, Tensor],
+    writer: StorageWriter,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write ``staged``, this rank's values for ``tensors``, as ``folder``. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them cannot write its part, or (SupersededError) may not.
+    """
+    try:
+        dcp_save(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(staged), process_group=group)
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, SupersededError):
+                raise cause from None
+        raise CheckpointError(f"{folder} could not be written: {cause_of(error)}") from error
+
+
+def cause_of(error: CheckpointException) -> str:
+    """The first failure in DCP's error, in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return str(cause) if isinstance(cause, CheckpointError) else f"{cause!r} (rank {rank})"

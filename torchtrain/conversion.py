@@ -1,0 +1,189 @@
+"""Reading weights of any format that we know, one tensor at a time, and writing them in another."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, write_hf
+from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
+from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter, read_manifest, verify_file
+from torchtrain.checkpoint.weights import find_checkpoint
+from torchtrain.config.parse import from_file, to_toml
+from torchtrain.config.schema import JobConfig, Model, Training
+from torchtrain.distributed.process_group import init_process_group
+from torchtrain.errors import CheckpointError
+from torchtrain.log import logger
+from torchtrain.models.llama.flavors import FLAVORS
+from torchtrain.models.llama.hf import META_SPLIT_DIM, config_from_meta, hf_name, meta_rows_to_ours
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.tokenizers import Tokenizer, load_tokenizer
+
+# The shape of the model that a config and its tokenizer describe.
+ShapeOf = Callable[[JobConfig, Tokenizer], TransformerConfig]
+
+
+def convert(
+    source_folder: Path, target: Path, to: str, dtype_name: str, shape_of: ShapeOf, tokenizer_path: str = ""
+) -> None:
+    """Write ``target`` in the format ``to`` (hf or torchtrain); it appears when it is complete.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the target exists.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
+    init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
+    try:
+        source = open_source(source_folder, tokenizer_path, shape_of)
+        dtype = getattr(torch, dtype_name)
+        shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
+        values = Lazy(shapes, lambda name: source.read(name).to(dtype))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if to == "hf":
+            write_hf(target, shapes, values, source.model, dtype_name, source.tokenizer_path)
+        else:
+            prefixed = {f"model.{name}": tensor for name, tensor in shapes.items()}
+            prefixed_values = Lazy(prefixed, lambda name: values[name.removeprefix("model.")])
+            save_tensors(prefixed, prefixed_values, VerifiedWriter(target, source.config_toml()), target, None)
+    finally:
+        dist.destroy_process_group()
+    logger.info("wrote %s", target)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights to be read by our names. ``shapes``: meta tensors; ``read``: one of them, of that shape."""
+
+    model: TransformerConfig
+    shapes: Mapping[str, Tensor]
+    read: Callable[[str], Tensor]
+    tokenizer_path: str
+
+    def config_toml(self) -> str:
+        """A config that makes this model; ``CheckpointError`` where no flavor does."""
+        for name, flavors in FLAVORS.items():
+            for flavor, shape in flavors.items():
+                if replace(shape, vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len) == self.model:
+                    model = Model(name=name, flavor=flavor, tokenizer_path=self.tokenizer_path)  # type: ignore[arg-type]
+                    return to_toml(JobConfig(model=model, training=Training(seq_len=self.model.max_seq_len)))
+        raise CheckpointError(
+            f"no flavor of torchtrain/models/llama/flavors.py has the shape of this model: {self.model}"
+        )
+
+
+class Lazy(Mapping[str, Tensor]):
+    """A dict whose values are made when they are asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self.names = list(names)
+        self.make = make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def open_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
+    """See what ``path`` is, and open it."""
+    if is_hf_folder(path):
+        return hf_source(path, tokenizer_path)
+    if (path / "params.json").is_file():
+        return meta_source(path, tokenizer_path)
+    return own_source(path, tokenizer_path, shape_of)
+
+
+def own_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
+    """A checkpoint of ours."""
+    folder = find_checkpoint(path)
+    for record in read_manifest(folder):
+        if problem := verify_file(folder, record):
+            raise CheckpointError(problem)
+    config = from_file(str(folder / CONFIG))
+    tokenizer_path = tokenizer_path or config.model.tokenizer_path
+    shape = shape_of(config, load_tokenizer(tokenizer_path))
+    reader = VerifiedReader(folder)
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        load_tensors({f"model.{name}": tensor}, reader, folder, None)
+        return tensor
+
+    shapes = parameter_shapes(shape)
+    return Source(shape, shapes, read, tokenizer_path)
+
+
+def hf_source(folder: Path, tokenizer_path: str) -> Source:
+    """A Hugging Face folder."""
+    shape = read_hf_config(folder)
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safe_open(path, framework="pt")
+        files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = files[hf_name(name)].get_tensor(hf_name(name))  # type: ignore[no-untyped-call]
+        return checked(tensor, shapes[name], name, folder)
+
+    shapes = parameter_shapes(shape)
+    if missing := [hf_name(name) for name in shapes if hf_name(name) not in files]:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing[:5])}")
+    return Source(shape, shapes, read, source_tokenizer(folder, tokenizer_path))
+
+
+def meta_source(folder: Path, tokenizer_path: str) -> Source:
+    """A folder as Meta gives it out: the files each hold a tensor-parallel part of every matrix."""
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    if not paths:
+        raise CheckpointError(f"{folder} has a params.json but no consolidated.*.pth beside it")
+    files = [torch.load(path, mmap=True, weights_only=True, map_location="cpu") for path in paths]
+    tokenizer_path = source_tokenizer(folder, tokenizer_path)
+
+    params = json.loads((folder / "params.json").read_text(encoding="utf-8"))
+    shape = config_from_meta(params, load_tokenizer(tokenizer_path).vocab_size)
+
+    def read(name: str) -> Tensor:
+        pieces = [file[name] for file in files]
+        module = name.removesuffix(".weight").split(".", 2)[-1] if name.startswith("layers.") else name.split(".")[0]
+        whole = pieces[0]
+        if len(files) > 1 and whole.ndim == 2:
+            # Llama 2 splits the embedding by columns, Llama 3 by rows.
+            by_rows = module == "tok_embeddings" and whole.shape[1] == shape.dim
+            whole = torch.cat(pieces, dim=0 if by_rows else META_SPLIT_DIM.get(module, 1))
+        if module in ("attention.wq", "attention.wk"):
+            whole = meta_rows_to_ours(whole, shape.n_heads if module == "attention.wq" else shape.n_kv_heads)
+        return checked(whole, shapes[name], name, folder)
+
+    shapes = parameter_shapes(shape)
+    if missing := [name for name in shapes if name not in files[0]]:
+        raise CheckpointError(f"{paths[0]} lacks {', '.join(missing[:5])}")
+    return Source(shape, shapes, read, tokenizer_path)
+
+
+def parameter_shapes(shape: TransformerConfig) -> dict[str, Tensor]:
+    """Meta tensors of the parameters of a model, by name, a tied one once."""
+    with torch.device("meta"):
+        return ModelState([Transformer(shape)], shape.tied_embeddings).state_dict()
+
+
+def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
+    path = tokenizer_path or str(folder / "tokenizer.model")
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} is no file, and the model needs its tokenizer; give it by --tokenizer_path")
+    return path
+
+
+def checked(tensor: Tensor, expected: Tensor, name: str, folder: Path) -> Tensor:
+    if tensor.shape != expected.shape:
+        raise CheckpointError(f"{name} in {folder} has shape {tuple(tensor.shape)}, not {tuple(expected.shape)}")
+    return tensor

@@ -1,0 +1,53 @@
+"""Weights from one format to another: ``python -m torchtrain.convert outputs/debug_model my_model_hf``.
+
+One process reads and writes a tensor, or a file, at a time: the model need not fit into memory.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from torchtrain.errors import TorchtrainError
+from torchtrain.log import init_logging, logger
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    source: Annotated[str, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint is taken), a step-N folder in it, a Hugging Face folder, or a folder of
+    Meta's original files (params.json and consolidated.*.pth)."""
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder to write. It must not exist."""
+    to: Literal["hf", "torchtrain"] = "hf"
+    """hf: a folder that transformers loads. torchtrain: a checkpoint of the weights alone, to start runs from."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """dtype of the weights written."""
+    tokenizer_path: str = ""
+    """The model's tokenizer. Default: the one the checkpoint's config names, or tokenizer.model in the source."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert; returns the exit code of the process."""
+    init_logging()
+    options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
+    # Not above: --help needs no torch.
+    from torchtrain.build import model_shape
+    from torchtrain.conversion import convert
+
+    source, target = Path(options.source), Path(options.target)
+    try:
+        convert(source, target, options.to, options.dtype, model_shape, options.tokenizer_path)
+    except TorchtrainError as error:
+        logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
