@@ -1,0 +1,343 @@
+"""What clusters do to a run, done to real runs of two ranks: they end where an undisturbed run ends."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss, saved_tensors
+
+from torchtrain.checkpoint.manager import saved_steps, step_folder
+from torchtrain.checkpoint.storage import read_manifest, verify_file
+from torchtrain.faults.stopping import EXIT_STOPPED
+
+MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(folder)
+    return folder
+
+
+def assert_same_end(folder: Path, undisturbed: Path) -> None:
+    ours, theirs = (saved_tensors(where, STEPS) for where in (folder, undisturbed))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def assert_all_complete(folder: Path) -> None:
+    for step in saved_steps(folder / "checkpoint"):
+        checkpoint = step_folder(folder / "checkpoint", step)
+        for record in read_manifest(checkpoint):
+            assert verify_file(checkpoint, record) is None
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line.get("event") != "start"]
+
+
+def steps_done(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0) if file.exists() else 0
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path, undisturbed: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for kill in range(4):
+        run = ForkedRun(tmp_path)
+        start = steps_done(tmp_path)
+        run.wait_for(lambda: steps_done(tmp_path) > min(start, STEPS - 4))  # noqa: B023
+        time.sleep(rng.random() * 0.2)
+        run.kill(*([0], [1], [0, 1], [1])[kill])
+        run.end()
+        assert_all_complete(tmp_path)
+    finish(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+    assert not list(tmp_path.glob("checkpoint/*.damaged"))
+
+
+@pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
+def test_run_killed_inside_a_save_ends_where_an_undisturbed_one_does(
+    tmp_path: Path, undisturbed: Path, moment: str
+) -> None:
+    run = ForkedRun(
+        tmp_path, hook={"data": die_in_data, "manifest": die_before_manifest, "rename": die_before_rename}[moment]
+    )
+    run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))
+    run.end()
+    assert list((tmp_path / "checkpoint").glob("step-6.*.partial"))
+    assert 6 not in saved_steps(tmp_path / "checkpoint")
+    assert_all_complete(tmp_path)
+    finish(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(owner: Any, name: str) -> None:
+    """Make this process die when ``owner.name`` is called for the checkpoint of step 6."""
+    original = getattr(owner, name)
+
+    def dying(writer: Any, *args: Any) -> Any:
+        if "step-6" in str(getattr(writer, "partial", writer)):
+            die()
+        return original(writer, *args)
+
+    setattr(owner, name, dying)
+
+
+def die_in_data() -> None:
+    from torchtrain.checkpoint.storage import HashingFileSystem
+
+    original = HashingFileSystem.create_stream
+
+    def dying(self: Any, path: Any, mode: str) -> Any:
+        if "step-6" in str(path) and "__1_0" in str(path):
+            Path(path).write_bytes(b"the beginning")
+            die()
+        return original(self, path, mode)
+
+    HashingFileSystem.create_stream = dying  # type: ignore[method-assign]
+
+
+def die_before_manifest() -> None:
+    import torchtrain.checkpoint.storage as storage
+
+    die_at(storage, "write_manifest")
+
+
+def die_before_rename() -> None:
+    import torchtrain.checkpoint.storage as storage
+
+    die_at(storage, "fsync_folder")
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
+def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, number: int, ranks: list[int]) -> None:
+    run = ForkedRun(tmp_path, "--checkpoint.interval", "100")
+    run.wait_for(lambda: steps_done(tmp_path) >= 3)
+    run.kill(*ranks, number=number)
+    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
+    stopped_at = steps_done(tmp_path)
+    assert 3 <= stopped_at < STEPS
+    assert saved_steps(tmp_path / "checkpoint") == [stopped_at]
+    finish(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+
+
+def start_torchrun(module: str, folder: Path, *options: str) -> "subprocess.Popen[str]":
+    """A run of two ranks under torchrun, or our launcher, by ``module``."""
+    config = folder / "test.toml"
+    config.write_text(CONFIG)
+    ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
+    script = str(Path(__file__).parent / "tiny_train.py")
+    run = ("--job.config_file", str(config), "--job.dump_folder", str(folder), *options)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *ranks, script, *run],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process: "subprocess.Popen[str]", folder: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while steps_done(folder) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path) -> None:
+    process = start_torchrun("torchtrain.launch", tmp_path, "--checkpoint.interval", "100")
+    wait_for_step(process, tmp_path, 3)
+    process.terminate()
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    stopped_at = steps_done(tmp_path)
+    assert saved_steps(tmp_path / "checkpoint") == [stopped_at], output
+    assert stopped_at < STEPS
+    finish(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+
+
+def test_torchrun_brings_a_killed_rank_back(tmp_path: Path, undisturbed: Path) -> None:
+    process = start_torchrun("torch.distributed.run", tmp_path)
+    wait_for_step(process, tmp_path, 5)
+    ranks = [child for child in psutil.Process(process.pid).children() if "tiny_train.py" in " ".join(child.cmdline())]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    assert "resumed from" in output
+    assert_same_end(tmp_path, undisturbed)
+
+
+def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
+    run = ForkedRun(
+        tmp_path,
+        "--training.steps",
+        "100000",
+        "--faults.wall_clock_limit_minutes",
+        "0.1",
+        "--faults.stop_grace_seconds",
+        "3",
+    )
+    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
+    assert saved_steps(tmp_path / "checkpoint")[-1] == steps_done(tmp_path)
+
+
+def test_no_save_is_begun_that_cannot_end_in_time(tmp_path: Path) -> None:
+    run = ForkedRun(
+        tmp_path, "--training.steps", "100000", "--checkpoint.interval", "3", "--faults.stop_grace_seconds", "0"
+    )
+    run.wait_for(lambda: bool(saved_steps(tmp_path / "checkpoint")))
+    run.kill(number=signal.SIGTERM)
+    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
+    stopped_at = steps_done(tmp_path)
+    assert saved_steps(tmp_path / "checkpoint")[-1] == stopped_at - stopped_at % 3
+    assert stopped_at % 3 == 0 or f"step {stopped_at} is not saved: that takes about" in run.output()
+
+
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, hook=slow_from_step_3)
+    run.wait_for(lambda: steps_done(tmp_path) >= 2)
+    time.sleep(1)  # every rank is in the step that does not end
+    run.kill(number=signal.SIGTERM)
+    time.sleep(3.5)
+    run.kill(number=signal.SIGTERM)
+    assert run.wait() == [128 + signal.SIGTERM] * 2
+
+
+def slow_from_step_3() -> Any:
+    def wait(call: int, loss: Any) -> Any:
+        if call > 2 * MICROBATCHES:
+            time.sleep(300)
+        return loss
+
+    return patched_loss(wait)
+
+
+def nan_in_step_5_of_rank_1() -> Any:
+    def poison(call: int, loss: Any) -> Any:
+        return loss * float("nan") if os.environ["RANK"] == "1" and call == 4 * MICROBATCHES + 1 else loss
+
+    return patched_loss(poison)
+
+
+def inf_from_step_3() -> Any:
+    return patched_loss(lambda call, loss: loss * float("inf") if call > 2 * MICROBATCHES else loss)
+
+
+def test_bad_numbers_are_skipped(tmp_path: Path) -> None:
+    output = finish(tmp_path, hook=nan_in_step_5_of_rank_1)
+    assert (
+        "bad numbers in step 5 (loss nan, gradient norm nan): not finite on 2 rank(s); its update is skipped" in output
+    )
+    events = [line for line in lines(tmp_path) if "event" in line]
+    assert [(event["step"], event["event"]) for event in events] == [(5, "bad_numbers_skip")]
+    tensors = saved_tensors(tmp_path, STEPS)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert tensors["optimizer.norm.weight.step"].item() == STEPS - 1
+
+
+def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path) -> None:
+    finish(tmp_path, "--faults.on_bad_numbers", "rollback", hook=nan_in_step_5_of_rank_1)
+    steps = [(line["step"], line.get("event")) for line in lines(tmp_path)]
+    # Step 6 was under way when the news of step 5 came.
+    assert steps[3:8] == [(4, None), (5, None), (5, "bad_numbers_rollback"), (5, None), (6, None)]
+    tensors = saved_tensors(tmp_path, STEPS)
+    assert tensors["optimizer.norm.weight.step"].item() == STEPS
+    # The batches of both steps are passed over.
+    longer = tmp_path / "longer"
+    finish(longer, "--training.steps", str(STEPS + 2))
+    assert torch.equal(tensors["loader.rows"], saved_tensors(longer, STEPS + 2)["loader.rows"])
+
+
+def test_bad_numbers_stop(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", "stop", hook=nan_in_step_5_of_rank_1)
+    assert run.wait() == [2, 2]
+    assert "bad numbers in step 5" in run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def spike_in_step_8() -> Any:
+    """Fifty times the loss, on both ranks."""
+    return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 7 else loss)
+
+
+def test_spike_is_treated_as_bad_numbers(tmp_path: Path) -> None:
+    finish(tmp_path, "--faults.spike_threshold", "6", "--faults.spike_window", "5", hook=spike_in_step_8)
+    (event,) = (line for line in lines(tmp_path) if line.get("event", "").startswith("bad_numbers"))
+    assert (event["step"], event["event"]) == (8, "bad_numbers_skip")
+    assert "is a spike: the last 5 steps had" in event["problem"]
+    assert saved_tensors(tmp_path, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_bad_numbers_without_end_stop_the_run(tmp_path: Path, policy: str) -> None:
+    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", policy, "--faults.max_bad_steps", "2", hook=inf_from_step_3)
+    assert run.wait() == [2, 2]
+    assert "that is 3 in a row, and faults.max_bad_steps = 2" in run.output()
+
+
+def full_disk_of_rank_1_from_step_3_to_6() -> None:
+    """Let no file of rank 1 grow beyond a few bytes while these steps are under way, as if its disk were full."""
+    from torchtrain.checkpoint.manager import CheckpointManager
+
+    original = CheckpointManager.maybe_save
+
+    def limited(manager: CheckpointManager, step: int, last: bool = False) -> None:
+        full = os.environ["RANK"] == "1" and 3 <= step <= 6
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        original(manager, step, last)
+        manager.wait()
+
+    CheckpointManager.maybe_save = limited  # type: ignore[method-assign]
+
+
+def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbed: Path) -> None:
+    output = finish(tmp_path, hook=full_disk_of_rank_1_from_step_3_to_6)
+    for step in (4, 6):
+        assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1); training goes on" in output
+    assert saved_steps(tmp_path / "checkpoint") == [2, 8, 10, 12]
+    assert_all_complete(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+
+
+@pytest.fixture
+def hung_run(tmp_path: Path) -> Iterator[ForkedRun]:
+    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable")
+    yield run
+    run.kill(number=signal.SIGCONT)
+    run.end()
+
+
+def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hung_run: ForkedRun) -> None:
+    hung_run.wait_for(lambda: steps_done(tmp_path) >= 3)
+    hung_run.kill(1, number=signal.SIGSTOP)
+    hung_run.wait_for(lambda: hung_run.processes[0].exitcode is not None)
+    output = hung_run.logs[0].read_text()
+    assert "so ranks 0 are waiting for ranks 1" in output, output
+    (report,) = tmp_path.glob("hangs/step-*-rank-0.txt")
+    assert "train_step.py" in report.read_text()

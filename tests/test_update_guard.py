@@ -1,0 +1,76 @@
+"""What is judged bad, and that a refused update leaves no trace, whichever kernel makes it."""
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import NoStop
+from torch import nn
+
+from torchtrain.config.schema import Faults, Optimizer
+from torchtrain.errors import FaultError
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.loss import TokenLoss
+from torchtrain.optimizer import build_optimizer, update
+
+
+def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
+    events: list[Any] = []
+    guard = UpdateGuard(
+        faults,
+        cast(StopRequest, NoStop()),
+        torch.device("cpu"),
+        lambda step, event, _: events.append((step, event)),
+    )
+    refused = []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        tokens = torch.tensor(4)
+        refused.append(bool(guard.judge(step, TokenLoss(torch.tensor(loss) * 4, tokens), torch.tensor(norm))))
+    guard.settle()
+    return refused, events
+
+
+def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
+    faults = Faults(spike_threshold=3.0, spike_window=4)
+    # Mean 2 and deviation 0.5 make a limit of 3.5. The value of a refused step does not enter the window.
+    losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 1.0]
+    (refused, events), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6 + [9.0])
+    assert refused == [False, False, False, False, True, False, True]
+    assert events == [(5, "bad_numbers_skip"), (7, "bad_numbers_skip")]
+
+
+def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPool) -> None:
+    losses, norms = [1.0, 1.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]
+    assert gloo.run(1, _verdicts, Faults(spike_threshold=3.0, spike_window=4), losses, norms)[0] == ([False] * 4, [])
+    assert gloo.run(1, _verdicts, Faults(spike_window=2), losses, norms)[0] == ([False] * 4, [])
+
+
+def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None:
+    nan, faults = float("nan"), Faults(max_bad_steps=2)
+    losses = [nan, nan, 1.0, nan, nan, 1.0]
+    (refused, _), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6)
+    assert refused == [True, True, False, True, True, False]
+    with pytest.raises(AssertionError, match=f"{FaultError.__name__}.*that is 3 in a row"):
+        gloo.run(1, _verdicts, faults, [nan] * 3, [1.0] * 3)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_a_refused_update_leaves_no_trace(implementation: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = build_optimizer([model], Optimizer(implementation=implementation))
+
+    def step(gradient: float, refused: float) -> None:
+        model.weight.grad = torch.full((3, 3), gradient)
+        update(optimizer, torch.tensor(refused))
+
+    step(1.0, refused=0.0)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    step(float("nan"), refused=1.0)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    step(1.0, refused=0.0)
+    assert not torch.equal(model.weight, before[0]["weight"])
+    assert model.weight.isfinite().all()

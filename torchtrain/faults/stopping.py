@@ -1,0 +1,81 @@
+"""Being asked to stop: by a signal, or by the clock. Ranks agree on it elsewhere, once a step (``UpdateGuard``)."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from torchtrain.config.schema import Faults
+from torchtrain.log import logger
+
+# sysexits.h calls it EX_TEMPFAIL: nothing is wrong, try again later.
+EXIT_STOPPED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# One request can arrive twice: from SLURM itself, and passed on by torchrun.
+ECHO_SECONDS = 3.0
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, and until when it may live. A context manager; enter it on the main thread.
+
+    The first SIGTERM or SIGUSR1 is noted, and so is the time ``stop_grace_seconds`` before the wall-clock limit. A
+    second signal ends the process at once. Signals are seen while the main thread waits in a collective, where Python's
+    own handlers would not run: the interpreter writes their numbers to a socket, which a thread reads.
+    """
+
+    def __init__(self, config: Faults) -> None:
+        self.config = config
+        self.signal_name: str | None = None
+        self._signal_time = 0.0
+        limit = config.wall_clock_limit_minutes
+        self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
+        self._reader, self._writer = socket.socketpair()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._writer.setblocking(False)
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, lambda *_: None)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._writer.close()  # ends the thread
+
+    def _read(self) -> None:
+        while received := self._reader.recv(1):
+            if received[0] not in SIGNALS:
+                continue
+            name, now = signal.Signals(received[0]).name, time.monotonic()
+            if self.signal_name is None:
+                self.signal_name, self._signal_time = name, now
+                logger.warning("%s received: stopping after this step; a second signal stops at once", name)
+            elif now - self._signal_time > ECHO_SECONDS:
+                os._exit(128 + received[0])
+        self._reader.close()
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank knows of a reason to stop."""
+        return self.signal_name is not None or self.seconds_left <= self.config.stop_grace_seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Time until whoever asked is expected to kill the process; infinite where nobody did."""
+        grace_end = self._signal_time + self.config.stop_grace_seconds if self.signal_name else float("inf")
+        return min(grace_end, self._clock_deadline) - time.monotonic()
+
+
+def exit_code_when_stopped() -> int:
+    """``EXIT_STOPPED``, or 0 where torchrun would take that for a crash and start the run again at once."""
+    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return 0 if restarts < most else EXIT_STOPPED

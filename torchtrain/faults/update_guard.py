@@ -1,0 +1,134 @@
+"""No update from bad numbers: a loss or gradient that is not finite, or that stands out of its running window."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.config.schema import Faults
+from torchtrain.errors import FaultError
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.log import logger
+from torchtrain.loss import TokenLoss
+
+NAMES = ("loss", "gradient norm")
+
+
+class _Verdict(NamedTuple):
+    """What the device found about ``step``, on its way to the host; ``ready`` is None where it is there at once."""
+
+    step: int
+    numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, ranks not finite, ranks stopping
+    ready: torch.cuda.Event | None
+
+
+class UpdateGuard:
+    """Judges each step before its update, on all ranks alike, by one small all-reduce that also agrees on stopping.
+
+    The device judges and the update obeys it there, so that the host never waits for it. What was found of a step is
+    read when the next is judged, told to ``record_event(step, event, values)``, and left in ``must_roll_back`` and
+    ``must_stop`` for the loop to act on.
+    """
+
+    def __init__(
+        self,
+        config: Faults,
+        stop: StopRequest,
+        device: torch.device,
+        record_event: Callable[[int, str, dict[str, Any]], None],
+    ) -> None:
+        self.config = config
+        self.stop = stop
+        self.device = device
+        self.record_event = record_event
+        self.must_roll_back = False
+        self.must_stop = False
+        self._bad_in_a_row = 0
+        self._worst_step = 0
+        # The last good values, oldest first; NaN until there are enough: nothing compares with it.
+        self._window = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
+        self._last: _Verdict | None = None
+
+    @torch.no_grad()
+    def judge(self, step: int, loss: TokenLoss, grad_norm: Tensor) -> Tensor:
+        """1 where the update of ``step`` must not be made, else 0: a float32 scalar on the device, alike on all ranks.
+
+        ``loss`` is this rank's; ``grad_norm`` that of all.
+
+        Raises:
+            FaultError: the step before had bad numbers, and ``faults.on_bad_numbers`` or ``faults.max_bad_steps`` say
+                to stop.
+        """
+        self.settle()
+        grad_norm = grad_norm.to(self.device).double()
+        not_finite = ~(loss.total.isfinite() & grad_norm.isfinite())
+        # A scalar of the host's becomes a fill on the device: no copy to wait for.
+        stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=self.device)
+        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
+        dist.all_reduce(flags)
+        total, tokens, bad_ranks, stopping_ranks = flags.unbind()
+        values = torch.stack((total / tokens.clamp(min=1), grad_norm))
+        means, deviations = self._window.mean(dim=1), self._window.std(dim=1, correction=0)
+        bad = bad_ranks > 0
+        if self.config.spike_threshold > 0:
+            bad = bad | (values > means + self.config.spike_threshold * deviations).any()
+        shifted = torch.cat((self._window[:, 1:], values[:, None]), dim=1)
+        self._window = torch.where(bad, self._window, shifted)
+        found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_ranks, stopping_ranks))))
+        self._last = self._send(step, found)
+        return bad.float()
+
+    def _send(self, step: int, found: Tensor) -> _Verdict:
+        if found.device.type == "cpu":
+            return _Verdict(step, found, None)
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return _Verdict(step, host, ready)
+
+    def settle(self) -> None:
+        """Act on what was found of the step judged last. The loop calls it after its end, for the very last one."""
+        self.must_roll_back = False
+        if self._last is None:
+            return
+        step, numbers, ready = self._last
+        self._last = None
+        if ready is not None:
+            ready.synchronize()  # of a step ago: there is next to nothing to wait for
+        *found, bad, bad_ranks, stopping_ranks = numbers.tolist()
+        self.must_stop = stopping_ranks > 0
+        if not bad:
+            if step > self._worst_step:
+                self._bad_in_a_row = 0
+            return
+        values, means, deviations = (dict(zip(NAMES, found[i : i + 2], strict=True)) for i in (0, 2, 4))
+        if bad_ranks:
+            problem = f"not finite on {bad_ranks:.0f} rank(s)"
+        else:
+            name = next(n for n in NAMES if values[n] > means[n] + self.config.spike_threshold * deviations[n])
+            problem = (
+                f"{name} {values[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
+                f"{means[name]:.4g} +- {deviations[name]:.2g}"
+            )
+        self._refused(step, problem, values)
+
+    def _refused(self, step: int, problem: str, numbers: dict[str, float]) -> None:
+        policy = self.config.on_bad_numbers
+        self._bad_in_a_row += 1
+        self._worst_step = max(self._worst_step, step)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        message = f"bad numbers in step {step} ({shown}): {problem}"
+        values = {name.replace(" ", "_"): value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.record_event(step, f"bad_numbers_{policy}", {**values, "problem": problem})
+        if policy == "stop":
+            raise FaultError(f"{message}; faults.on_bad_numbers = 'stop'")
+        if self._bad_in_a_row > self.config.max_bad_steps:
+            raise FaultError(
+                f"{message}; that is {self._bad_in_a_row} in a row, and faults.max_bad_steps = "
+                f"{self.config.max_bad_steps}. A lower optimizer.lr, or a look at the data of these steps, may help"
+            )
+        self.must_roll_back = policy == "rollback"
+        logger.warning("%s; %s", message, "rolling back" if self.must_roll_back else "its update is skipped")
