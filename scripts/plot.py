@@ -1,0 +1,116 @@
+"""Draw one or more runs beside each other: python scripts/plot.py RUN [RUN ...] -o curves.png
+
+RUN is a run's folder, or its metrics.jsonl. Of steps that a restart made again, the last counts. A dashed line marks a
+restart, a cross a fault, each in the color of its run. Needs matplotlib: pip install -e '.[plot]'
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+PANELS = (
+    ("loss", "Loss (nats per token)"),
+    ("grad_norm", "Gradient norm"),
+    ("tokens_per_second", "Tokens per second and device"),
+    ("memory_gib", "Peak memory (GiB)"),
+)
+# Okabe and Ito's colors: told apart by the color-blind, too.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    lines: list[dict[str, Any]]  # numbers by step, ascending, each step once
+    restarts: list[int]
+    faults: list[tuple[int, str]]  # step, event
+
+
+def read_run(path: Path) -> Run:
+    """The run in ``path``; exits with a message where there is none."""
+    file = path if path.is_file() else path / "metrics.jsonl"
+    if not file.is_file():
+        sys.exit(f"error: {path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model")
+    by_step: dict[int, dict[str, Any]] = {}
+    restarts, faults = [], []
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            print(f"{file}: line {number} is cut short, as by a kill; passed over", file=sys.stderr)
+            continue
+        event = line.get("event")
+        if event is None:
+            by_step.setdefault(line["step"], {}).update(line)
+        elif event == "start":
+            if by_step:
+                restarts.append(line["step"])
+        else:
+            faults.append((line["step"], event))
+    if not by_step:
+        sys.exit(f"error: {file} has no step yet; wait for the first line of the log")
+    return Run(file.parent.resolve().name, [by_step[step] for step in sorted(by_step)], restarts, faults)
+
+
+def draw(axes: Axes, run: Run, key: str, color: str) -> None:
+    points = [(line["step"], line[key]) for line in run.lines if line.get(key) is not None]
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    axes.plot(steps, values, color=color, linewidth=1.6, label=run.name, marker="." if len(points) == 1 else "")
+    for step in run.restarts:
+        axes.axvline(step, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+    for step, _ in run.faults if points else ():
+        nearest = min(points, key=lambda point: abs(point[0] - step))
+        axes.plot(step, nearest[1], color=color, marker="X", markersize=8, markeredgecolor="white", linestyle="")
+
+
+def plot(runs: Sequence[Run], output: Path) -> Figure:
+    """Write the picture, in the format of the name's ending; also returns it."""
+    figure, grid = plt.subplots(2, 2, figsize=(12, 7.5), sharex=True, layout="constrained")
+    for axes, (key, title) in zip(grid.flat, PANELS, strict=True):
+        for run, color in zip(runs, (COLORS * len(runs))[: len(runs)], strict=True):
+            draw(axes, run, key, color)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if key in ("tokens_per_second", "memory_gib"):
+            axes.margins(y=0.1)
+            axes.set_ylim(bottom=0)
+    for axes in grid[1]:
+        axes.set_xlabel("Step")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    if any(run.restarts for run in runs):
+        handles.append(plt.Line2D([], [], color="#555555", linewidth=1, linestyle=(0, (4, 3))))
+        names.append("restart")
+    if any(run.faults for run in runs):
+        handles.append(plt.Line2D([], [], color="#555555", marker="X", linestyle="", markeredgecolor="white"))
+        names.append(", ".join(sorted({event.replace("_", " ") for run in runs for _, event in run.faults})))
+    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 6), frameon=False)
+    figure.savefig(output, dpi=130)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="default: curves.png")
+    arguments = parser.parse_args(argv)
+    plot([read_run(path) for path in arguments.runs], arguments.output)
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What a run shows of itself: lines, TensorBoard, Weights & Biases, and the names of slow ranks."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtrain.config.schema import Metrics
+from torchtrain.loss import TokenLoss
+from torchtrain.metrics import stragglers
+from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
+from torchtrain.metrics.stragglers import StragglerWatch
+
+CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
+
+
+def recorder_in(folder: str, first_step: int = 0, **options: Any) -> MetricsRecorder:
+    return MetricsRecorder(
+        Metrics(**{"log_freq": 1, "straggler_freq": 0, **options}),
+        Path(folder),
+        device=torch.device("cpu"),
+        loss_group=dist.group.WORLD,
+        tokens_per_step=100,
+        flops_per_token=6,
+        peak_flops=None,
+        first_step=first_step,
+        last_step=40,
+        config_toml=CONFIG,
+    )
+
+
+def record_steps(folder: str, options: dict[str, Any], first_step: int, steps: int) -> None:
+    with recorder_in(folder, first_step, **options) as recorder:
+        for step in range(first_step + 1, steps + 1):
+            recorder.record(step, TokenLoss(torch.tensor(3.0 * step), torch.tensor(2)), torch.tensor(0.5), 1e-3)
+            if step == 3:
+                recorder.record_event(step, "bad_numbers_skip", {"problem": "not finite", "loss": float("nan")})
+
+
+def test_lines_hold_numbers_and_events_and_a_restart_writes_on(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(2, record_steps, str(tmp_path), {}, 0, 4)
+    gloo.run(2, record_steps, str(tmp_path), {}, 2, 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["step"], line.get("event", "numbers")) for line in lines]
+    first = [(0, "start"), (1, "numbers"), (2, "numbers"), (3, "numbers"), (3, "bad_numbers_skip"), (4, "numbers")]
+    assert told == [*first, (2, "start"), (3, "numbers"), (3, "bad_numbers_skip"), (4, "numbers"), (5, "numbers")]
+    assert [line["loss"] for line in lines if "event" not in line] == [1.5, 3.0, 4.5, 6.0, 4.5, 6.0, 7.5]
+    bad = next(line for line in lines if line.get("event") == "bad_numbers_skip")
+    assert bad["loss"] is None
+    assert lines[0]["ranks"] == 2
+
+
+def test_tensorboard_groups_curves_and_shows_config_and_faults(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(1, record_steps, str(tmp_path), {}, 0, 4)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    groups = {tag.split("/")[0] for tag in events.Tags()["scalars"]}
+    assert groups == {"loss", "optimization", "throughput", "memory", "data", "faults"}
+    assert [(e.step, e.value) for e in events.Scalars("loss/average")] == [(1, 1.5), (2, 3.0), (3, 4.5), (4, 6.0)]
+    assert [(e.step, e.value) for e in events.Scalars("faults/bad_numbers_skip")] == [(3, 1.0)]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "steps = 40" in text
+    hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"training.steps" in hparams
+
+
+def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    gloo.run(1, record_offline, str(tmp_path))
+    run = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    content = run.read_bytes()
+    assert b"loss/average" in content
+    assert b"training.steps" in content
+    assert (tmp_path / "wandb_id").read_text() in run.name
+
+
+def record_offline(folder: str) -> None:
+    import os
+    import warnings
+
+    os.environ["WANDB_MODE"] = "offline"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wandb's own
+        record_steps(folder, {"enable_wandb": True, "enable_tensorboard": False}, 0, 4)
+
+
+def watch_stragglers(kind: str) -> list[dict[str, Any]]:
+    """8 steps on these ranks; rank 2 is slow."""
+    found: list[dict[str, Any]] = []
+    slow = dist.get_rank() == 2
+    probe = stragglers.probe
+    if slow and kind == "compute":
+        stragglers.probe = lambda operand: probe(operand) + (time.sleep(0.3) or 0.3)
+    watch = StragglerWatch(
+        4, 2.0, torch.device("cpu"), lambda step, event, values: found.append({"step": step, "event": event, **values})
+    )
+    for step in range(1, 10):
+        waited = 0.3 if slow and kind == "data wait" else 0.02
+        time.sleep(0.1)
+        watch.waited(waited)
+        watch.before_step(step)
+        dist.barrier()
+    watch.close()
+    stragglers.probe = probe
+    return found
+
+
+@pytest.mark.parametrize("kind", stragglers.KINDS)
+def test_a_rank_that_sleeps_is_named(gloo: GlooPool, kind: str) -> None:
+    found, *others = gloo.run(4, watch_stragglers, kind)
+    assert not any(others)  # one speaks
+    assert [event["step"] for event in found if event["rank"] == 2 and event["kind"] == kind] == [4, 8]
+    slow = next(event for event in found if event["rank"] == 2)
+    assert slow["event"] == "straggler"
+    assert slow["host"] == socket.gethostname()
+    assert slow["seconds"] >= 0.3 > slow["median_seconds"]
+
+
+def read_slowly(folder: str) -> None:
+    """8 steps on these ranks; the data of rank 2 take their time."""
+
+    class SlowLoader:
+        wait_seconds = 0.0
+
+        def __iter__(self) -> Iterator[None]:
+            for _ in range(8):
+                start = time.perf_counter()
+                time.sleep(0.3 if dist.get_rank() == 2 else 0.0)
+                self.wait_seconds = time.perf_counter() - start
+                yield None
+
+    with recorder_in(folder, log_freq=100, straggler_freq=4, enable_tensorboard=False) as recorder:
+        for _ in recorder.time_waiting(SlowLoader()):
+            dist.barrier()
+
+
+def test_a_rank_whose_data_are_late_is_named_in_the_runs_files(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(4, read_slowly, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    named = [line for line in lines if line["event"] == "straggler" and line["kind"] == "data wait"]
+    assert [(line["step"], line["rank"], line["host"]) for line in named] == [
+        (4, 2, socket.gethostname()),
+        (8, 2, socket.gethostname()),
+    ]
+    assert all(line["seconds"] >= 0.3 > line["median_seconds"] for line in named)
+
+
+def test_ranks_that_are_alike_are_not_named(gloo: GlooPool) -> None:
+    assert gloo.run(4, watch_stragglers, "none")[0] == []
+
+
+def test_the_line_says_how_long_it_will_take() -> None:
+    line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
+    line |= {"step": 10, "step_seconds": 2.0, "mfu": None}
+    assert "step  10/100" in readable(line, 100, colour=False)
+    assert readable(line, 100, colour=False).endswith("3m00s left")
+    assert "left" not in readable({**line, "step": 100}, 100, colour=False)
+    assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]

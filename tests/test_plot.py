@@ -1,0 +1,60 @@
+"""scripts/plot.py draws what metrics.jsonl says."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("matplotlib")
+
+
+def write_run(folder: Path, lines: list[dict]) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    return folder
+
+
+def numbers(step: int, loss: float) -> dict:
+    return {"step": step, "loss": loss, "grad_norm": 2 * loss, "tokens_per_second": 100.0, "memory_gib": None}
+
+
+def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    plain = write_run(tmp_path / "plain", [{"step": 0, "event": "start"}, numbers(1, 8.0), numbers(2, 7.0)])
+    twice = write_run(
+        tmp_path / "twice",
+        [
+            *({"step": 0, "event": "start"}, numbers(1, 8.5), numbers(2, 7.5), {"step": 1, "event": "start"}),
+            *(numbers(2, 7.25), {"step": 2, "event": "bad_numbers_skip"}, numbers(3, 6.0)),
+        ],
+    )
+    runs = [script.read_run(plain), script.read_run(twice / "metrics.jsonl")]
+    assert runs[0].restarts == []
+    figure = script.plot(runs, tmp_path / "curves.png")
+    loss, grad_norm, *_ = figure.axes
+    first, second, restart, fault = (line.get_xydata().tolist() for line in loss.lines)
+    assert first == [[1, 8.0], [2, 7.0]]
+    assert second == [[1, 8.5], [2, 7.25], [3, 6.0]]
+    assert [x for x, _ in restart] == [1, 1]
+    assert fault == [[2, 7.25]]
+    assert grad_norm.lines[0].get_xydata().tolist() == [[1, 16.0], [2, 14.0]]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["plain", "twice", "restart", "bad numbers skip"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    script.plt.close(figure)
+
+
+def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert (
+        result.stderr
+        == f"error: {tmp_path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model\n"
+    )

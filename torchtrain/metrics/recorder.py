@@ -1,0 +1,192 @@
+"""What a run reports: a readable line, TensorBoard, and ``metrics.jsonl`` for programs.
+
+``loss`` is the mean over the unmasked tokens of the global batch, in nats, ``loss_max`` that of the rank with the
+largest. ``tokens_per_second`` is per device. ``mfu`` is the model FLOPs utilization of PaLM
+(https://arxiv.org/abs/2204.02311, appendix B): tokens per second and device, times ``flops_per_token``, over the
+device's peak; null where no peak is known. ``memory_gib`` and ``data_wait_fraction`` are those of the worst rank.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.config.schema import Metrics
+from torchtrain.datasets.loader import Batch, Loader
+from torchtrain.log import logger
+from torchtrain.loss import TokenLoss
+from torchtrain.metrics.stragglers import StragglerWatch
+from torchtrain.metrics.writers import Writers
+
+GIB = 2**30
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of the CUDA allocator since the last call, or peak resident set of the process on CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class MetricsRecorder:
+    """Collects between lines on this rank alone; every ``log_freq`` steps all ranks meet, and rank 0 writes."""
+
+    def __init__(
+        self,
+        config: Metrics,
+        folder: Path,
+        *,
+        device: torch.device,
+        loss_group: dist.ProcessGroup,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+        first_step: int,
+        last_step: int,
+        config_toml: str,
+    ):
+        """``tokens_per_step``: of the global batch. ``peak_flops``: of one device, None where unknown."""
+        self.config = config
+        self.device = device
+        self.loss_group = loss_group
+        self.tokens_per_step_and_device = tokens_per_step / dist.get_world_size()
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.first_step = first_step
+        self.last_step = last_step
+        self.since_step = first_step
+        self.since = time.perf_counter()
+        self.data_wait_seconds = 0.0
+        self.waiting_for_step = first_step
+        self.stragglers: StragglerWatch | None = None
+        if config.straggler_freq and dist.get_world_size() > 1:
+            self.stragglers = StragglerWatch(config.straggler_freq, config.straggler_factor, device, self.record_event)
+        self.stack = ExitStack()
+        self.writers: Writers | None = None
+        if dist.get_rank() == 0:
+            self.writers = self.stack.enter_context(Writers(config, folder, config_toml, first_step))
+            self.record_event(first_step, "start", {"ranks": dist.get_world_size(), "device": device.type})
+
+    def __enter__(self) -> "MetricsRecorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stragglers is not None and error is None:
+            self.stragglers.close()
+        self.stack.__exit__(kind, error, trace)
+
+    def time_waiting(self, loader: Loader) -> Iterator[Batch]:
+        """The batches of ``loader``; what it waited for each counts as waiting for data."""
+        for batch in loader:
+            self.data_wait_seconds += loader.wait_seconds
+            self.waiting_for_step += 1
+            if self.stragglers is not None:
+                self.stragglers.waited(loader.wait_seconds)
+                self.stragglers.before_step(self.waiting_for_step)
+            yield batch
+
+    def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
+        """Note a finished step. Writes after the first of a process, every ``log_freq``, and the last."""
+        if step % self.config.log_freq and step not in (self.first_step + 1, self.last_step):
+            return
+        sums = torch.stack((loss.total.double(), loss.tokens.double()))
+        dist.all_reduce(sums, group=self.loss_group)
+        total, tokens = sums.tolist()
+        elapsed = time.perf_counter() - self.since  # the line above has waited for the device
+        own_loss = (loss.total / loss.tokens).item() if loss.tokens else 0.0
+        own = (own_loss, peak_memory_gib(self.device), self.data_wait_seconds / elapsed)
+        maxima = torch.tensor(own, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        loss_max, memory_gib, data_wait_fraction = maxima.tolist()
+        step_seconds = elapsed / (step - self.since_step)
+        tokens_per_second = self.tokens_per_step_and_device / step_seconds
+        mfu = None if self.peak_flops is None else tokens_per_second * self.flops_per_token / self.peak_flops
+        self._write(
+            {
+                "step": step,
+                "loss": total / tokens,
+                "loss_max": loss_max,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                "tokens_per_second": tokens_per_second,
+                "mfu": mfu,
+                "memory_gib": memory_gib,
+                "data_wait_fraction": data_wait_fraction,
+                "step_seconds": step_seconds,
+            }
+        )
+        self.restart(step)
+
+    def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
+        """Write a line of its own: ``step``, ``event``, and what there is to say of it."""
+        if self.writers is not None:
+            self.writers.write({"step": step, "event": event, "time": time.time(), **values})
+
+    def record_validation(self, step: int, results: dict[str, float]) -> None:
+        """Write a line of validation results; their names begin with ``validation_``."""
+        if self.writers is not None:
+            self.writers.write({"step": step, **results})
+            words = [
+                f"{name.removeprefix('validation_').replace('_', ' ')} {value:,.4g}" for name, value in results.items()
+            ]
+            logger.info("validation after step %d: %s", step, ", ".join(words))
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What happens within does not count as time of training steps."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def restart(self, step: int) -> None:
+        """Measure anew from ``step``, to which the run went back."""
+        self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
+        self.waiting_for_step = step
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.writers is not None:
+            self.writers.write(line)
+            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
+
+
+def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
+    """A line of metrics for a person."""
+    words = [
+        ("36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
+        ("32", f"loss {line['loss']:.4f}"),
+        ("33", f"grad norm {line['grad_norm']:.3f}"),
+        ("0", f"lr {line['lr']:.2e}"),
+        ("34", f"{line['tokens_per_second']:,.0f} tokens/s"),
+        ("0", f"{line['step_seconds']:.3f} s/step"),
+        ("35", f"{line['memory_gib']:.2f} GiB"),
+        ("0", f"data wait {line['data_wait_fraction']:.1%}"),
+    ]
+    if line["step"] < last_step:
+        words.append(("0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
+    if line["mfu"] is not None:
+        words.insert(5, ("34", f"MFU {line['mfu']:.1%}"))
+    return "  ".join(f"\033[{code}m{word}\033[0m" if colour else word for code, word in words)
+
+
+def duration(seconds: float) -> str:
+    """Such as 41s, 12m05s, 3h20m or 2d04h."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"

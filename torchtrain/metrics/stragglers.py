@@ -1,0 +1,109 @@
+"""Ranks that keep the others waiting, by name.
+
+All ranks of a step are as slow as the slowest, so their step times tell nothing. What a rank does by itself does: its
+wait for data, and a fixed piece of computation that it makes before the first collective of a step.
+"""
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.log import logger
+
+PROBE_SIZE = {"cpu": 256, "cuda": 4096}
+PROBE_PRODUCTS = 8
+KINDS = ("data wait", "compute")
+# What is less than this share of a step holds nobody up, however many times the median it is.
+LEAST_SHARE_OF_STEP = 0.05
+
+
+class StragglerWatch:
+    """Call ``waited`` for each batch and ``before_step`` before each step, on all ranks.
+
+    Every ``freq`` steps the ranks' times are sent around in the background. The first rank looks at them when they have
+    arrived, and calls ``report(step, "straggler", values)`` for each rank that takes over ``factor`` times the median.
+    """
+
+    def __init__(
+        self, freq: int, factor: float, device: torch.device, report: Callable[[int, str, dict[str, Any]], None]
+    ):
+        self.freq = freq
+        self.factor = factor
+        self.device = device
+        self.report = report
+        # A group of its own: its messages pass by those of the training, and wait for no GPU.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self.hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self.hosts, socket.gethostname(), group=self.group)
+        size = PROBE_SIZE[device.type]
+        self.operand = torch.ones(size, size, device=device)
+        self.wait_seconds = 0.0
+        self.steps = 0
+        self.since = time.perf_counter()
+        self.pending: tuple[int, dist.Work, list[Tensor]] | None = None
+        probe(self.operand)  # the first one loads kernels
+
+    def waited(self, seconds: float) -> None:
+        """Note that this rank waited so long for its batch."""
+        self.wait_seconds += seconds
+        self.steps += 1
+
+    def before_step(self, step: int) -> None:
+        self._look()
+        if step % self.freq or not self.steps:
+            return
+        step_seconds = (time.perf_counter() - self.since) / self.steps
+        own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
+        self.wait_seconds, self.steps, self.since = 0.0, 0, time.perf_counter()
+        if self.pending is not None:
+            self.pending[1].wait()
+            self._look()
+        all_ranks = [torch.empty_like(own) for _ in self.hosts]
+        work = dist.all_gather(all_ranks, own, group=self.group, async_op=True)
+        assert work is not None
+        self.pending = (step, work, all_ranks)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self.pending is not None:
+            self.pending[1].wait()
+            self._look()
+
+    def _look(self) -> None:
+        if self.pending is None or not self.pending[1].is_completed():
+            return
+        step, _, all_ranks = self.pending
+        self.pending = None
+        if dist.get_rank() != 0:
+            return
+        *by_kind, steps = torch.stack(all_ranks).T.tolist()
+        step_seconds = max(steps)
+        for kind, times in zip(KINDS, by_kind, strict=True):
+            median = statistics.median(times)
+            for rank, seconds in enumerate(times):
+                if seconds > self.factor * median and seconds - median > LEAST_SHARE_OF_STEP * step_seconds:
+                    logger.warning(
+                        "rank %d on %s is slow: %s %.3f s, where the median of %d ranks is %.3f s (steps of %.3f s)",
+                        *(rank, self.hosts[rank], kind, seconds, len(times), median, step_seconds),
+                    )
+                    values = {"rank": rank, "host": self.hosts[rank], "kind": kind}
+                    self.report(step, "straggler", {**values, "seconds": seconds, "median_seconds": median})
+
+
+def probe(operand: Tensor) -> float:
+    """Seconds of a few matrix products, the same on every rank: the fastest times their number, without the hiccups."""
+    fastest = float("inf")
+    for _ in range(PROBE_PRODUCTS):
+        start = time.perf_counter()
+        operand @ operand
+        if operand.device.type == "cuda":
+            torch.cuda.synchronize(operand.device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return PROBE_PRODUCTS * fastest

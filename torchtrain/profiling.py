@@ -1,0 +1,78 @@
+"""torch.profiler traces and CUDA memory snapshots, as often as the config says."""
+
+import pickle
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from torchtrain.config.schema import Profiling
+from torchtrain.log import logger
+
+WARMUP_STEPS, ACTIVE_STEPS = 1, 1
+MAX_SNAPSHOT_ENTRIES = 100_000
+
+
+class Profiler(AbstractContextManager["Profiler"]):
+    """Call ``step`` after each training step; writes ``folder/step-N/rank-R.*``. Does nothing unless switched on."""
+
+    def __init__(self, config: Profiling, folder: Path, rank: int, device: torch.device, first_step: int):
+        self.config = config
+        self.folder = folder
+        self.rank = rank
+        self.step_number = first_step
+        self.snapshots = config.enable_memory_snapshot and device.type == "cuda"
+        self.profile: torch.profiler.profile | None = None
+        if config.enable_memory_snapshot and not self.snapshots:
+            logger.info("profiling.enable_memory_snapshot has no effect on %s: it needs CUDA", device.type)
+        if config.enable_profiling:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            wait = config.profile_freq - WARMUP_STEPS - ACTIVE_STEPS
+            self.profile = torch.profiler.profile(
+                activities=activities,
+                schedule=torch.profiler.schedule(wait=wait, warmup=WARMUP_STEPS, active=ACTIVE_STEPS),
+                on_trace_ready=self._write_trace,
+                acc_events=True,
+            )
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "Profiler":
+        if self.profile is not None:
+            self.stack.enter_context(self.profile)
+        if self.snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_SNAPSHOT_ENTRIES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.snapshots:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                self._write_snapshot("out-of-memory")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.stack.__exit__(kind, error, trace)
+
+    def step(self) -> None:
+        self.step_number += 1
+        if self.profile is not None:
+            self.profile.step()
+        if self.snapshots and self.step_number % self.config.profile_freq == 0:
+            self._write_snapshot("memory")
+
+    def _path(self, ending: str) -> Path:
+        path = self.folder / f"step-{self.step_number}" / f"rank-{self.rank}.{ending}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _write_trace(self, profile: torch.profiler.profile) -> None:
+        path = self._path("trace.json.gz")
+        profile.export_chrome_trace(str(path))
+        logger.info("wrote the profile of step %d to %s", self.step_number, path)
+
+    def _write_snapshot(self, name: str) -> None:
+        path = self._path(f"{name}.pickle")
+        path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+        logger.info("wrote a memory snapshot to %s; open it with https://pytorch.org/memory_viz", path)
