@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train on this machine: ./run_llama_train.sh [--section.key value ...]
+#   CONFIG_FILE  TOML file of the run     default: train_configs/debug_model.toml
+#   NGPU         ranks to start           default: all GPUs of the machine, or 1 rank on the CPU
+#   LOG_RANK     ranks that log, 0,1,...  default: 0 (errors are shown of all)
+set -euo pipefail
+
+cd "$(dirname "$0")"
+CONFIG_FILE=${CONFIG_FILE:-train_configs/debug_model.toml}
+export LOG_RANK=${LOG_RANK:-0}
+PYTHON=${PYTHON:-python}
+
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
+NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
+
+if [ "$gpus" -eq 0 ]; then
+  # torchrun would set 1 thread a rank: deal the cores out instead.
+  cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+fi
+# Blocks of memory that grow, instead of many sizes that do not fit: less is lost to fragmentation.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+
+train=(-m torchtrain.train --job.config_file "$CONFIG_FILE" "$@")
+if [ "$NGPU" -eq 1 ]; then
+  exec "$PYTHON" "${train[@]}"
+fi
+# Port 0: each of several jobs on the machine finds a free one.
+exec "$PYTHON" -m torchtrain.launch --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+  "${train[@]}"

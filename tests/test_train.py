@@ -1,0 +1,213 @@
+"""The trainer as a user starts it: from the shell, killed, started again, given nonsense."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from torchtrain.train import main
+
+ROOT = Path(__file__).parent.parent
+CONFIG = str(ROOT / "train_configs" / "debug_model.toml")
+# A model and steps that take a moment, whatever the config file says.
+SMALL = [
+    "--job.config_file",
+    CONFIG,
+    "--training.seq_len",
+    "32",
+    "--training.local_batch_size",
+    "2",
+    "--training.global_batch_size",
+    "4",
+    "--training.steps",
+    "30",
+    "--checkpoint.interval",
+    "3",
+    "--metrics.log_freq",
+    "1",
+]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "NGPU", "CONFIG_FILE", "LOG_RANK")}
+    return clean | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | extra
+
+
+def launch(ranks: int, *arguments: str) -> "subprocess.Popen[str]":
+    """Start the launcher script."""
+    return subprocess.Popen(
+        [str(ROOT / "run_llama_train.sh"), *arguments],
+        env=environment(NGPU=str(ranks)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(ranks: int, *arguments: str) -> str:
+    process = launch(ranks, *arguments)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    return output
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line for line in found if "event" not in line]
+
+
+def kill_after(step: int, ranks: int, folder: Path, *arguments: str) -> None:
+    """Start a run and send SIGKILL to all of it once it has logged ``step``."""
+    process = launch(ranks, "--job.dump_folder", str(folder), *arguments)
+    deadline = time.monotonic() + 120
+    while not any(line["step"] >= step for line in lines(folder)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # torchrun puts its workers into sessions of their own.
+    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+        victim.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def tensors(folder: Path) -> dict[str, str]:
+    """Hash of each file with tensors of the checkpoint ``folder``."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return {file["name"]: file["xxh3_128"] for file in manifest["files"] if file["name"].endswith(".distcp")}
+
+
+def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "30")
+    assert "warn" not in output.lower()
+    logged = lines(folder)
+    assert [line["step"] for line in logged] == [1, 10, 20, 30]
+    keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
+    assert all(set(keys.split()) <= line.keys() for line in logged)
+    assert logged[0]["loss"] - logged[-1]["loss"] > 1.5
+    assert all(line["mfu"] is None for line in logged)  # no peak is known for a CPU
+    assert (folder / "checkpoint" / "step-30").is_dir()
+    assert list((folder / "tensorboard").iterdir())
+    assert "steps = 30" in (folder / "config.toml").read_text()
+    assert str(folder) in output.splitlines()[-1]
+
+    again = run(1, "--job.dump_folder", str(folder), "--training.steps", "30")
+    assert "the run is complete: step 30 of 30" in again
+    run(1, "--job.dump_folder", str(folder), "--training.steps", "32")
+    assert [line["step"] for line in lines(folder)][4:] == [31, 32]
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, [7]), (2, [7, 15])], ids=["one rank", "two ranks, twice"])
+def test_a_killed_run_ends_where_an_undisturbed_one_does(tmp_path: Path, ranks: int, kills: list[int]) -> None:
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
+    arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
+    run(ranks, *arguments, "--job.dump_folder", str(undisturbed))
+    for step in kills:
+        kill_after(step, ranks, killed, *arguments)
+        assert not (killed / "checkpoint" / "step-30").exists()
+    output = run(ranks, *arguments, "--job.dump_folder", str(killed))
+    assert "resumed from" in output
+    assert tensors(killed / "checkpoint" / "step-30") == tensors(undisturbed / "checkpoint" / "step-30")
+    losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
+    assert losses == {line["step"]: line["loss"] for line in lines(killed)}
+
+
+def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) -> None:
+    run(1, *SMALL, "--job.dump_folder", str(tmp_path))
+    output = run(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "27")
+    assert "step-27" in output
+    assert [line["step"] for line in lines(tmp_path)][30:] == [28, 29, 30]
+    process = launch(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "5")
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert "checkpoint.load_step = 5 cannot be loaded" in output
+
+
+def test_a_profile_is_written(tmp_path: Path) -> None:
+    run(
+        1,
+        *SMALL,
+        *("--training.steps", "4", "--checkpoint.no-enable", "--job.dump_folder", str(tmp_path)),
+        *("--profiling.enable_profiling", "--profiling.profile_freq", "4"),
+    )
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("traces/*/*")] == [
+        "traces/step-4/rank-0.trace.json.gz"
+    ]
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> Path:
+    (tmp_path / "misspelt.toml").write_text("[training]\nstepz = 3\n")
+    (tmp_path / "no_tokenizer.model").write_text("hello\nworld\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "other.jsonl").write_text('{"body": "text"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--job.config_file {}/misspelt.toml", "training.stepz is no key; did you mean 'training.steps'?"),
+        ("--job.config_file {}/missing.toml", "missing.toml' is not a file"),
+        ("--training.stepz 3", "--training.steps"),
+        ("--training.steps three", "three"),
+        ("--model.flavor 9B", "model.flavor = '9B' is no flavor of llama3"),
+        ("--model.tokenizer_path {}/missing.model", "missing.model"),
+        ("--model.tokenizer_path {}/no_tokenizer.model", "no_tokenizer.model"),
+        ("--data.path {}/missing.jsonl", "missing.jsonl"),
+        ("--data.path {}/empty.jsonl", "empty.jsonl"),
+        ("--data.path {}/other.jsonl", "body"),
+        ("--training.global_batch_size 12", "global_batch_size = 12 must be a multiple of local_batch_size = 8"),
+        ("--parallelism.data_parallel_replicate_degree 2", "the number of ranks, 1"),
+        ("--training.enable_cpu_offload --job.device cpu", "enable_cpu_offload needs a GPU"),
+    ],
+)
+def test_nonsense_gives_one_screen_and_exit_code_2(
+    bad_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    words = [word.format(bad_files) for word in arguments.split()]
+    try:
+        code = main([*words, "--job.dump_folder", str(bad_files / "out")])
+    except SystemExit as exit_:  # tyro's own
+        code = int(exit_.code or 0)
+    output = capsys.readouterr().err
+    assert code == 2
+    assert message in output
+    assert len(output.splitlines()) < 25
+    assert "Traceback" not in output
+    assert not (bad_files / "out").exists()
+
+
+def test_all_ranks_refuse_and_one_speaks() -> None:
+    process = launch(2, "--parallelism.data_parallel_shard_degree", "3")
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert output.count("the number of ranks, 2") == 1
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, torchtrain.train as t\n"
+        "try: t.main(['--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.gpu
+def test_cuda_run(tmp_path: Path) -> None:
+    """The same short run in bfloat16 on GPU: it learns, and reports the allocator's memory."""
+    run(1, "--job.dump_folder", str(tmp_path), "--training.steps", "30", "--job.device", "cuda")
+    logged = lines(tmp_path)
+    assert logged[0]["loss"] - logged[-1]["loss"] > 1.5

@@ -1,0 +1,184 @@
+"""Validation: the loss of the whole set by token, the same on every layout, with a set that does not divide."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
+from gloo_pool import GlooPool
+from parity import TINY
+
+from torchtrain import build
+from torchtrain.config.schema import Data, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.errors import ConfigError, DataError
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.validation import Validator
+
+SEQ_LEN = 32
+
+
+def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
+    """Validate twice on this process group, through the real joinery; what is reported."""
+
+    def tiny_shape(*_: Any) -> Any:
+        return replace(TINY, vocab_size=TOKENIZER.vocab_size, max_seq_len=SEQ_LEN)
+
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        patch.dict(os.environ, ranks),
+        patch.object(build, "init_process_group"),  # the pool has done it
+        patch.object(build, "model_shape", tiny_shape),
+    ):
+        plan = build.plan_run(config)
+        run = build.build_run(config, plan)
+    reports: list[tuple[int, dict[str, float]]] = []
+    validator = Validator(
+        config.validation,
+        plan.validation_loaders,
+        run.parts,
+        run.pipeline,
+        run.mesh,
+        run.loss,
+        Microbatches(run.mesh, plan.device, config.training.local_batch_size, plan.document_start),
+        TOKENIZER.token_bytes,
+        lambda step, results: reports.append((step, results)),
+    )
+    for step in range(1, 5):
+        validator.maybe_run(step, last=step == 3)
+    plan.loader.close()
+    run.checkpoint.close()
+    return reports
+
+
+def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
+    return JobConfig(
+        training=Training(
+            local_batch_size=rows, global_batch_size=8, seq_len=SEQ_LEN, mixed_precision_param="float32", seed=5
+        ),
+        data=Data(prefetch=0),
+        parallelism=Parallelism(**parallelism),
+        validation=Validation(
+            enable=True,
+            interval=4,
+            sources=(Source(path=str(folder / "text.jsonl")), Source(path=str(folder / "prepared"))),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("validation")
+    write_jsonl(folder / "text.jsonl", DOCUMENTS[:37])
+    write_prepared(folder / "prepared", write_jsonl(folder / "more.jsonl", [*DOCUMENTS[37:], None]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool, folder: Path) -> list[tuple[int, dict[str, float]]]:
+    return gloo.run(1, validate, config_of(folder))[0]  # type: ignore[no-any-return]
+
+
+def test_every_token_counts_once(reference: list[tuple[int, dict[str, float]]]) -> None:
+    assert [step for step, _ in reference] == [3, 4]  # the last, and a multiple of the interval
+    assert reference[0][1] == reference[1][1]  # always from the beginning
+    results = reference[0][1]
+
+    def tokens_of(documents: list[str]) -> int:
+        return sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in documents)
+
+    # Each of the 8 streams of text, and the one row of prepared tokens, has a first token that nothing predicts.
+    assert results["validation_tokens_text"] == tokens_of(DOCUMENTS[:37]) - 8
+    assert results["validation_tokens_prepared"] == tokens_of(DOCUMENTS[37:]) - 1
+    assert results["validation_tokens_text"] % SEQ_LEN
+    parts = [
+        (results[f"validation_tokens_{label}"], results[f"validation_loss_{label}"]) for label in ("text", "prepared")
+    ]
+    tokens = sum(number for number, _ in parts)
+    assert results["validation_tokens"] == tokens
+    assert results["validation_loss"] == pytest.approx(sum(number * loss for number, loss in parts) / tokens, rel=1e-9)
+    assert results["validation_perplexity"] == pytest.approx(math.exp(results["validation_loss"]))
+    size = sum(len(text.encode()) for text in DOCUMENTS)
+    bits = results["validation_loss"] * tokens / math.log(2) / size
+    assert results["validation_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "parallelism"),
+    [
+        (1, 2, {}),
+        (2, 4, {}),
+        (4, 1, {}),
+        (2, 8, {"tensor_parallel_degree": 2}),
+        (2, 8, {"context_parallel_degree": 2}),
+        (2, 8, {"pipeline_parallel_degree": 2}),
+        (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
+        (
+            4,
+            8,
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "tensor_parallel_degree": 2,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_every_layout_gives_the_same(
+    gloo: GlooPool,
+    folder: Path,
+    reference: list[tuple[int, dict[str, float]]],
+    ranks: int,
+    rows: int,
+    parallelism: dict[str, Any],
+) -> None:
+    for reports in gloo.run(ranks, validate, config_of(folder, rows, **parallelism)):
+        for (step, results), (expected_step, expected) in zip(reports, reference, strict=True):
+            assert step == expected_step
+            assert results == pytest.approx(expected, rel=1e-6)
+
+
+def test_validation_needs_data_and_labels_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"validation.enable needs data of its own"):
+        Validation(enable=True)
+    with pytest.raises(ConfigError, match=r"must differ in the names of their files or datasets.*; they are a, a"):
+        Validation(enable=True, sources=(Source(path="x/a.jsonl"), Source(path="y/a.txt")))
+
+
+def test_data_without_text_are_an_error(gloo: GlooPool, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "text.jsonl", [None])
+    config = config_of(tmp_path)
+    config = replace(config, validation=Validation(enable=True, path=str(tmp_path / "text.jsonl")))
+    assert gloo.run(2, fails, replace(config, training=replace(config.training, local_batch_size=4))) == [True, True]
+
+
+def fails(config: JobConfig) -> bool:
+    try:
+        validate(config)
+    except DataError as error:
+        return "not a single document with text" in str(error)
+    return False
+
+
+def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
+    options = [
+        *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path)),
+        *("--training.steps", "3", "--training.seq_len", "64", "--training.local_batch_size", "2"),
+        *("--validation.enable", "--validation.path", str(folder / "text.jsonl"), "--validation.interval", "2"),
+        *("--validation.steps", "1", "--data.document_mask", "--checkpoint.no-enable"),
+    ]
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-m", "torchtrain.train", *options], cwd=root, check=True, timeout=200)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    results = {line["step"]: line for line in lines if "validation_loss" in line}
+    assert list(results) == [2, 3]
+    assert results[3]["validation_tokens"] <= 2 * 64  # one batch
+    assert 3 < results[3]["validation_loss"] < 12

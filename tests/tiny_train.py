@@ -1,0 +1,16 @@
+"""``torchtrain.train`` with the model of ``forked_run``, to be started by torchrun."""
+
+import sys
+from unittest.mock import patch
+
+import torch
+from forked_run import TINY
+
+from torchtrain import build
+from torchtrain.train import main
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with patch.object(build, "flavor_config", lambda *_: TINY):
+        code = main()
+    sys.exit(code)

@@ -1,0 +1,330 @@
+"""The joinery: the one place where the config meets the parts. Every door goes through it, so that none drifts."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtrain.attention_backend import attention_backend_name, choose_attention_backend
+from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.states import ModelState, OptimizerState
+from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.checkpoint.weights import find_weights, load_weights
+from torchtrain.config.parse import from_file, to_toml
+from torchtrain.config.schema import ActivationCheckpoint, Comm, Compile, JobConfig, Parallelism, Source, Training
+from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.loader import Loader
+from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.distributed.process_group import init_process_group, new_data_group, pick_device, rank, world_size
+from torchtrain.errors import CheckpointError, ConfigError, FaultError
+from torchtrain.initialization import layout_independent_init
+from torchtrain.log import logger
+from torchtrain.loss import OutputLoss
+from torchtrain.metrics.writers import check_writers
+from torchtrain.models.llama import Transformer, TransformerConfig, flavor_config
+from torchtrain.optimizer import build_optimizer
+from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
+from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+from torchtrain.tokenizers import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before its ranks meet."""
+
+    device: torch.device
+    degrees: Degrees
+    model: TransformerConfig
+    global_batch_size: int
+    tokenizer: Tokenizer
+    loader: Loader
+    validation_loaders: dict[str, Loader]  # by the label of their source
+    document_start: int | None  # token before which attention stops, if it does
+
+
+@dataclass
+class Run:
+    """The parts of a run that is ready for its next step."""
+
+    plan: Plan
+    mesh: Mesh
+    parts: Sequence[Transformer]  # the model, or the pipeline stages that this rank holds
+    pipeline: Pipeline | None
+    loss: OutputLoss
+    optimizer: torch.optim.Optimizer
+    checkpoint: CheckpointManager
+    step: int  # the last that is done
+
+    def roll_back(self) -> None:
+        """Go back to the newest good checkpoint, but not in the data: what was read since is passed over."""
+        step = self.checkpoint.newest_good_step()
+        if step is None:
+            raise FaultError("faults.on_bad_numbers = 'rollback', but there is no checkpoint yet to go back to")
+        self.checkpoint.load(step, only=("model", "optimizer"))
+        self.step = step
+
+
+def plan_run(config: JobConfig) -> Plan:
+    """Refuse what cannot work, open the tokenizer and the data. No process group yet, and so one clear error."""
+    device = pick_device(config.job.device)
+    check_writers(config.metrics)
+    if config.training.enable_cpu_offload and device.type == "cpu":
+        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
+    if config.checkpoint.initial_load_path:
+        find_weights(Path(config.checkpoint.initial_load_path))
+    degrees = resolve_degrees(config.parallelism, world_size())
+    global_batch_size = resolve_global_batch_size(config, degrees)
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    model = model_shape(config, tokenizer)
+    check_layout(
+        model,
+        degrees,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        device_type=device.type,
+    )
+    if config.data.document_mask and tokenizer.bos_id is None:
+        raise ConfigError(
+            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
+            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
+        )
+    check_float8(config.float8, model, device, degrees.tensor)
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
+            "another mode, such as 'selective'"
+        )
+    choose_attention_backend(config.training.attention_backend, device)
+    rows_per_part = global_batch_size // degrees.batch
+    first_row = degrees.batch_rank(rank()) * rows_per_part
+    open_loader = partial(
+        build_loader,
+        tokenizer=tokenizer,
+        seq_len=config.training.seq_len,
+        global_batch_size=global_batch_size,
+        rows=range(first_row, first_row + rows_per_part),
+        seed=config.training.seed,
+        device=device,
+    )
+    validation_loaders = {}
+    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
+        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
+        fields = asdict(source)  # one source, with the loader's options of [data]
+        once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
+        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
+    return Plan(
+        device,
+        degrees,
+        model,
+        global_batch_size,
+        tokenizer,
+        open_loader(config.data),
+        validation_loaders,
+        tokenizer.bos_id if config.data.document_mask else None,
+    )
+
+
+def model_shape(config: JobConfig, tokenizer: Tokenizer) -> TransformerConfig:
+    """The flavor that ``config`` names, with the tokenizer's vocabulary and the length of the run's sequences."""
+    flavor = flavor_config(config.model.name, config.model.flavor)
+    return replace(flavor, vocab_size=tokenizer.vocab_size, max_seq_len=config.training.seq_len)
+
+
+def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
+    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
+    local, wanted = config.training.local_batch_size, config.training.global_batch_size
+    at_once = local * degrees.batch
+    if wanted == -1:
+        return at_once
+    if wanted % at_once:
+        below = wanted // at_once * at_once
+        choices = f"{below} or {below + at_once}" if below else f"{at_once}"
+        raise ConfigError(
+            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times "
+            f"{degrees.batch} data-parallel ranks = {at_once}; try {choices}, or a local_batch_size that fits"
+        )
+    return wanted
+
+
+def build_run(config: JobConfig, plan: Plan) -> Run:
+    """Let the ranks meet, and make model, optimizer and place in the data: new, or as a checkpoint has them.
+
+    In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer.
+    """
+    init_process_group(plan.device, config.comm.init_timeout_seconds)
+    mesh = Mesh(plan.device, plan.degrees)
+    stages = build_stages(plan.model, mesh, config.parallelism)
+    parts = list(stages.values())
+    for part in parts:
+        parallelize_llama(
+            part,
+            mesh,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            float8=config.float8,
+        )
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else plan.device)
+    tied = plan.model.tied_embeddings
+    states: dict[str, Stateful] = {"model": ModelState(parts, tied)}  # the others follow, before a load or a save
+    folder = Path(config.job.dump_folder) / "checkpoint"
+    # The global batch in numbers: with other ranks, -1 would mean another one.
+    training = replace(config.training, global_batch_size=plan.global_batch_size)
+    config_toml = to_toml(replace(config, training=training))
+    checkpoint = CheckpointManager(config.checkpoint, folder, states, config_toml)
+    step = checkpoint.step_to_load()
+    initial = config.checkpoint.initial_load_path
+    if step is None and not initial:
+        initialize(parts, config.training.seed, plan.device)
+    else:
+        for part in parts:
+            part.init_buffers()  # the load overwrites all else
+    if initial and step is None:
+        load_weights(parts, find_weights(Path(initial)), plan.model)
+        logger.info("starts from the weights in %s", initial)
+    elif initial:
+        logger.info(
+            "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
+        )
+    optimizer = build_optimizer(parts, config.optimizer)
+    if gathers_float8(config.float8, plan.degrees.fsdp):
+        compute_scales_after_updates(parts, optimizer)
+    states["optimizer"] = OptimizerState(parts, optimizer, tied)
+    data_group = new_data_group()
+    for loader in (plan.loader, *plan.validation_loaders.values()):
+        loader.connect(data_group)
+    states["loader"] = LoaderState(plan.loader, mesh)
+    if step is not None:
+        checkpoint.load(step)
+    loss = OutputLoss(config.training.loss_chunk_tokens, compile=config.compile.enable)
+    pipeline = None
+    if plan.degrees.pipeline > 1:
+        pipeline = Pipeline(stages, mesh, plan.device, loss, training=config.training, parallelism=config.parallelism)
+    return Run(plan, mesh, parts, pipeline, loss, optimizer, checkpoint, step or 0)
+
+
+def export_hf(config: JobConfig, run: Run) -> None:
+    """Write the weights to ``hf/`` in the dump folder, as transformers loads them. Collective."""
+    folder = Path(config.job.dump_folder) / "hf"
+    weights = ModelState(run.parts, run.plan.model.tied_embeddings).state_dict()
+    save_hf(weights, folder, run.plan.model, config.checkpoint.export_dtype, config.model.tokenizer_path)
+    logger.info("wrote %s", folder)
+
+
+def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:
+    """Fill the parameters and buffers of ``parts``, sharded or not, as ``seed`` says."""
+    with layout_independent_init(parts, seed):
+        for part in parts:
+            part.init_weights()
+    for buffer in chain.from_iterable(part.buffers() for part in parts):
+        buffer.data = buffer.data.to(device)  # under CPU offload only parameters stay behind
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model to be used, not trained. ``model.config.max_seq_len`` is the length it was trained on."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "") -> TrainedModel:
+    """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
+
+    ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
+    config and that in the folder. Under torchrun the ranks share the model by tensor parallelism.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: the ranks cannot share the model.
+    """
+    folder = find_weights(path)
+    if is_hf_folder(folder):
+        tokenizer = load_tokenizer(tokenizer_path or str(folder / "tokenizer.model"))
+        shape = read_hf_config(folder)
+    elif (folder / CONFIG).is_file():
+        config = from_file(str(folder / CONFIG))
+        tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+        shape = model_shape(config, tokenizer)
+    else:
+        raise CheckpointError(
+            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+        )
+    place = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+    # A step of generation has one token: nothing that sequence parallelism could split.
+    layout, ranks = Parallelism(enable_sequence_parallel=False), Degrees(tensor=world_size())
+    check_layout(
+        shape,
+        ranks,
+        training=Training(),
+        parallelism=layout,
+        activation_checkpoint=ActivationCheckpoint(),
+        compile=Compile(),
+        device_type=place.type,
+    )
+    init_process_group(place, Comm().init_timeout_seconds)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks.tensor > 1:
+        apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
+    model.to_empty(device=place)
+    model.init_buffers()
+    load_weights([model], folder, shape)
+    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)
+
+
+class LoaderState(Stateful):
+    """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
+
+    def __init__(self, loader: Loader, mesh: Mesh):
+        self.loader = loader
+        self.mesh = mesh
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = self.loader.state_dict()["rows"]
+        return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict({"rows": state_dict["rows"].to_local().cpu()})
+
+
+def describe(plan: Plan, config: JobConfig) -> None:
+    """Log what is about to be trained, and on what."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Transformer(plan.model).parameters())
+    axes = [f"{axis} {degree}" for axis, degree in asdict(plan.degrees).items() if degree > 1]
+    logger.info(
+        "%s parameters, vocabulary %d; %d rank(s) on %s%s; %d sequences a step",
+        f"{parameters:,}",
+        plan.model.vocab_size,
+        world_size(),
+        plan.device.type,
+        f" ({' x '.join(axes)})" if axes else "",
+        plan.global_batch_size,
+    )
+    dtype = config.training.mixed_precision_param
+    numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
+    logger.info(
+        "%s, %s; attention: %s",
+        numbers,
+        "compiled" if config.compile.enable else "not compiled",
+        attention_backend_name(plan.model, getattr(torch, dtype), plan.device),
+    )

@@ -1,0 +1,77 @@
+"""torchrun with the trainer's own endings: ``python -m torchtrain.launch [its options] -m torchtrain.train ...``.
+
+torchrun ends with 1 whatever a rank ended with, under a page of traceback, and dies of SIGUSR1, SLURM's warning. This
+ends with the exit code of the rank that failed first (128 + number for a signal) and leaves SIGUSR1 to the ranks.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import parse_args, run
+
+from torchtrain.log import init_logging, logger
+
+# Two endings come to all ranks within moments: an error of the user, and a stop that was asked for (docs/faults.md).
+SHARED_ENDINGS = (2, 75)
+SHARED_ENDING_SECONDS = 5
+# torchrun, cut off from the node where all meet, waits for it for ever once its ranks have ended. Less than that, and a
+# node would not wait for the first rank of another one to finish what it does last.
+LONELY_SECONDS = 120
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns the exit code of the process."""
+    init_logging()
+    # A store of its own for each restart, not one with the addresses of dead ranks in it.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # The ranks inherit it, and are deaf until they listen: a warning that comes while they start is lost, not fatal.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    arguments = parse_args(sys.argv[1:] if argv is None else argv)  # type: ignore[no-untyped-call]
+    if arguments.max_restarts == 0:  # else it may wait for nodes that join again
+        threading.Thread(target=end_when_lonely, daemon=True).start()
+    try:
+        run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            logger.error("rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
+            return 128 - failure.exitcode
+        if failure.exitcode in SHARED_ENDINGS and arguments.nnodes != "1":
+            # The end of the first node is the sign to kill the others (srun --kill-on-bad-exit): wait for them to come
+            # here, too, and when the sign arrives keep the exit code.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(SHARED_ENDING_SECONDS)
+        return failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval.value
+    except RendezvousError as error:
+        logger.error("error: the nodes did not meet, or lost each other: %s", error)
+        return 1
+    return 0
+
+
+def end_when_lonely() -> None:
+    """End this process if it has had ranks, and for ``LONELY_SECONDS`` none, or one that ended and was not noticed."""
+    last_seen = None
+    while last_seen is None or time.monotonic() < last_seen + LONELY_SECONDS:
+        time.sleep(1)
+        try:
+            # Looks, and takes nothing from torchrun, which looks ten times a second unless it hangs.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            continue
+        if ended is None:
+            last_seen = time.monotonic()
+    logger.error("error: the ranks of this node have ended, and the node where all meet does not answer")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Pretrain a Llama: ``torchrun -m torchtrain.train --job.config_file F`` or, alone, ``python -m torchtrain.train``."""
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import TorchtrainError
+from torchtrain.log import init_logging, logger
+
+EXIT_USER_ERROR = 2  # also the code of a command line that tyro refuses
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trainer; returns the exit code of the process."""
+    init_logging()
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv, print_errors=is_first)
+        return train(config)
+    except TorchtrainError as error:
+        if is_first:
+            logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+
+
+def train(config: JobConfig) -> int:
+    """Train from where the newest checkpoint stands, or from the beginning, to ``training.steps``.
+
+    Returns 0, or the exit code of a run that was asked to stop before.
+    """
+    # Here and not above: --help and a refused option need no torch.
+    import torch
+    import torch.distributed as dist
+
+    from torchtrain.build import build_run, describe, export_hf, plan_run
+    from torchtrain.distributed.process_group import rank, set_timeout, world_size
+    from torchtrain.faults.hangs import REPORT_SECONDS, HangWatch, enable_flight_recorder
+    from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
+    from torchtrain.faults.update_guard import UpdateGuard
+    from torchtrain.lr_schedule import LRSchedule
+    from torchtrain.metrics import MetricsRecorder
+    from torchtrain.models.llama.flops import flops_per_token, peak_flops
+    from torchtrain.profiling import Profiler
+    from torchtrain.train_step import TrainStep
+    from torchtrain.validation import Validator
+
+    plan = plan_run(config)
+    folder = Path(config.job.dump_folder)
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    if plan.device.type == "cuda":
+        enable_flight_recorder(folder / "hangs")
+    run = build_run(config, plan)
+    describe(plan, config)
+    steps, first_step = config.training.steps, run.step
+    if run.step >= steps:
+        logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
+        dist.destroy_process_group()
+        return 0
+
+    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, steps)
+    metrics = MetricsRecorder(
+        config.metrics,
+        folder,
+        device=plan.device,
+        loss_group=run.mesh.loss.get_group(),
+        tokens_per_step=plan.global_batch_size * config.training.seq_len,
+        flops_per_token=flops_per_token(plan.model, config.training.seq_len),
+        peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
+        first_step=first_step,
+        last_step=steps,
+        config_toml=to_toml(config),
+    )
+    stop = StopRequest(config.faults)
+    guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
+    hangs = HangWatch(folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds)
+    train_step = TrainStep(
+        run.parts,
+        run.pipeline,
+        run.optimizer,
+        schedule,
+        run.mesh,
+        run.loss,
+        config.training,
+        plan.device,
+        guard,
+        run.checkpoint.before_update,
+        plan.document_start,
+    )
+    validator = Validator(
+        config.validation,
+        plan.validation_loaders,
+        run.parts,
+        run.pipeline,
+        run.mesh,
+        run.loss,
+        train_step.microbatches,
+        plan.tokenizer.token_bytes,
+        metrics.record_validation,
+    )
+    profiler = Profiler(config.profiling, folder / "traces", rank(), plan.device, first_step)
+    if config.compile.enable:
+        logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
+    gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
+
+    with closing(plan.loader) as batches, metrics, profiler, stop, hangs, run.checkpoint:
+        for batch in metrics.time_waiting(batches):
+            run.step += 1
+            with hangs.watch(run.step):
+                loss, grad_norm = train_step(run.step, batch)
+            if guard.must_roll_back:
+                run.roll_back()
+                metrics.restart(run.step)
+                continue
+            metrics.record(run.step, loss, grad_norm, schedule.rate(run.step))
+            with metrics.uncounted():
+                validator.maybe_run(run.step, last=run.step == steps)
+            run.checkpoint.maybe_save(run.step, last=run.step == steps)
+            profiler.step()
+            if run.step == first_step + 1:
+                hangs.timeout_seconds = config.comm.train_timeout_seconds
+                set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[run.checkpoint.group])
+            if run.step % config.training.gc_freq == 0:
+                gc.collect(1)
+            if run.step == steps or guard.must_stop:
+                break
+        guard.settle()
+        if first_step < run.step < steps:
+            run.checkpoint.save_if_time(run.step, stop.seconds_left)
+
+    if run.step == steps and config.checkpoint.last_save_in_hf:
+        export_hf(config, run)
+    stopped = guard.must_stop and run.step < steps
+    data_ended = run.step < steps and not stopped
+    ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')" if data_ended else "done"
+    logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
+    dist.destroy_process_group()
+    return exit_code_when_stopped() if stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The loss on data that are not trained on: the same tokens and the same number on every layout."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtrain.config.schema import Validation
+from torchtrain.datasets.loader import Batch, Loader
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.errors import DataError
+from torchtrain.loss import IGNORE_INDEX, OutputLoss
+from torchtrain.models.llama import Transformer
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.pipeline_llama import Pipeline
+
+
+class Validator:
+    """Takes the loss on each of ``loaders``, from its beginning to its end, every so many steps.
+
+    Args:
+        loaders: by label; they end, and mask what is left of the last rows.
+        token_bytes: for each token the bytes of text it stands for.
+        report: called with the step and the results by name, on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Validation,
+        loaders: Mapping[str, Loader],
+        parts: Sequence[Transformer],
+        pipeline: Pipeline | None,
+        mesh: Mesh,
+        loss: OutputLoss,
+        microbatches: Microbatches,
+        token_bytes: Sequence[int],
+        report: Callable[[int, dict[str, float]], None],
+    ):
+        self.config = config
+        self.loaders = loaders
+        self.beginnings = {label: loader.state_dict() for label, loader in loaders.items()}
+        self.parts = parts
+        self.pipeline = pipeline
+        self.mesh = mesh
+        self.loss = loss
+        self.microbatches = microbatches
+        self.token_bytes = torch.tensor(token_bytes, device=microbatches.device)
+        self.report = report
+
+    def maybe_run(self, step: int, last: bool = False) -> None:
+        """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run."""
+        if not (self.loaders and (last or step % self.config.interval == 0)):
+            return
+        sums = {label: self._sums(label) for label in self.loaders}
+        results = _results(torch.stack(list(sums.values())).sum(dim=0), "")
+        if len(sums) > 1:
+            for label, own in sums.items():
+                results |= _results(own, f"_{label}")
+        self.report(step, results)
+
+    @torch.no_grad()
+    def _sums(self, label: str) -> Tensor:
+        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,)."""
+        loader = self.loaders[label]
+        loader.load_state_dict(self.beginnings[label])
+        sums = torch.zeros(3, dtype=torch.float64, device=self.microbatches.device)
+        with loss_parallel():
+            for number, batch in enumerate(loader, 1):
+                sums += self._sums_of(batch)
+                if number == self.config.steps:
+                    break
+        loader.close()
+        dist.all_reduce(sums, group=self.mesh.loss.get_group())
+        return sums
+
+    def _sums_of(self, batch: Batch) -> Tensor:
+        """The part of this rank, for one batch."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.microbatches.device)
+        for tokens, labels, positions, mask in self.microbatches(batch):
+            if self.pipeline is not None:
+                loss = self.pipeline.forward(tokens, labels, positions, mask)
+                if not self.pipeline.has_loss:
+                    continue
+            else:
+                loss = self.parts[0](tokens, positions, mask, partial(self.loss, labels=labels))
+            known = labels != IGNORE_INDEX
+            size = (self.token_bytes[labels.clamp(min=0)] * known).sum()
+            sums += torch.stack((loss.double(), known.sum().double(), size.double()))
+        return sums
+
+
+def _results(sums: Tensor, suffix: str) -> dict[str, float]:
+    """What a sum of losses, tokens and bytes says: the mean by token, and bits per byte of the text."""
+    nats, tokens, size = sums.tolist()
+    if tokens == 0:
+        raise DataError("validation: a source has not a single document with text; correct the [validation] section")
+    loss = nats / tokens
+    return {
+        f"validation_loss{suffix}": loss,
+        f"validation_perplexity{suffix}": math.exp(loss),
+        f"validation_bits_per_byte{suffix}": nats / math.log(2) / max(size, 1),
+        f"validation_tokens{suffix}": int(tokens),
+    }
