@@ -1,0 +1,44 @@
+"""One compilation serves all blocks for a whole run, and the compiled run is the eager one."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, config_of, train
+from torch._dynamo.utils import counters
+
+from torchtrain.config.schema import JobConfig
+
+STEPS = 20
+
+
+def train_and_count(config: JobConfig) -> tuple[Curve, dict[str, Any]]:
+    """Any compilation after the first of its kind raises."""
+    torch._dynamo.reset()
+    counters.clear()
+    # The compiler warns of what it does itself, and shows it to nobody unless warnings are errors.
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+        warnings.simplefilter("ignore")
+        curve = train(config, steps=STEPS)
+    return curve, {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, mode: str) -> None:
+    config = config_of(
+        training={"loss_chunk_tokens": 8}, compile={"enable": True}, activation_checkpoint={"mode": mode}
+    )
+    [(compiled, counts)] = gloo.run(1, train_and_count, config)
+    assert counts == {"graphs": 2, "breaks": {}}
+    [eager] = gloo.run(1, train, config_of(), TINY, STEPS)
+    assert_same_run([compiled], eager)
+
+
+def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
+    config = config_of(parallelism={"tensor_parallel_degree": 2}, compile={"enable": True})
+    [eager] = gloo.run(1, train, config_of(), TINY, STEPS)
+    for compiled, counts in gloo.run(2, train_and_count, config):
+        assert counts == {"graphs": 1, "breaks": {}}  # the loss of split logits is not compiled
+        assert_same_run([compiled], eager)

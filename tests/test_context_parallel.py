@@ -1,0 +1,81 @@
+"""Attention over a split sequence is attention over the whole one, values and gradients."""
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtrain.models.llama.model import CausalAttention
+from torchtrain.parallelisms.context_parallel import (
+    ContextParallelAttention,
+    attention_to_the_end,
+    local_sequence,
+    whole_sequence,
+)
+
+BS, HEADS, KV_HEADS, SEQ, HEAD_DIM = 2, 4, 2, 16, 8
+
+
+def whole_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, a gradient for the output, and a mask of documents that begin at odd places."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(BS, heads, SEQ, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    documents = torch.tensor([0] * 3 + [1] * 8 + [2] * 5)
+    mask = (documents[:, None] == documents).tril()[None, None]
+    return q, k, v, grad, mask
+
+
+def _split_attention(with_mask: bool) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of what this rank computes and what is its part of the whole: output, and gradients of q, k and v."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    *qkv, grad, mask = whole_inputs()
+    local = [local_sequence(x, mesh, dim=2).requires_grad_() for x in qkv]
+    local_mask = local_sequence(mask, mesh, dim=2) if with_mask else None
+    out = ContextParallelAttention(mesh)(*local, local_mask)
+    out.backward(local_sequence(grad, mesh, dim=2))
+    whole = [x.requires_grad_() for x in qkv]
+    expected = CausalAttention()(*whole, mask if with_mask else None)
+    expected.backward(grad)
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(local, whole, strict=True))]
+    return [(a.detach(), local_sequence(b.detach(), mesh, dim=2)) for a, b in pairs if a is not None and b is not None]
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_attention_is_whole_attention(gloo: GlooPool, ranks: int, with_mask: bool) -> None:
+    for pairs in gloo.run(ranks, _split_attention, with_mask):
+        assert len(pairs) == 4
+        for ours, expected in pairs:
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def _own_positions() -> Tensor:
+    return local_sequence(torch.arange(SEQ), init_device_mesh("cpu", (torch.distributed.get_world_size(),)), dim=0)
+
+
+def test_every_rank_has_the_same_work_and_the_parts_make_the_whole(gloo: GlooPool) -> None:
+    parts = gloo.run(4, _own_positions)
+    assert parts[0].tolist() == [0, 1, 14, 15]
+    assert {sum(part.tolist()) for part in parts} == {30}  # position p attends to p + 1 keys
+    assert whole_sequence(torch.stack(parts).unsqueeze(-1)).squeeze(-1).tolist() == list(range(SEQ))
+
+
+@pytest.mark.gpu
+def test_the_flash_kernel_aligns_the_mask_with_the_last_key() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(BS, heads, seq, 64, generator=generator, device="cuda")
+        for heads, seq in ((HEADS, 128), (KV_HEADS, 384), (KV_HEADS, 384), (HEADS, 128))
+    )
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    attention_to_the_end(*exact).backward(grad)  # float32: with a mask
+    rounded = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    out = attention_to_the_end(*rounded)
+    out.backward(grad.bfloat16())
+    torch.testing.assert_close(out.float(), attention_to_the_end(q, k, v), rtol=2e-2, atol=2e-2)
+    for ours, reference in zip(rounded, exact, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.float(), reference.grad, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,220 @@
+"""One seed, one run: FSDP and HSDP against a single rank, recomputed activations against kept ones."""
+
+import math
+from dataclasses import astuple, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, build, config_of, train
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtrain.config.schema import JobConfig, Parallelism
+from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama import Transformer, flavor_config
+from torchtrain.optimizer import build_optimizer, clip_grad_norm
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.parallelisms.pipeline_llama import build_stages, plan_stages
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> Curve:
+    """One rank, the whole batch at once, all activations kept."""
+    return gloo.run(1, train, config_of(training={"local_batch_size": 8}))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [
+        (1, {}),
+        (2, {}),
+        (4, {}),
+        (4, {"data_parallel_replicate_degree": 2}),
+        (2, {"data_parallel_replicate_degree": 2}),
+        (2, {"fsdp_reshard_after_forward": "always"}),
+        (2, {"fsdp_reshard_after_forward": "never"}),
+    ],
+)
+@pytest.mark.parametrize("local_batch_size", [1, 2])
+def test_any_number_of_ranks_and_any_accumulation(
+    gloo: GlooPool, reference: Curve, ranks: int, parallelism: dict[str, Any], local_batch_size: int
+) -> None:
+    config = config_of(training={"local_batch_size": local_batch_size}, parallelism=parallelism)
+    assert_same_run(gloo.run(ranks, train, config), reference)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "selective_option": "2"}],
+    ids=lambda c: "-".join(c.values()),
+)
+def test_activation_checkpointing_changes_nothing(
+    gloo: GlooPool, reference: Curve, ranks: int, checkpoint: dict[str, str]
+) -> None:
+    assert_same_run(gloo.run(ranks, train, config_of(activation_checkpoint=checkpoint)), reference)
+
+
+def test_the_run_learns_and_ends_in_the_same_weights(gloo: GlooPool, reference: Curve) -> None:
+    # Not bitwise: AdamW divides a gradient by its size, which turns the rounding of tiny ones into visible differences.
+    assert max(reference.losses) - min(reference.losses) > 1e-3
+    for curve in gloo.run(2, train, config_of()):
+        for name, weights in reference.last.items():
+            torch.testing.assert_close(curve.last[name], weights, rtol=1e-3, atol=1e-4)
+            assert not torch.equal(weights, reference.first[name])
+
+
+def test_another_seed_is_another_run(gloo: GlooPool, reference: Curve) -> None:
+    other = gloo.run(1, train, config_of(training={"seed": 6}))[0]
+    assert not torch.equal(other.first["output.weight"], reference.first["output.weight"])
+
+
+def _saved_activations(config: JobConfig) -> int:
+    """Bytes that a forward of the blocks keeps for backward."""
+    model = build(config)[0][0]
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(8, 16, dtype=torch.long))
+    return sum(saved.values())
+
+
+def test_activation_checkpointing_keeps_less(gloo: GlooPool) -> None:
+    modes: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "selective", "selective_option": "2"}, {"mode": "full"}]
+    none, every_other, full = (
+        gloo.run(1, _saved_activations, config_of(activation_checkpoint=mode))[0] for mode in modes
+    )
+    assert full < every_other < none
+
+
+def _reshard_settings(config: JobConfig) -> list[bool]:
+    model = build(config)[0][0]
+    model(torch.zeros(1, 16, dtype=torch.long))
+    # After a forward a resharded block holds DTensors again, a gathered one whole tensors.
+    return [isinstance(block.get_parameter("ffn_norm.weight"), DTensor) for block in model.layers.values()]
+
+
+@pytest.mark.parametrize(
+    ("option", "freed"),
+    [("default", [True, True, True, False]), ("always", [True] * 4), ("never", [False] * 4)],
+)
+def test_which_blocks_are_freed_after_forward(gloo: GlooPool, option: str, freed: list[bool]) -> None:
+    config = config_of(parallelism={"fsdp_reshard_after_forward": option})
+    assert gloo.run(2, _reshard_settings, config)[0] == freed
+
+
+def _norm_of_a_large_gradient() -> tuple[float, float]:
+    stages, _ = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1))
+    generator = torch.Generator().manual_seed(0)
+    squares = 0.0
+    for parameter in stages[0].parameters():
+        assert isinstance(parameter, DTensor)
+        gradient = torch.randn(parameter.shape, generator=generator)
+        squares += gradient.double().square().sum().item()
+        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+    return clip_grad_norm(list(stages.values()), 1.0).item(), math.sqrt(squares)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norm_of_a_large_gradient_is_exact_however_it_is_split(gloo: GlooPool, ranks: int) -> None:
+    for norm, exact in gloo.run(ranks, _norm_of_a_large_gradient):
+        assert norm == pytest.approx(exact, rel=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "degrees"),
+    [
+        ("70B", Degrees(shard=256)),
+        ("405B", Degrees(replicate=2, shard=256)),
+        ("405B", Degrees(shard=512)),
+        ("70B", Degrees(shard=32, context=2, tensor=8)),
+        ("405B", Degrees(replicate=2, shard=16, context=2, tensor=8)),
+    ],
+)
+def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: str, degrees: Degrees) -> None:
+    world = math.prod(astuple(degrees))
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        config = JobConfig()
+        mesh = Mesh(torch.device("cpu"), degrees)
+        with torch.device("meta"):
+            model = Transformer(replace(flavor_config("llama3", flavor), max_seq_len=8192))
+        parallelize_llama(
+            model,
+            mesh,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
+            compile=config.compile,
+            float8=config.float8,
+        )
+        assert all(isinstance(block, FSDPModule) for block in model.layers.values())
+        parameters = list(model.parameters())
+        total = sum(parameter.numel() for parameter in parameters)
+        assert total == {"70B": 70_553_706_496, "405B": 405_853_388_800}[flavor]
+        assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
+        local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
+        shards = degrees.fsdp * degrees.tensor
+        # The vocabulary is not dealt out evenly, and a tensor group's ranks all have the norms.
+        assert local == pytest.approx(total / shards, rel=1e-3)
+        with pytest.raises(RuntimeError, match=r"after model.to_empty\(device=...\) and init_weights"):
+            build_optimizer([model], config.optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "world"),
+    [
+        (Parallelism(data_parallel_replicate_degree=3), 4),
+        (Parallelism(data_parallel_shard_degree=3), 4),
+        (Parallelism(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4),
+    ],
+)
+def test_degrees_that_do_not_multiply_to_the_world_are_refused(parallelism: Parallelism, world: int) -> None:
+    with pytest.raises(ConfigError, match=r"must multiply to the number of ranks, 4"):
+        resolve_degrees(parallelism, world)
+
+
+@pytest.mark.parametrize("rank", [0, 300, 1023])
+def test_the_largest_model_on_all_axes_at_once(rank: int) -> None:
+    degrees = Degrees(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
+    dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
+    try:
+        mesh = Mesh(torch.device("cpu"), degrees)
+        parallelism = Parallelism(pipeline_parallel_degree=8, pipeline_parallel_schedule="Interleaved1F1B")
+        config = JobConfig(parallelism=parallelism)
+        model = replace(flavor_config("llama3", "405B"), max_seq_len=8192)
+        stages = build_stages(model, mesh, parallelism)
+        stage = rank // 128
+        assert list(stages) == [stage, stage + 8]
+        bounds = list(accumulate(plan_stages(model, parallelism), initial=0))
+        for number, part in stages.items():
+            assert list(part.layers) == [str(i) for i in range(bounds[number], bounds[number + 1])]
+            assert (part.tok_embeddings is not None) == (number == 0)
+            assert (part.output is not None) == (number == 15)
+            parallelize_llama(
+                part,
+                mesh,
+                training=config.training,
+                parallelism=parallelism,
+                activation_checkpoint=config.activation_checkpoint,
+                compile=config.compile,
+                float8=config.float8,
+            )
+            parameters = list(part.parameters())
+            assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
+            local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
+            assert local == pytest.approx(sum(p.numel() for p in parameters) / (4 * 2 * 8), rel=1e-3)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Documents in one window: kept apart by the mask, on every attention path."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, config_of, train
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.testing import assert_close
+
+from torchtrain.models.llama import Transformer
+from torchtrain.models.llama.documents import document_mask, document_numbers, document_positions
+
+BOS = 1
+# Two rows, each of documents of other lengths; the second begins within one.
+DOCUMENTS = [
+    [[1, 5, 6, 7, 8], [1, 9], [1, 4, 4, 4, 4, 4, 4, 4, 3]],
+    [[8, 9, 7], [1, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]],
+]
+TOKENS = torch.tensor([[token for document in row for token in document] for row in DOCUMENTS])
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(TINY)
+
+
+def test_positions_begin_anew_in_each_document() -> None:
+    numbers = document_numbers(TOKENS, BOS)
+    assert document_positions(numbers).tolist() == [
+        [place for document in row for place in range(len(document))] for row in DOCUMENTS
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dense", "flex"])
+def test_logits_of_a_packed_window_are_those_of_its_documents_alone(model: Transformer, kind: str) -> None:
+    numbers = document_numbers(TOKENS, BOS)
+    mask: Any = document_mask(numbers, torch.arange(16))
+    if kind == "flex":  # what CUDA uses, by its slow equivalent for the CPU
+        dense = mask
+        mask = create_block_mask(lambda b, _, q, k: dense[b, 0, q, k], 2, None, 16, 16, device="cpu")
+    packed = model(TOKENS, document_positions(numbers), mask)
+    unmasked = model(TOKENS)
+    for row, documents in enumerate(DOCUMENTS):
+        begin = 0
+        for document in documents:
+            alone = model(torch.tensor([document]))[0]
+            place = slice(begin, begin + len(document))
+            assert_close(packed[row, place], alone, rtol=1e-4, atol=1e-5)
+            if begin:
+                assert (unmasked[row, place] - alone).abs().max() > 1e-2
+            begin += len(document)
+
+
+def test_a_part_of_the_queries_has_its_rows_of_the_mask() -> None:
+    """What a rank of a context-parallel group asks for."""
+    numbers = document_numbers(TOKENS, BOS)
+    queries = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
+    whole, part = document_mask(numbers, torch.arange(16)), document_mask(numbers, queries)
+    assert isinstance(whole, torch.Tensor)
+    assert isinstance(part, torch.Tensor)
+    assert torch.equal(part, whole[:, :, queries])
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> Curve:
+    config = config_of(training={"local_batch_size": 8})
+    return gloo.run(1, train, config, MODEL, 10, 7)[0]  # type: ignore[no-any-return]
+
+
+MODEL = replace(TINY, vocab_size=20)  # so that one token in twenty begins a document
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "parallelism"),
+    [
+        (1, 2, {}),
+        (2, 4, {}),
+        (2, 8, {"tensor_parallel_degree": 2}),
+        (2, 8, {"context_parallel_degree": 2}),
+        (2, 8, {"pipeline_parallel_degree": 2}),
+        (4, 4, {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}),
+        (4, 8, {"context_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    ],
+    ids=str,
+)
+def test_masked_documents_train_alike_on_every_layout(
+    gloo: GlooPool, reference: Curve, ranks: int, rows: int, parallelism: dict[str, Any]
+) -> None:
+    config = config_of(training={"local_batch_size": rows}, parallelism=parallelism)
+    assert_same_run(gloo.run(ranks, train, config, MODEL, 10, 7), reference)
+
+
+@pytest.mark.parametrize("checkpoint", [{"mode": "full"}, {"mode": "selective"}], ids=str)
+def test_masked_documents_under_activation_checkpointing(
+    gloo: GlooPool, reference: Curve, checkpoint: dict[str, str]
+) -> None:
+    assert_same_run(gloo.run(1, train, config_of(activation_checkpoint=checkpoint), MODEL, 10, 7), reference)
+
+
+def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
+    unmasked = gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL)[0]
+    assert abs(unmasked.losses[0] - reference.losses[0]) > 1e-4
+
+
+@pytest.mark.gpu
+def test_flex_attention_on_cuda_gives_the_logits_of_the_dense_mask() -> None:
+    torch.manual_seed(0)
+    config = replace(TINY, dim=256, max_seq_len=512)
+    model = Transformer(config).cuda()
+    tokens = torch.randint(0, 50, (2, 512), device="cuda")
+    numbers = document_numbers(tokens, BOS)
+    positions, places = document_positions(numbers), torch.arange(512, device="cuda")
+    dense = document_mask(numbers.cpu(), places.cpu())
+    assert isinstance(dense, torch.Tensor)
+    expected = model(tokens, positions, dense.cuda())
+    assert_close(model(tokens, positions, document_mask(numbers, places)), expected, rtol=1e-2, atol=1e-2)

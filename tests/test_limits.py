@@ -1,0 +1,210 @@
+"""What cannot be split is refused before any process group starts, with the rule and a way out."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch.distributed as dist
+
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama import TransformerConfig, flavor_config
+from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.pipeline_llama import layers_per_stage, plan_stages
+
+LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
+
+
+def check(
+    model: TransformerConfig = LLAMA,
+    device_type: str = "cuda",
+    compile: bool = False,
+    mode: Literal["none", "selective", "full"] = "none",
+    training: dict[str, Any] | None = None,
+    **parallelism: Any,
+) -> None:
+    config = Parallelism(**parallelism)
+    world = config.pipeline_parallel_degree * config.context_parallel_degree * config.tensor_parallel_degree
+    check_layout(
+        model,
+        resolve_degrees(config, world),
+        training=Training(**{"seq_len": 8192, "local_batch_size": 8, **(training or {})}),
+        parallelism=config,
+        activation_checkpoint=ActivationCheckpoint(mode=mode),
+        compile=Compile(enable=compile),
+        device_type=device_type,
+    )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"tensor_parallel_degree": 16},
+            r"tensor_parallel_degree = 16 must divide the model's n_kv_heads = 8; try 4 or 8",
+        ),
+        ({"tensor_parallel_degree": 3}, r"tensor_parallel_degree = 3 must divide the model's n_heads = 32; try 1 or 2"),
+        (
+            {"model": replace(LLAMA, ffn_dim=14338), "tensor_parallel_degree": 4},
+            r"tensor_parallel_degree = 4 must divide the model's ffn_dim = 14338; try 1 or 2",
+        ),
+        (
+            {"context_parallel_degree": 4, "training": {"seq_len": 8196}},
+            r"seq_len = 8196 must be a multiple of 2 \* parallelism.context_parallel_degree = 8: .*; try 8192 or 8200",
+        ),
+        (
+            {"tensor_parallel_degree": 8, "training": {"seq_len": 8196}},
+            r"seq_len = 8196 must be a multiple of .*tensor_parallel_degree = 8 .*; try 8192 or 8200, or .*sequence_",
+        ),
+        (
+            {"tensor_parallel_degree": 8, "context_parallel_degree": 2, "training": {"seq_len": 72}},
+            r"seq_len = 72 / context_parallel_degree = 36 must be .* = 8 with sequence parallelism; try 64 or 96",
+        ),
+        (
+            {"enable_async_tensor_parallel": True, "tensor_parallel_degree": 2, "device_type": "cpu"},
+            r"enable_async_tensor_parallel needs a GPU and compile.enable: .* switch it off",
+        ),
+        (
+            {"enable_async_tensor_parallel": True, "compile": True},
+            r"enable_async_tensor_parallel needs parallelism.tensor_parallel_degree above 1",
+        ),
+        (
+            {"pipeline_parallel_degree": 64, "training": {"local_batch_size": 64}},
+            r"pipeline_parallel_degree = 64 makes 64 stages .*, and the model has only 32 layers.*: lower the degree$",
+        ),
+        (
+            {
+                "pipeline_parallel_degree": 32,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "training": {"local_batch_size": 32},
+            },
+            r"makes 64 stages with the schedule Interleaved1F1B, .* or take a schedule with one stage a rank",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (16, 17)},
+            r"layers_per_stage = \[16, 17\] must add up to the model's 32 layers, not to 33",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (8, 8, 8, 8)},
+            r"layers_per_stage = \[8, 8, 8, 8\] has 4 stages; 1F1B on pipeline_parallel_degree = 2 needs 2",
+        ),
+        (
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_layers_per_stage": (10, 11, 11),
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+            },
+            r"has 3 stages; Interleaved1F1B on pipeline_parallel_degree = 2 needs a multiple of 2",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatches": 3},
+            r"microbatches = 3 must divide training.local_batch_size = 8; try one of 1, 2, 4, 8",
+        ),
+        (
+            {"pipeline_parallel_degree": 4, "pipeline_parallel_microbatches": 2},
+            r"microbatches = 2 must be at least pipeline_parallel_degree = 4 for the schedule 1F1B: .* or take GPipe",
+        ),
+        (
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_microbatches": 7,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "training": {"local_batch_size": 7},
+            },
+            r"microbatches = 7 must be a multiple of 3, its rounds over 2 ranks, .*; try 6",
+        ),
+        (
+            {
+                "model": replace(LLAMA, tied_embeddings=True),
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "ZBVZeroBubble",
+            },
+            r"'ZBVZeroBubble' puts the first and the last stage on one rank, .* try InterleavedZeroBubble",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "compile": True},
+            r"'ZBVZeroBubble' runs the backward of a block in two passes, which .*; switch compile.enable off",
+        ),
+        (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "selective"},
+            r"two passes, and what activation_checkpoint.mode = 'selective' keeps .*; take mode 'full' or selective_",
+        ),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_degree": 8, "context_parallel_degree": 16, "pipeline_parallel_degree": 8},
+        {"tensor_parallel_degree": 8, "training": {"seq_len": 8196}, "enable_sequence_parallel": False},
+        {"tensor_parallel_degree": 2, "compile": True, "enable_async_tensor_parallel": True},
+        {"pipeline_parallel_degree": 4, "pipeline_parallel_microbatches": 2, "pipeline_parallel_schedule": "GPipe"},
+        {"context_parallel_degree": 1, "training": {"seq_len": 8191}},
+    ],
+)
+def test_what_can_be_split_is_not_refused(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_replicate_degree": 3}, r"ranks, 8, and data_parallel_replicate_degree = 3 x data_.* make 6"),
+        (
+            {"tensor_parallel_degree": 3, "context_parallel_degree": 3},
+            r"make 9; start 9 ranks, or set data_par",
+        ),
+        ({"data_parallel_shard_degree": 1}, r"the number of ranks, 8, and all of 1 make 1; start 1 ranks"),
+    ],
+)
+def test_degrees_must_multiply_to_the_world(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_degrees(Parallelism(**options), 8)
+
+
+def test_the_shard_degree_takes_the_rest() -> None:
+    config = Parallelism(
+        pipeline_parallel_degree=2,
+        data_parallel_replicate_degree=2,
+        context_parallel_degree=2,
+        tensor_parallel_degree=4,
+    )
+    degrees = resolve_degrees(config, 128)
+    assert degrees == Degrees(pipeline=2, replicate=2, shard=4, context=2, tensor=4)
+    # Ranks of a context, tensor or pipeline group have the same rows.
+    assert [degrees.batch_rank(rank) for rank in (0, 7, 8, 63, 64, 127)] == [0, 0, 1, 7, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "stages", "expected"),
+    [
+        (32, 4, (7, 8, 9, 8)),
+        (126, 16, (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7)),  # Llama 3 405B, as in its paper
+        (6, 4, (1, 2, 2, 1)),
+        (5, 4, (1, 1, 2, 1)),
+        (4, 4, (1, 1, 1, 1)),
+        (3, 2, (1, 2)),
+        (80, 1, (80,)),
+    ],
+)
+def test_layers_are_split_with_embedding_and_output_weighed(
+    n_layers: int, stages: int, expected: tuple[int, ...]
+) -> None:
+    assert layers_per_stage(n_layers, stages) == expected
+    assert sum(expected) == n_layers
+
+
+def test_the_config_may_list_the_layers() -> None:
+    config = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
+    assert plan_stages(LLAMA, config) == (20, 12)
+
+
+def test_without_a_pipeline_its_options_rest() -> None:
+    config = Parallelism(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
+    assert plan_stages(replace(LLAMA, tied_embeddings=True), config) == (32,)

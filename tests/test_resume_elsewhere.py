@@ -1,0 +1,136 @@
+"""A run saved on one layout goes on along the same path on another, with the same batches."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from parity import TINY, admit_all, global_mean
+
+from torchtrain import build
+from torchtrain.config.schema import (
+    Checkpoint,
+    Data,
+    Job,
+    JobConfig,
+    LRScheduler,
+    Optimizer,
+    Parallelism,
+    Training,
+)
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.train_step import TrainStep
+
+SAVED, LAST = 5, 10
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shard 4": (4, {}),
+    "tensor 2 x shard 2": (4, {"tensor_parallel_degree": 2}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "pipeline 2, interleaved": (
+        2,
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+    ),
+    "context 2 x tensor 2": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}
+
+
+class Part(NamedTuple):
+    """What one rank saw: global losses, and its rows of the batches as [step][row]."""
+
+    losses: list[float]
+    batch_rank: int
+    tokens: list[list[list[int]]]
+
+
+def train(config: JobConfig, tied: bool) -> Part:
+    """Train through the real joinery to step ``LAST``, from the beginning or the checkpoint of step ``SAVED``."""
+
+    def tiny_shape(config: JobConfig, tokenizer: Any) -> Any:
+        seq_len = config.training.seq_len
+        return replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=seq_len, tied_embeddings=tied)
+
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        patch.dict(os.environ, ranks),
+        patch.object(build, "init_process_group"),  # the pool has done it
+        patch.object(build, "model_shape", tiny_shape),
+    ):
+        plan = build.plan_run(config)
+        run = build.build_run(config, plan)
+    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST)
+    guard, before_update = admit_all(config, plan.device), run.checkpoint.before_update
+    step = TrainStep(
+        run.parts,
+        run.pipeline,
+        run.optimizer,
+        schedule,
+        run.mesh,
+        run.loss,
+        config.training,
+        plan.device,
+        guard,
+        before_update,
+    )
+    losses, tokens = [], []
+    for number in range(run.step + 1, LAST + 1):
+        batch = next(plan.loader)
+        loss, _ = step(number, batch)
+        losses.append(global_mean(loss, run.mesh))
+        tokens.append(batch.tokens.tolist())
+        if number == SAVED:
+            run.checkpoint.maybe_save(number)
+    run.checkpoint.close()
+    return Part(losses, plan.degrees.batch_rank(dist.get_rank()), tokens)
+
+
+def run_layout(gloo: GlooPool, folder: Path, layout: str, tied: bool) -> tuple[list[float], list[list[list[int]]]]:
+    """Losses, and the rows of each global batch, put together from the ranks, which must agree."""
+    ranks, parallelism = LAYOUTS[layout]
+    documents = folder / "documents.jsonl"
+    code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
+    config = JobConfig(
+        job=Job(dump_folder=str(folder), device="cpu"),
+        optimizer=Optimizer(lr=3e-3),
+        lr_scheduler=LRScheduler(warmup_steps=2),
+        training=Training(
+            local_batch_size=2, global_batch_size=8, seq_len=16, steps=LAST, mixed_precision_param="float32"
+        ),
+        data=Data(path=str(documents)),
+        parallelism=Parallelism(**parallelism),
+        checkpoint=Checkpoint(enable=True, interval=SAVED),
+    )
+    parts: list[Part] = gloo.run(ranks, train, config, tied)
+    rows: dict[int, list[list[list[int]]]] = {}
+    for part in parts:
+        assert part.losses == parts[0].losses
+        assert part.tokens == rows.setdefault(part.batch_rank, part.tokens)
+    batches = [[row for rank in sorted(rows) for row in rows[rank][step]] for step in range(len(parts[0].losses))]
+    return parts[0].losses, batches
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "tied"),
+    [
+        ("shard 4", ["tensor 2 x shard 2", "pipeline 2"], False),
+        ("shard 4", ["context 2 x tensor 2", "pipeline 2, interleaved"], True),
+        ("tensor 2 x shard 2", ["shard 4"], True),
+        ("pipeline 2", ["shard 4", "pipeline 2, interleaved"], True),
+    ],
+)
+def test_resumed_on_another_layout_the_path_is_the_same(
+    gloo: GlooPool, tmp_path: Path, saved_on: str, resumed_on: list[str], tied: bool
+) -> None:
+    losses, batches = run_layout(gloo, tmp_path, saved_on, tied)
+    assert len(losses) == LAST
+    assert len({tuple(row) for batch in batches for row in batch}) == LAST * 8  # no two rows alike, to tell them apart
+    for layout in resumed_on:
+        resumed, resumed_batches = run_layout(gloo, tmp_path, layout, tied)
+        torch.testing.assert_close(resumed, losses[SAVED:], rtol=1e-5, atol=0)
+        assert resumed_batches == batches[SAVED:]

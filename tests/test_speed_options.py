@@ -1,0 +1,129 @@
+"""Options that make a run faster or leaner: what they compute, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import TINY, assert_same_run, build, config_of, full_weights, train
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchtrain.attention_backend import attention_backend_name, choose_attention_backend
+from torchtrain.build import plan_run
+from torchtrain.config.schema import Float8, JobConfig, Optimizer
+from torchtrain.errors import ConfigError
+from torchtrain.optimizer import build_optimizer, update
+from torchtrain.parallelisms import parallelize_llama as joining
+from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
+from torchtrain.parallelisms.float8 import apply_float8, check_float8
+
+CPU = torch.device("cpu")
+
+
+def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> None:
+    class Context:
+        is_recompute = False
+
+    policy: Any = KeepExpensive()
+    product = torch.ops.aten.mm.default
+    kept = [policy(Context(), product) is CheckpointPolicy.MUST_SAVE for _ in range(7)]
+    assert kept == [True, False, True, False, True, False, False]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert policy(Context(), attention) is CheckpointPolicy.MUST_SAVE
+    assert policy(Context(), torch.ops.aten.silu.default) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saved_bytes(mode: str) -> int:
+    """Bytes that the forward of a block of ``mode`` keeps for its backward, parameters left out."""
+    config = config_of(activation_checkpoint={"mode": mode})
+    stages, _ = build(config)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.zeros(2, TINY.max_seq_len, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stages[0](tokens)
+    return sum(kept.values())
+
+
+def test_less_is_kept_the_more_is_recomputed(gloo: GlooPool) -> None:
+    none, full = (gloo.run(1, saved_bytes, mode)[0] for mode in ("none", "full"))
+    assert full < none / 3
+
+
+def test_memory_budget_needs_the_compiler() -> None:
+    with pytest.raises(ConfigError, match=r"compile.enable = true"):
+        plan_run(config_of(activation_checkpoint={"mode": "memory_budget"}))
+
+
+def test_attention_backend_is_named_and_taken() -> None:
+    assert attention_backend_name(TINY, torch.bfloat16, CPU) == "flash"
+    try:
+        choose_attention_backend("math", CPU)
+        assert attention_backend_name(TINY, torch.bfloat16, CPU) == "math"
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
+    with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
+        choose_attention_backend("cudnn", CPU)
+
+
+def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
+    with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
+        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1)
+
+
+def train_in_float8(config: JobConfig) -> Any:
+    """A run whose blocks compute in float8, emulated."""
+    pytest.importorskip("torchao")
+    original = joining.apply_float8
+    joining.apply_float8 = lambda *args, **kwargs: apply_float8(*args, **kwargs, emulate=True)  # type: ignore[assignment]
+    try:
+        return train(config)
+    finally:
+        joining.apply_float8 = original
+
+
+@pytest.mark.parametrize(("ranks", "recipe"), [(1, "tensorwise"), (2, "tensorwise"), (2, "rowwise")])
+def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
+    gloo: GlooPool, ranks: int, recipe: str
+) -> None:
+    pytest.importorskip("torchao")
+    config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe})
+    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}))
+    for curve in gloo.run(ranks, train_in_float8, config):
+        assert_same_run([curve], reference, rel=0.1)
+        assert curve.losses != reference.losses
+        assert all(tensor.dtype == torch.float32 for tensor in curve.last.values())
+
+
+def states_after_steps(state_dtype: str) -> Any:
+    stages, _ = build(config_of())
+    parts = list(stages.values())
+    optimizer = build_optimizer(parts, Optimizer(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
+    starts = {parameter: parameter.detach().clone() for part in parts for parameter in part.parameters()}
+    for step in range(5):
+        for parameter, start in starts.items():
+            parameter.grad = torch.sin(start * 100 + step)
+        update(optimizer, torch.zeros(()))
+    before = full_weights(parts)
+    update(optimizer, torch.ones(()))  # refused
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(parts).items())
+    dtypes = {name: {state[name].dtype for state in optimizer.state.values()} for name in ("exp_avg", "exp_avg_sq")}
+    return full_weights(parts), dtypes
+
+
+def test_bfloat16_states_take_half_the_room_and_nearly_the_same_steps(gloo: GlooPool) -> None:
+    [(exact, dtypes)] = gloo.run(1, states_after_steps, "float32")
+    assert dtypes == {"exp_avg": {torch.float32}, "exp_avg_sq": {torch.float32}}
+    [(weights, dtypes)] = gloo.run(1, states_after_steps, "bfloat16")
+    assert dtypes == {"exp_avg": {torch.bfloat16}, "exp_avg_sq": {torch.bfloat16}}
+    assert any(not torch.equal(tensor, exact[name]) for name, tensor in weights.items())
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, exact[name], rtol=0, atol=1e-3)  # five steps of 1e-2
