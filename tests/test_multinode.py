@@ -1,0 +1,118 @@
+"""Two torchrun agents that meet by c10d, as on two machines: on loopback, and in two network namespaces."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm import free_port
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = [
+    *("--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "32"),
+    *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
+    *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
+]
+SPACES = ("torchtrain-a", "torchtrain-b")
+
+
+def start_agent(node: int, endpoint: str, folder: Path, *options: str, space: str = "") -> subprocess.Popen[str]:
+    """One of two agents, each with one rank. In a network namespace it has the address 10.77.0.<node + 1>."""
+    # Both have this machine's name: neither could tell by it that it is the head.
+    command = [
+        *(["ip", "netns", "exec", space] if space else []),
+        *(sys.executable, "-m", "torchtrain.launch", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"),
+        *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", endpoint.split(":")[0] if not space else address(node)),
+        *("-m", "torchtrain.train", "--job.dump_folder", str(folder), *OPTIONS, *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if space else "lo"}
+    with (folder.parent / f"agent-{node}.log").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
+
+
+def address(node: int) -> str:
+    return f"10.77.0.{node + 1}"
+
+
+def losses(folder: Path) -> dict[int, float]:
+    file = folder / "metrics.jsonl"
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_two_agents_train_as_one_process_does(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    agents = [start_agent(node, endpoint, tmp_path / "two", "--training.steps", "6") for node in (0, 1)]
+    assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
+    command = [sys.executable, "-m", "torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS]
+    subprocess.run([*command, "--training.steps", "6"], cwd=ROOT, check=True, timeout=200)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def spaces() -> Iterator[None]:
+    """Two network namespaces with a cable between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, and ip of iproute2")
+    made = []
+    try:
+        for space in SPACES:
+            result = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True)
+            if result.returncode != 0:
+                pytest.skip(f"no network namespaces here: {result.stderr}")
+            made.append(space)
+        ip("link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth1", "netns", SPACES[1])
+        for node, space in enumerate(SPACES):
+            ip("-n", space, "addr", "add", f"{address(node)}/24", "dev", f"veth{node}")
+            ip("-n", space, "link", "set", f"veth{node}", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+        yield
+    finally:
+        for space in made:
+            ip("netns", "del", space)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cut_link_ends_both_sides_and_the_run_goes_on_when_it_is_back(spaces: None, tmp_path: Path) -> None:  # noqa: ARG001
+    folder = tmp_path / "run"
+    endless = ["--training.steps", "100000", "--checkpoint.interval", "5", "--comm.train_timeout_seconds", "20"]
+    agents = [start_agent(n, f"{address(0)}:29500", folder, *endless, space=SPACES[n]) for n in (0, 1)]
+    try:
+        wait_for(lambda: len(losses(folder)) > 7, 200)
+        ip("-n", SPACES[0], "link", "set", "veth0", "down")
+        cut = time.monotonic()
+        codes = [agent.wait(timeout=240) for agent in agents]
+        assert time.monotonic() - cut < 240
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert all(codes)
+    said = [(tmp_path / f"agent-{node}.log").read_text() for node in (0, 1)]
+    assert "takes more than 20 s" in said[0] + said[1]
+    for text in said:
+        assert "Timed out waiting" in text or "Connection closed by peer" in text
+    assert "the node where all meet does not answer" in said[1]
+    ip("-n", SPACES[0], "link", "set", "veth0", "up")
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
+    more = ["--training.steps", str(saved + 3)]
+    agents = [start_agent(n, f"{address(0)}:29501", folder, *more, space=SPACES[n]) for n in (0, 1)]
+    assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
+    assert f"resumed from {folder}/checkpoint/step-{saved}" in (tmp_path / "agent-0.log").read_text()
+
+
+def wait_for(holds, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)

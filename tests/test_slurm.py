@@ -1,0 +1,166 @@
+"""scripts/train.slurm on a real SLURM of two virtual nodes: what is asked for, and what befalls a job."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import slurm
+import torch
+from forked_run import saved_tensors
+from slurm import Slurm
+
+ROOT = Path(__file__).parent.parent
+STEPS = 60
+OPTIONS = [
+    *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "5"),
+    *("--training.steps", str(STEPS)),
+]
+
+pytestmark = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+def submit(cluster: Slurm, folder: Path, *options: str, sbatch: tuple[str, ...] = ()) -> str:
+    """Number of the job."""
+    folder.mkdir()
+    environment = {**cluster.env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [
+        *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=1", f"--output={folder}/job.out", *sbatch),
+        *("scripts/train.slurm", "--job.dump_folder", str(folder), *OPTIONS, *options),
+    ]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    file = folder / "metrics.jsonl"
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two nodes that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    job = submit(cluster, folder)
+    assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
+    return folder
+
+
+def output_of(folder: Path) -> str:
+    return (folder / "job.out").read_text()
+
+
+def assert_same_end(folder: Path, undisturbed: Path) -> None:
+    theirs = saved_tensors(undisturbed, STEPS)
+    ours = saved_tensors(folder, STEPS)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_two_nodes_train_as_two_ranks_of_one_machine_do(undisturbed: Path, tmp_path: Path) -> None:
+    output = output_of(undisturbed)
+    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
+    assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
+    logs = {path.relative_to(undisturbed / "logs").parts[1] for path in undisturbed.rglob("stderr.log")}
+    assert logs == {"node-0", "node-1"}
+    command = [
+        *(sys.executable, "-m", "torchtrain.launch", "--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train"),
+        *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path), *OPTIONS),
+    ]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=240)
+    assert losses(undisturbed) == pytest.approx(losses(tmp_path), rel=1e-6)
+
+
+def test_a_job_that_is_warned_saves_is_requeued_and_completes(
+    cluster: Slurm, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    job = submit(cluster, folder)
+    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    cluster.ask("scancel", "--signal=USR1", job)
+    # Before it starts again the job is pending, and then not the one that was signaled.
+    cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
+    assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
+    output = output_of(folder)
+    assert "SIGUSR1 received" in output
+    assert "srun ended with 75" in output
+    assert "resumed from" in output
+    assert_same_end(folder, undisturbed)
+
+
+def test_a_wrong_option_ends_the_job_before_the_nodes_start(cluster: Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path / "run", "--training.sed", "1")
+    assert cluster.wait_for_end(job, 60) == "FAILED"
+    assert cluster.field(job, "Restarts") == "0"
+    assert "Unrecognized options: --training.sed" in output_of(tmp_path / "run")
+    assert "start 1" not in output_of(tmp_path / "run")
+
+
+def test_a_job_that_fails_without_getting_further_is_not_requeued(cluster: Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path / "run", "--data.path", str(tmp_path / "nothing.txt"))
+    assert cluster.wait_for_end(job, 120) == "FAILED"
+    assert cluster.field(job, "Restarts") == "0"
+    assert cluster.field(job, "ExitCode") == "2:0"
+    assert "srun ended with 2; newest checkpoint: step -1" in output_of(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # SLURM may send the signal a minute early: with a limit of one minute, before the ranks listen.
+    job = submit(cluster, folder, "--training.steps", "100000", sbatch=("--time=2", "--signal=USR1@20"))
+    cluster.wait_for(lambda: "start 2" in output_of(folder) if (folder / "job.out").exists() else False, 200)
+    cluster.wait_for(lambda: output_of(folder).count("resumed from") == 1, 60)
+    cluster.ask("scancel", job)
+    assert cluster.wait_for_end(job, 60) == "CANCELLED"
+    output = output_of(folder)
+    assert "SIGUSR1 received" in output
+    stopped_at = int(re.search(r"stopped as asked: step (\d+)", output).group(1))
+    assert f"resumed from {folder}/checkpoint/step-{stopped_at}\n" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = submit(cluster, folder)
+    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    cluster.ask("scontrol", "requeue", job)
+    cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
+    assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
+    assert_same_end(folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_slurmstepd_is_survived(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = submit(cluster, folder)
+    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    # Both nodes are this machine: the step's daemons of job J name themselves "slurmstepd: [J.0]".
+    daemons = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f"slurmstepd: [{job}.0]" in " ".join(process.info["cmdline"] or ())
+    ]
+    assert len(daemons) == 2
+    daemons[0].kill()
+    # The ranks do not feel it and train to the end; SLURM waits a minute for word of that node, and lets it be.
+    assert cluster.wait_for_end(job, 500) == "COMPLETED", output_of(folder)
+    assert_same_end(folder, undisturbed)
