@@ -1,0 +1,91 @@
+"""lm-evaluation-harness on a checkpoint gives the scores that it gives on the exported model by its own path."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("lm_eval")
+
+CHOICES = [
+    {"context": "import", "choices": [" os", " banana", " the sea"], "answer": 0},
+    {"context": "def main", "choices": ["():", " of things", "class"], "answer": 0},
+    {"context": "for i in", "choices": [" range(10):", " the", "\n"], "answer": 0},
+    {"context": "return self", "choices": ["._name", " whale", "):\n        pass"], "answer": 0},
+    {"context": "    def __init__(self", "choices": [", name):", "\n\n\n", " spoon"], "answer": 0},
+]
+TEXTS = [
+    {"text": "import os\nimport sys\n\n\ndef main():\n    return 0\n" * n} for n in (1, 2, 9)
+]  # the last: longer than a window
+TASKS = {
+    "choice": """
+task: choice
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+""",
+    "rolling": """
+task: rolling
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+""",
+    "complete": """
+task: complete
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+""",
+}
+
+
+def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str, Any]:
+    module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
+    command = [
+        *(sys.executable, "-m", module, "--model", model, "--model_args", arguments, "--device", "cpu"),
+        *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
+        *("--output_path", str(output)),
+    ]
+    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    scores = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
+    samples = {}
+    for task in TASKS:
+        lines = next(output.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
+        samples[task] = [json.loads(line)["filtered_resps"] for line in lines]
+    return {"scores": scores, "samples": samples}
+
+
+def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
+    for name, documents in (("choices", CHOICES), ("texts", TEXTS)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, text in TASKS.items():
+        file = tmp_path / ("texts.jsonl" if name == "rolling" else "choices.jsonl")
+        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
+        (tmp_path / f"{name}.yaml").write_text(text + source)
+    export = tmp_path / "hf"
+    convert = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(export), "--dtype", "float32"]
+    subprocess.run(convert, cwd=ROOT, check=True, timeout=200)
+    theirs = evaluate("hf", f"pretrained={export},dtype=float32", tmp_path, tmp_path / "theirs")
+    ours = evaluate("torchtrain", f"checkpoint={trained_run}", tmp_path, tmp_path / "ours")
+    for task in TASKS:
+        for metric, value in theirs["scores"][task].items():
+            if isinstance(value, float):
+                assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
+    assert ours["samples"]["complete"] == theirs["samples"]["complete"]
+    assert len(set(map(str, ours["samples"]["complete"]))) > 1
+    for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
+        assert [float(likelihood) for likelihood, _ in own] == pytest.approx([float(x) for x, _ in other], rel=1e-4)
+        assert [greedy for _, greedy in own] == [greedy for _, greedy in other]

@@ -1,0 +1,186 @@
+"""Generated tokens against transformers' generate, and the command that writes them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_llama import SHAPES, reference_of
+
+from torchtrain.generation import Sampling, choose, generate
+from torchtrain.models.llama import Transformer
+
+PROMPTS = [[5, 9, 3, 250, 17, 8], [7], [100, 4, 4, 12]]
+
+
+def random_model(shape: str) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(SHAPES[shape])
+    for parameter in model.parameters():  # sharper than the initial weights, so that the choices differ
+        torch.nn.init.normal_(parameter, mean=0.0 if parameter.ndim > 1 else 1.0, std=0.1)
+    return model
+
+
+def all_steps(*args, **kwargs) -> list[list[int]]:
+    """Of each prompt, the tokens."""
+    columns = zip(*generate(*args, **kwargs), strict=True)
+    return [[token for token in column if token is not None] for column in columns]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_transformers_token_for_token(shape: str) -> None:
+    model = random_model(shape)
+    reference = reference_of(model).eval()
+    # Each prompt by itself on their side: padding is our own affair.
+    theirs = []
+    for prompt in PROMPTS:
+        out = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=60,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        theirs.append(out[0, len(prompt) :].tolist())
+    assert all_steps(model, PROMPTS, Sampling(), max_new_tokens=60) == theirs
+    assert len(set(theirs[0])) > 10  # not a token that repeats itself
+
+
+def test_generation_leaves_the_model_as_it_was() -> None:
+    model = random_model("llama2")
+    tokens = torch.tensor(PROMPTS[:1])
+    before = model(tokens)
+    steps = generate(model, PROMPTS, Sampling(), max_new_tokens=5)
+    next(steps)
+    steps.close()
+    assert torch.equal(model(tokens), before)
+
+
+def test_sampling_repeats_with_a_seed_and_does_not_see_its_neighbors() -> None:
+    model = random_model("llama3.1")
+    sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=3)
+    together = all_steps(model, PROMPTS, sampling, max_new_tokens=20)
+    assert together == all_steps(model, PROMPTS, sampling, max_new_tokens=20)
+    alone = [
+        all_steps(model, [prompt], sampling, max_new_tokens=20, first_prompt=i)[0] for i, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+    assert together != all_steps(model, PROMPTS, replace(sampling, seed=4), max_new_tokens=20)
+
+
+def test_a_prompt_ends_with_eos_and_the_others_go_on() -> None:
+    model = random_model("tied")
+    free = all_steps(model, PROMPTS, Sampling(), max_new_tokens=30)
+    eos = free[0][7]
+    ended = all_steps(model, PROMPTS, Sampling(), max_new_tokens=30, eos_id=eos)
+    for with_eos, without in zip(ended, free, strict=True):
+        assert with_eos == (without[: without.index(eos) + 1] if eos in without else without)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7), Sampling(1.3, top_k=5), Sampling(1.0, top_p=0.6), Sampling(0.5, 8, 0.8)]
+)
+def test_tokens_are_drawn_from_the_distribution_of_transformers(sampling: Sampling) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 40)
+    expected = logits
+    if sampling.temperature != 1.0:
+        expected = transformers.TemperatureLogitsWarper(sampling.temperature)(None, expected)
+    if sampling.top_k:
+        expected = transformers.TopKLogitsWarper(sampling.top_k)(None, expected)
+    if sampling.top_p < 1.0:
+        expected = transformers.TopPLogitsWarper(sampling.top_p)(None, expected)
+    # Evenly spaced numbers instead of random ones: the counts are then right to one.
+    n = 100_000
+    chosen = choose(logits.expand(n, -1), sampling, (torch.arange(n) + 0.5) / n)
+    counts = torch.bincount(chosen, minlength=40) / n
+    torch.testing.assert_close(counts, expected.softmax(-1)[0], atol=3 / n, rtol=0)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_interval_choose_tokens_that_may_be_chosen(uniform: float) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    token = choose(logits, Sampling(1.0, top_k=2), torch.tensor([uniform])).item()
+    assert token == (1 if uniform == 0 else 3)
+
+
+def generate_command(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torchtrain.launch", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "torchtrain.generate", *arguments],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trained_run: Path, tmp_path: Path) -> None:
+    prompts = ["import os", "def __init__(self", "class Größe:"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ["--max_new_tokens", "12", "--temperature", "0.9", "--top_k", "40", "--seed", "5"]
+    texts = {}
+    for name, ranks, batch_size in (("one by one", 1, "1"), ("together", 1, "8"), ("two ranks", 2, "8")):
+        result = generate_command(
+            *(
+                str(trained_run),
+                "--prompts_file",
+                str(tmp_path / "prompts.jsonl"),
+                "--batch_size",
+                batch_size,
+                *options,
+            ),
+            *("--batch_size", batch_size, "--output_file", str(tmp_path / "out.jsonl")),
+            ranks=ranks,
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == ""
+        assert "3 of 3 prompts" in result.stderr
+        texts[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in texts["together"]] == prompts
+    assert texts["together"] == texts["one by one"] == texts["two ranks"]
+    streamed = generate_command(str(trained_run), "--prompt", prompts[0], *options)
+    assert streamed.stdout == prompts[0] + texts["together"][0]["text"] + "\n"
+
+
+def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp_path: Path) -> None:
+    missing = generate_command(str(tmp_path / "nowhere"), "--prompt", "x")
+    assert missing.returncode == 2
+    assert "nowhere does not exist; give a run's folder" in missing.stderr
+    damaged = tmp_path / "step-8"
+    shutil.copytree(trained_run / "checkpoint" / "step-8", damaged)
+    weights = next(damaged.glob("*.distcp"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    result = generate_command(str(damaged), "--prompt", "x")
+    assert result.returncode == 2
+    assert "was damaged after it was written; give another step-N folder" in result.stderr
+    assert "Traceback" not in missing.stderr + result.stderr
+
+
+def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
+    export = tmp_path / "hf"
+    convert = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(export), "--dtype", "float32"]
+    subprocess.run(convert, cwd=Path(__file__).parent.parent, check=True, timeout=200)
+    model = transformers.AutoModelForCausalLM.from_pretrained(export)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    prompt = "import os\n\ndef main("
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    for source in (trained_run, export):
+        result = generate_command(
+            *(str(source), "--prompts_file", str(tmp_path / "prompts.jsonl"), "--temperature", "0"),
+            *("--max_new_tokens", "30", "--output_file", str(tmp_path / "out.jsonl")),
+        )
+        assert result.returncode == 0, result.stderr
+        assert json.loads((tmp_path / "out.jsonl").read_text())["tokens"] == out

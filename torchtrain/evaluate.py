@@ -1,0 +1,176 @@
+"""EleutherAI's lm-evaluation-harness on a checkpoint: its own command line, with ``torchtrain`` as one more model.
+
+    python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag
+
+Arguments of the model: checkpoint, dtype and tokenizer_path, as for torchtrain.generate. Under torchrun the ranks share
+the model.
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtrain.build import load_model
+from torchtrain.errors import TorchtrainError
+from torchtrain.generation import Sampling, generate
+from torchtrain.log import init_logging, logger
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})")
+
+EXIT_USER_ERROR = 2
+
+
+def main() -> int:
+    """Run the harness; returns the exit code of the process."""
+    init_logging()
+    try:
+        cli_evaluate()
+    except TorchtrainError as error:
+        logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+@register_model("torchtrain")
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        dtype: str = "auto",
+        tokenizer_path: str = "",
+        device: str | None = None,
+        batch_size: int | str = 8,
+        **_: Any,
+    ):
+        """``batch_size`` and ``device`` come from the harness's own options of these names; "auto" is 8."""
+        super().__init__()
+        # The harness says cuda where it was told nothing, and its own models then take what there is.
+        self.trained = load_model(Path(checkpoint), "cpu" if device == "cpu" else "auto", dtype, tokenizer_path)
+        self.batch_size = 8 if batch_size == "auto" else int(batch_size)
+        # Ranks of torchrun have parts of the model, not of the requests: to the harness they are one.
+        self._rank, self._world_size = dist.get_rank(), 1
+
+    @property
+    def max_length(self) -> int:
+        return self.trained.model.config.max_seq_len
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.trained.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        bos_id = self.trained.tokenizer.bos_id
+        return self.eot_token_id if bos_id is None else bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.trained.tokenizer.encode(string, bos=add_special_tokens is not False)
+
+    def _progress(self, items: Iterable[Any], total: int, disable: bool) -> Iterable[Any]:
+        # A bar on a terminal; in a file it would be one long line.
+        quiet = disable or self._rank != 0 or not sys.stderr.isatty()
+        bar: Iterable[Any] = tqdm(items, total=total, disable=quiet)
+        return bar
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        # Long ones first: what does not fit into memory fails at once, and a batch has rows of about the same length.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        for first in self._progress(range(0, len(order), self.batch_size), len(order) // self.batch_size, disable_tqdm):
+            chosen = order[first : first + self.batch_size]
+            rows = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in chosen]
+            width = max(map(len, rows)) - 1
+            # Padding on the right is seen by none of what comes before it.
+            tokens = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows])
+            logits = self.trained.model(tokens.to(self.trained.device))
+            if isinstance(logits, DTensor):
+                logits = logits.full_tensor()
+            for i, row, row_logits in zip(chosen, rows, logits, strict=True):
+                continuation = torch.tensor(requests[i][2], device=row_logits.device)
+                end = len(row) - 1
+                scores = row_logits[end - len(continuation) : end].float().log_softmax(dim=-1)
+                likelihood = scores.gather(1, continuation[:, None]).sum().item()
+                results[i] = (likelihood, bool((scores.argmax(dim=-1) == continuation).all()))
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        results = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)  # type: ignore[arg-type]
+        for owner, (likelihood, _) in zip(owners, results, strict=True):
+            totals[owner] += likelihood
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        collator = Collator(
+            [request.args for request in requests],
+            sort_fn=lambda arguments: (-len(self.tok_encode(arguments[0])), arguments[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda arguments: arguments[1],
+        )
+        texts: list[str] = []
+        total = -(-len(requests) // self.batch_size)
+        for batch in self._progress(collator.get_batched(n=self.batch_size), total, disable_tqdm):
+            options = normalize_gen_kwargs(batch[0][1])
+            found = self._complete([context for context, _ in batch], options)
+            for (context, arguments), text in zip(batch, found, strict=True):
+                self.cache_hook.add_partial("generate_until", (context, arguments), text)
+            texts += found
+        original: list[str] = collator.get_original(texts)
+        return original
+
+    def _complete(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        tokenizer = self.trained.tokenizer
+        stops = handle_stop_sequences(options.get("until"), eos=None)
+        most = min(options["max_gen_toks"], self.max_length - 1)
+        prompts = [self.tok_encode(context)[-(self.max_length - most) :] for context in contexts]
+        sampling = Sampling(options.get("temperature", 0.0), options.get("top_k", 0), options.get("top_p", 1.0))
+        made: list[list[int]] = [[] for _ in contexts]
+        texts = [""] * len(contexts)
+        for step in generate(self.trained.model, prompts, sampling, max_new_tokens=most, eos_id=tokenizer.eos_id):
+            for i, token in enumerate(step):
+                if token is not None and token != tokenizer.eos_id:
+                    made[i].append(token)
+                    texts[i] = tokenizer.decode(made[i])
+            if all(
+                token is None or any(stop in text for stop in stops) for token, text in zip(step, texts, strict=True)
+            ):
+                break
+        return [postprocess_generated_text(text, stops, None) for text in texts]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Text from a checkpoint: ``python -m torchtrain.generate outputs/debug_model --prompt "def "``."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+
+import tyro
+
+from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.log import init_logging, logger
+
+if TYPE_CHECKING:
+    from torchtrain.build import TrainedModel
+    from torchtrain.generation import Sampling
+    from torchtrain.tokenizers import Tokenizer
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint is taken), one step-N folder in it, or a Hugging Face folder."""
+    prompt: str = ""
+    """Text to go on from."""
+    prompts_file: str = ""
+    """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
+    output_file: str = ""
+    """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
+    batch_size: int = 8
+    """Prompts of a file that are worked on at once."""
+    max_new_tokens: int = 128
+    """Tokens to generate at most, after each prompt."""
+    temperature: float = 0.8
+    """Divides the logits before the choice; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Choose among so many of the most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Choose among the most likely tokens that together have this probability; 1: all."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    tokenizer_path: str = ""
+    """The model's tokenizer. Default: the one of the run, or tokenizer.model in the Hugging Face folder."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto: cuda where there is a GPU, else cpu."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
+
+    def __post_init__(self) -> None:
+        for rule, holds in (
+            ("one of --prompt and --prompts_file", bool(self.prompt) != bool(self.prompts_file)),
+            (f"--batch_size = {self.batch_size} to be at least 1", self.batch_size >= 1),
+            (f"--max_new_tokens = {self.max_new_tokens} to be at least 1", self.max_new_tokens >= 1),
+            (f"--temperature = {self.temperature} to be at least 0", self.temperature >= 0),
+            (f"--top_k = {self.top_k} to be at least 0", self.top_k >= 0),
+            (f"--top_p = {self.top_p} to lie above 0 and up to 1", 0 < self.top_p <= 1),
+            (f"--seed = {self.seed} to be at least 0", self.seed >= 0),
+        ):
+            if not holds:
+                raise ConfigError(f"generate needs {rule}; see --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the generator; returns the exit code of the process."""
+    init_logging()
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        options = tyro.cli(
+            Options,
+            prog="torchtrain.generate",
+            description=__doc__,
+            args=argv,
+            use_underscores=True,
+            console_outputs=is_first,
+        )
+        run(options, is_first)
+    except TorchtrainError as error:
+        if is_first:
+            logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def run(options: Options, writes: bool) -> None:
+    """Generate what ``options`` ask for; the rank that ``writes`` shows it."""
+    # Here and not above: --help and a refused option need no torch.
+    import torch.distributed as dist
+
+    from torchtrain.build import load_model
+    from torchtrain.generation import Sampling
+
+    prompts = read_prompts(Path(options.prompts_file)) if options.prompts_file else [options.prompt]
+    trained = load_model(Path(options.checkpoint), options.device, options.dtype, options.tokenizer_path)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
+    streams = len(prompts) == 1 and not options.output_file
+    with ExitStack() as stack:
+        output: TextIO | None = sys.stdout if writes else None
+        if writes and options.output_file:
+            output = stack.enter_context(Path(options.output_file).open("w", encoding="utf-8"))
+        for first in range(0, len(prompts), options.batch_size):
+            batch = slice(first, first + options.batch_size)
+            stream = TextStream(trained.tokenizer, encoded[0], prompts[0], output) if streams and output else None
+            results = complete(trained, prompts[batch], encoded[batch], sampling, options.max_new_tokens, first, stream)
+            if output is not None and stream is None:
+                output.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
+                output.flush()
+            if options.output_file:
+                logger.info("%d of %d prompts", first + len(results), len(prompts))
+    dist.destroy_process_group()
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts in ``file``; ConfigError names the line that is none."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts_file {file} cannot be read: {error}") from None
+    if not lines:
+        raise ConfigError(f"--prompts_file {file} holds no prompt; give one a line")
+    if file.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError):
+            prompts.append(None)
+        if not isinstance(prompts[-1], str):
+            raise ConfigError(f'--prompts_file {file}: prompt {number} is not {{"prompt": "some text"}}: {line[:80]}')
+    return prompts
+
+
+def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int) -> list[int]:
+    """Tokens of ``prompt``, begun as a document is; ConfigError if the model has not so many positions."""
+    tokens = trained.tokenizer.encode(prompt, bos=True)
+    longest = trained.model.config.max_seq_len
+    if not tokens:
+        raise ConfigError(f"the prompt {prompt!r} has no tokens, and the tokenizer none to begin with; give some text")
+    if len(tokens) + max_new_tokens > longest:
+        raise ConfigError(
+            f"a prompt of {len(tokens)} tokens and --max_new_tokens = {max_new_tokens} must fit into the {longest} "
+            f"positions that the model was trained on: {prompt[:60]!r}; "
+            + (f"try {longest - len(tokens)} or fewer" if len(tokens) < longest else "shorten the prompt")
+        )
+    return tokens
+
+
+class TextStream:
+    """Writes the text of one prompt while its tokens come."""
+
+    def __init__(self, tokenizer: "Tokenizer", before: list[int], prompt: str, output: TextIO):
+        self.tokenizer = tokenizer
+        self.tokens = list(before)
+        self.written = len(tokenizer.decode(before))
+        self.output = output
+        output.write(prompt)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
+        if not text.endswith("\ufffd"):
+            self.output.write(text[self.written :])
+            self.output.flush()
+            self.written = len(text)
+
+    def close(self) -> None:
+        self.output.write(self.tokenizer.decode(self.tokens)[self.written :] + "\n")
+        self.output.flush()
+
+
+def complete(
+    trained: "TrainedModel",
+    prompts: Sequence[str],
+    encoded: Sequence[list[int]],
+    sampling: "Sampling",
+    max_new_tokens: int,
+    first_prompt: int,
+    stream: TextStream | None,
+) -> list[dict[str, Any]]:
+    """What becomes of each prompt, as an object of the output file. ``stream`` is told of the first one's tokens."""
+    from torchtrain.generation import generate
+
+    tokenizer = trained.tokenizer
+    made: list[list[int]] = [[] for _ in prompts]
+    for step in generate(
+        trained.model,
+        encoded,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        eos_id=tokenizer.eos_id,
+        first_prompt=first_prompt,
+    ):
+        for tokens, token in zip(made, step, strict=True):
+            if token is not None:
+                tokens.append(token)
+        if stream is not None and step[0] is not None and step[0] != tokenizer.eos_id:
+            stream.add(step[0])
+    if stream is not None:
+        stream.close()
+    results = []
+    for prompt, before, tokens in zip(prompts, encoded, made, strict=True):
+        ended = tokens[-1] == tokenizer.eos_id
+        text = tokenizer.decode(before + (tokens[:-1] if ended else tokens))[len(tokenizer.decode(before)) :]
+        results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": "eos" if ended else "length"})
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())

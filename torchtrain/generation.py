@@ -1,0 +1,134 @@
+"""Text from a model, token by token: a key/value cache and the choice of the next token.
+
+Prompts of a batch are padded on the left, so that all rows end at the same place and one step serves them all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtrain.models.llama.model import Attention, Transformer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Filters apply in the order of the fields, as in transformers.
+
+    ``temperature`` 0 takes the most likely token. ``top_k`` 0 and ``top_p`` 1 leave all tokens in; top-p is nucleus
+    sampling (https://arxiv.org/abs/1904.09751).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class CachedAttention(nn.Module):
+    """Puts the keys and values of earlier calls before those of this one, and hands over to ``inner``.
+
+    A call continues at position ``start``; ``capacity`` positions fit. The first call makes the buffers, since only
+    then it is known how many heads this rank holds.
+    """
+
+    def __init__(self, inner: nn.Module, capacity: int):
+        super().__init__()
+        self.inner = inner
+        self.capacity = capacity
+        self.start = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """``q`` (bs, heads, seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim), ``mask`` as ``inner``'s."""
+        if self.keys is None or self.values is None:
+            bs, kv_heads, _, head_dim = k.shape
+            self.keys = k.new_empty(bs, kv_heads, self.capacity, head_dim)
+            self.values = torch.empty_like(self.keys)
+        end = self.start + k.shape[2]
+        self.keys[:, :, self.start : end] = k
+        self.values[:, :, self.start : end] = v
+        self.start = end
+        out: Tensor = self.inner(q, self.keys[:, :, :end], self.values[:, :, :end], mask)
+        return out
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    eos_id: int | None = None,
+    first_prompt: int = 0,
+) -> Iterator[list[int | None]]:
+    """Yield, step by step, the next token of each prompt; None for a prompt that has ended with ``eos_id``.
+
+    What a prompt gets depends on it, on ``sampling`` and on its number (``first_prompt`` onwards) alone, not on what
+    else is in the batch. The RoPE tables of ``model`` must reach over the longest prompt and ``max_new_tokens``. All
+    ranks of a tensor-parallel model call this together and get the same.
+    """
+    assert all(prompts), "each prompt needs a token to begin with"
+    longest = max(map(len, prompts))
+    capacity = longest + max_new_tokens
+    assert capacity <= model.rope_cos.shape[0]
+    device = model.rope_cos.device
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # (bs,)
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    places = torch.arange(capacity, device=device)
+    # A generator a prompt: neighbors in the batch do not show.
+    generators = [
+        torch.Generator().manual_seed(sampling.seed * 1_000_003 + first_prompt + i) for i in range(len(prompts))
+    ]
+    ended = [False] * len(prompts)
+
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    plain = [attention.inner_attention for attention in attentions]
+    for attention, inner in zip(attentions, plain, strict=True):
+        attention.inner_attention = CachedAttention(inner, capacity)
+    try:
+        start = 0
+        for _ in range(max_new_tokens):
+            end = start + tokens.shape[1]
+            queries, keys = places[start:end, None], places[:end]
+            # What came before and is no padding; padding sees itself, since a softmax over nothing is not a number.
+            visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
+            positions = (places[start:end] - padding[:, None]).clamp(min=0)  # (bs, seq)
+            logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
+            if isinstance(logits, DTensor):
+                logits = logits.full_tensor()
+            uniform = torch.tensor([torch.rand((), generator=generator).item() for generator in generators])
+            chosen = choose(logits.float(), sampling, uniform.to(device))
+            step: list[int | None] = [
+                None if done else token for done, token in zip(ended, chosen.tolist(), strict=True)
+            ]
+            yield step
+            ended = [done or token == eos_id for done, token in zip(ended, step, strict=True)]
+            if all(ended):
+                return
+            tokens, start = chosen[:, None], end
+    finally:
+        for attention, inner in zip(attentions, plain, strict=True):
+            attention.inner_attention = inner
+
+
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """The next token of each row of ``logits`` (bs, vocab), by one number of ``uniform`` (bs,), in [0, 1), each.
+
+    The number is looked up in the cumulative distribution over the tokens, the most likely first.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    scores, order = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        scores[:, sampling.top_k :] = -torch.inf
+    probabilities = scores.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities  # of all that are more likely
+    probabilities[before >= sampling.top_p] = 0
+    cumulative = probabilities.cumsum(dim=-1)
+    place = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return order.gather(1, place)[:, 0]
