@@ -1,0 +1,174 @@
+"""What README and docs/ say is so: pages are current, links and options exist, and every command is run or listed."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtrain.config.parse import to_dict
+from torchtrain.config.schema import JobConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Run by test_a_newcomers_path_in_a_fresh_clone, in this order.
+PATH = [
+    "./run_llama_train.sh",
+    "./run_llama_train.sh --training.steps 120",
+    "python -m torchtrain.train --help",
+    'python -m torchtrain.generate outputs/debug_model --prompt "def main("',
+    'python -m torchtrain.generate outputs/debug_model --prompt "def main(" --temperature 0.8 --top_p 0.95 --seed 1',
+    "python -m torchtrain.generate outputs/debug_model --prompts_file prompts.jsonl --output_file answers.jsonl "
+    "--batch_size 32",
+    'torchrun --standalone --nproc-per-node 2 -m torchtrain.generate outputs/debug_model --prompt "import"',
+    "python -m torchtrain.convert outputs/debug_model debug_model_hf",
+    "python -m torchtrain.convert outputs/debug_model my_model_hf --dtype bfloat16",
+    "NGPU=2 ./run_llama_train.sh --job.dump_folder outputs/two_ranks",
+    "python scripts/plot.py outputs/debug_model outputs/two_ranks -o curves.png",
+    "./run_llama_train.sh --data.path my_texts.jsonl --data.text_column text --job.dump_folder outputs/my_texts",
+    "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
+    "./run_llama_train.sh --data.path prepared --job.dump_folder outputs/prepared",
+    "python -m torchtrain.prepare --data.path 'books/*.jsonl' --prepare.output prepared/books",
+    "python -m torchtrain.prepare --prepare.output prepared/books --prepare.verify",
+    "python scripts/document_config.py",
+]
+# Not run as they stand, and why.
+LISTED = {
+    "pip install -e .": "needs a package index; .ci/run does it",
+    "pip install -e '.[plot]'": "needs a package index; .ci/run does it",
+    "pip install -e '.[wandb]'": "needs a package index; .ci/run does it",
+    "pip install -e '.[eval]'": "needs a package index; .ci/run does it",
+    "pip install -e '.[dev]'": "needs a package index; .ci/run does it",
+    "pip install -e . && ./run_llama_train.sh": "needs a package index; the second half is run",
+    "pip install -e '.[dev]' && pytest": "what .ci/run does",
+    "ruff check . && ruff format --check . && mypy && pytest": "what .ci/run does",
+    "pytest -m slow": "takes a cluster's time; run by hand",
+    'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",
+    "pip install -e '.[bench]'": "needs a package index",
+    "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
+    "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
+    "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
+    'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
+    "tensorboard --logdir outputs": "serves until it is stopped",
+    "apt-get install slurmctld slurmd slurm-client": "needs a package index; .ci/run does it",
+    "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",
+    "./run_llama_train.sh --data.name allenai/c4 --data.subset en --job.dump_folder outputs/c4": "needs the network",
+    "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
+    "--limit 100": "needs the network; tests/test_evaluate.py runs it on a local task",
+    "NGPU=2 ./run_llama_train.sh": "run with a dump folder",
+    "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
+    "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has its short form",
+    "python -m torchtrain.train --data.path prepared/books ...": "... stands for options",
+    "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
+    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
+    "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --compile.enable --model.tokenizer_path "
+    "tokenizer.model": "needs a GPU",
+    "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2": (
+        "needs 8 GPUs; tests/test_parallelism.py has the layouts"
+    ),
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py has a small one",
+    "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "
+    "-m torchtrain.train --job.config_file train_configs/llama3_8b.toml": (
+        "needs two machines; tests/test_multinode.py has two agents on one"
+    ),
+}
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\./run_llama|python |torchrun |sbatch |pip |pytest|tensorboard |ruff |apt-get )"
+)
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines in the page's bash blocks, and those in its running text that begin like one."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        found += [line for line in block.replace("\\\n", "").splitlines() if line and not line.startswith("#")]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", prose):
+        if COMMAND.match(code) and " " in code:
+            found.append(code)
+    return [" ".join(command.split()) for command in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_run_or_listed(page: Path) -> None:
+    for command in commands(page):
+        assert command in PATH or command in LISTED, f"{page.name}: {command!r} is neither run by a test nor listed"
+
+
+def test_nothing_is_listed_that_no_page_has() -> None:
+    written = {command for page in PAGES for command in commands(page)}
+    assert written >= set(PATH) | set(LISTED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+    if page.name == "from-torchtitan.md":  # its first column names torchtitan's
+        text = "\n".join(line.split("|", 2)[2] if line.startswith("|") else line for line in text.splitlines())
+    sections = to_dict(JobConfig())
+    for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
+        if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
+            known = {**sections[section], "total_steps": None, "decay_ratio": None}
+            name = key.removeprefix("no-")
+            assert name in known or key in ("py", "jsonl"), f"{page.name}: {section}.{key} is no option"
+
+
+def test_the_configuration_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts" / "document_config.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.render(), "run python scripts/document_config.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for name in files.rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():  # not one that is about to be deleted
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    config = clone / "train_configs" / "debug_model.toml"
+    short = config.read_text()
+    for key, value in (("local_batch_size", 2), ("seq_len", 192), ("steps", 20)):
+        short = re.sub(rf"^{key} = \d+$", f"{key} = {value}", short, count=1, flags=re.MULTILINE)
+    config.write_text(short)
+    texts = [{"text": f"def f{i}(x):\n    return x + {i}\n" * 40, "prompt": f"def f{i}"} for i in range(60)]
+    for name in ("my_texts.jsonl", "prompts.jsonl"):
+        (clone / name).write_text("".join(json.dumps(line) + "\n" for line in texts[: 60 if name[0] == "m" else 3]))
+    (clone / "books").mkdir()
+    shutil.copy(clone / "my_texts.jsonl", clone / "books")
+    programs = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(clone)}
+    outputs = {}
+    for command in PATH:
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert result.returncode == 0, f"{command}\n{result.stderr}"
+        assert "Traceback" not in result.stderr, f"{command}\n{result.stderr}"
+        outputs[command] = result
+    first, resumed = outputs[PATH[0]].stderr, outputs[PATH[1]].stderr
+    assert "step 20/20" in first
+    assert "resumed from outputs/debug_model/checkpoint/step-20" in resumed
+    assert "done: step 120 of 120" in resumed
+    assert outputs[PATH[3]].stdout.startswith("def main(")
+    assert len((clone / "answers.jsonl").read_text().splitlines()) == 3
+    assert (clone / "curves.png").stat().st_size > 10_000
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(clone / "debug_model_hf")
+    assert model.num_parameters() == 6_819_072
