@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torchtrain.datasets import text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.text import StreamedText
-from torchtrain.distributed.process_group import new_data_group
 from torchtrain.errors import DataError
 
 
@@ -44,7 +44,9 @@ class Windows:
         return len(window)
 
 
-def loader_of(stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True) -> Loader:
+def loader_of(
+    stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True, timeout: timedelta | None = None
+) -> Loader:
     loader = Loader(
         [[stream]],
         Mixture([1.0]),
@@ -55,7 +57,7 @@ def loader_of(stream: Windows, row: int, prefetch: int = 4, drop_last: bool = Tr
         drop_last=drop_last,
         device=torch.device("cpu"),
     )
-    loader.connect(new_data_group())
+    loader.connect(dist.new_group(backend="gloo", timeout=timeout))
     return loader
 
 
@@ -97,14 +99,35 @@ def test_all_ranks_end_at_the_same_step(gloo: GlooPool) -> None:
 
 def wait_for_a_slow_rank() -> list[float]:
     rank = dist.get_rank()
-    loader = loader_of(Windows(pause=0.3 * rank), rank, prefetch=0)
+    loader = loader_of(Windows(pause=0.5 * rank), rank, prefetch=0)
     return [loader.wait_seconds for _ in zip(range(2), loader, strict=False)]
 
 
 def test_waiting_for_another_rank_is_not_waiting_for_data(gloo: GlooPool) -> None:
     fast, slow = gloo.run(2, wait_for_a_slow_rank)
-    assert all(seconds < 0.2 for seconds in fast)
-    assert all(seconds >= 0.3 for seconds in slow)
+    assert all(seconds >= 0.5 for seconds in slow)
+    assert min(fast) < 0.5
+
+
+def wait_beyond_the_timeout(silent: bool) -> str:
+    """Rank 1's first batch comes, or its main thread asks for it, later than the group's time-out of two seconds."""
+    rank = dist.get_rank()
+    loader = loader_of(Windows(pause=0 if silent else 5 * rank), rank, timeout=timedelta(seconds=2))
+    if silent and rank == 1:
+        time.sleep(5)
+        return ""
+    try:
+        return str(next(loader).tokens.tolist())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_late_data_are_waited_for(gloo: GlooPool) -> None:
+    assert gloo.run(2, wait_beyond_the_timeout, False) == ["[[0, 0, 0, 0]]", "[[1, 1, 1, 1]]"]
+
+
+def test_a_silent_rank_is_not_waited_for(gloo: GlooPool) -> None:
+    assert "Timed out waiting 2000ms" in gloo.run(2, wait_beyond_the_timeout, True)[0]
 
 
 def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:

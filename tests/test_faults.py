@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -280,7 +280,6 @@ def test_bad_numbers_stop(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
 def spike_in_step_8() -> Any:
     """Fifty times the loss, on both ranks."""
     return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 7 else loss)
@@ -325,19 +324,43 @@ def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbe
     assert_same_end(tmp_path, undisturbed)
 
 
-@pytest.fixture
-def hung_run(tmp_path: Path) -> Iterator[ForkedRun]:
-    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable")
-    yield run
-    run.kill(number=signal.SIGCONT)
-    run.end()
+def stop_before(method: Any, name: str) -> Any:
+    """Rank 1's process is stopped when it calls a method for the fourth time: not dead, but silent."""
+    original, calls = getattr(method, name), 0
+
+    def stopped(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*args, **options)
+
+    return patch.object(method, name, stopped)
 
 
-def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hung_run: ForkedRun) -> None:
-    hung_run.wait_for(lambda: steps_done(tmp_path) >= 3)
-    hung_run.kill(1, number=signal.SIGSTOP)
-    hung_run.wait_for(lambda: hung_run.processes[0].exitcode is not None)
-    output = hung_run.logs[0].read_text()
+def stop_before_update() -> Any:
+    from torchtrain.train_step import TrainStep
+
+    return stop_before(TrainStep, "_update")
+
+
+def stop_before_batch() -> Any:
+    from torchtrain.datasets.loader import Loader
+
+    return stop_before(Loader, "__next__")
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"), [(stop_before_update, "clip_grad_norm"), (stop_before_batch, "loader.py")], ids=["step", "batch"]
+)
+def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, place: str) -> None:
+    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", hook=hook)
+    try:
+        run.wait_for(lambda: run.processes[0].exitcode is not None)
+    finally:
+        run.end()
+    output = run.logs[0].read_text()
+    assert "step 4 takes more than 2 s" in output, output
     assert "so ranks 0 are waiting for ranks 1" in output, output
-    (report,) = tmp_path.glob("hangs/step-*-rank-0.txt")
-    assert "train_step.py" in report.read_text()
+    (report,) = tmp_path.glob("hangs/step-4-rank-0.txt")
+    assert place in report.read_text().split("\n", 1)[0]

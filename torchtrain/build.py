@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
@@ -22,7 +24,7 @@ from torchtrain.config.schema import ActivationCheckpoint, Comm, Compile, JobCon
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
-from torchtrain.distributed.process_group import init_process_group, new_data_group, pick_device, rank, world_size
+from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
 from torchtrain.errors import CheckpointError, ConfigError, FaultError
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
@@ -203,7 +205,7 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales_after_updates(parts, optimizer)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
-    data_group = new_data_group()
+    data_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
     for loader in (plan.loader, *plan.validation_loaders.values()):
         loader.connect(data_group)
     states["loader"] = LoaderState(plan.loader, mesh)

@@ -113,10 +113,14 @@ def train(config: JobConfig) -> int:
         logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
     gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
 
-    with closing(plan.loader) as batches, metrics, profiler, stop, hangs, run.checkpoint:
-        for batch in metrics.time_waiting(batches):
-            run.step += 1
-            with hangs.watch(run.step):
+    with closing(plan.loader), metrics, profiler, stop, hangs, run.checkpoint:
+        batches = metrics.time_waiting(plan.loader)
+        while run.step < steps:
+            with hangs.watch(run.step + 1):
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                run.step += 1
                 loss, grad_norm = train_step(run.step, batch)
             if guard.must_roll_back:
                 run.roll_back()
@@ -132,7 +136,7 @@ def train(config: JobConfig) -> int:
                 set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[run.checkpoint.group])
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
-            if run.step == steps or guard.must_stop:
+            if guard.must_stop:
                 break
         guard.settle()
         if first_step < run.step < steps:

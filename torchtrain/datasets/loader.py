@@ -1,6 +1,5 @@
 """The loader: this rank's rows of the global batch, step after step, read ahead in the background."""
 
-import contextlib
 import queue
 import threading
 import time
@@ -17,6 +16,9 @@ from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.packing import Stream
 from torchtrain.errors import DataError
 from torchtrain.loss import IGNORE_INDEX
+
+# Ranks whose batch is late say so this often.
+ROUND_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Loader:
     def connect(self, group: dist.ProcessGroup) -> None:
         """From now on fail and end together with the loaders of all ranks in ``group``, a gloo group of its own.
 
-        One word is exchanged for each batch, once the batch is there: while one rank waits for its data, the others
-        wait here, and not in a collective of the model with a short time-out.
+        A few words are exchanged for each batch, and every ``ROUND_SECONDS`` while the batch of any rank is late. So
+        data may take longer than the group's time-out, but a rank that says nothing may not.
         """
         self._group = group
 
@@ -90,15 +92,20 @@ class Loader:
     def __next__(self) -> Batch:
         if self._background is None:
             self._background = _Background(self._read, self._prefetch, self._device)
-        start = time.perf_counter()
-        read, error = self._background.next()
-        self.wait_seconds = time.perf_counter() - start
-        failed, targets, ended = self._agree(
-            error is not None, read.targets if read else 0, read is not None and not read.full
-        )
-        if failed:
-            self.close()
-            self._raise_on_all_ranks(error)
+        self._background.ask()
+        self.wait_seconds = 0.0
+        read: _Read | None = None
+        error: BaseException | None = None
+        late = True
+        while late:
+            if read is None:
+                start = time.perf_counter()
+                read, error = self._background.next(ROUND_SECONDS)
+                self.wait_seconds += time.perf_counter() - start
+            failed, late, targets, ended = self._agree(read, error)
+            if failed:
+                self.close()
+                self._raise_on_all_ranks(error)
         assert read is not None
         if (ended and self._drop_last) or not targets:
             self.close()
@@ -170,13 +177,15 @@ class Loader:
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
 
-    def _agree(self, failed: bool, targets: int, ended: bool) -> tuple[bool, int, bool]:
-        """The largest of each over all ranks."""
+    def _agree(self, read: _Read | None, error: BaseException | None) -> tuple[bool, bool, int, bool]:
+        """Whether any rank has failed, whether any is late, the most targets of a rank, whether any has too few."""
+        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
         if self._group is None:
-            return failed, targets, ended
-        words = torch.tensor([failed, targets, ended], dtype=torch.int64)
+            return own
+        words = torch.tensor(own, dtype=torch.int64)
         dist.all_reduce(words, dist.ReduceOp.MAX, group=self._group)
-        return bool(words[0]), int(words[1]), bool(words[2])
+        failed, late, targets, ended = words.tolist()
+        return bool(failed), bool(late), targets, bool(ended)
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
         messages: list[str | None] = [None]
@@ -190,43 +199,43 @@ class Loader:
 
 
 class _Background:
-    """Calls ``read`` in a thread, up to ``ahead`` times in advance; with 0, when the result is asked for."""
+    """Calls ``read`` in a thread, up to ``ahead`` times more than was asked for."""
 
     def __init__(self, read: Callable[[], _Read], ahead: int, device: torch.device):
         self._read = read
         self._device = device
-        self._results: queue.Queue[_Read | None] = queue.Queue(maxsize=ahead)
+        self._allowed = threading.Semaphore(ahead)
+        self._results: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
-        if ahead > 0:
-            self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+        self._thread.start()
 
-    def next(self) -> tuple[_Read | None, BaseException | None]:
-        """The next result, or the error that keeps it away: as soon as it is known, even if results are left."""
-        if self._thread is None:
+    def ask(self) -> None:
+        """Before the first ``next`` for each result."""
+        self._allowed.release()
+
+    def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
+        """The next result, if there is one in time; or the error that keeps it away, even if results are left."""
+        read = None
+        if self._error is None:
             try:
-                return self._read(), None
-            except BaseException as error:
-                return None, error
-        read = None if self._error else self._results.get()
+                read = self._results.get(timeout=timeout_seconds)
+            except queue.Empty:
+                return None, None
         return (None, self._error) if self._error else (read, None)
 
     def close(self) -> None:
         """Let the thread end. One that hangs on the network is left behind: it ends with the process."""
         self._closed = True
-        deadline = time.monotonic() + 5
-        while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):  # room for the result that the thread wants to leave
-                self._results.get_nowait()
-            self._thread.join(timeout=0.01)
+        self._allowed.release()
+        self._thread.join(timeout=5)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
             # A new thread's device is the first GPU: pinning there would cost every rank memory on it.
             torch.cuda.set_device(self._device)
-        while not self._closed:
+        while self._allowed.acquire() and not self._closed:
             try:
                 read = self._read()
             except BaseException as error:

@@ -12,8 +12,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.errors import ConfigError
 
-_DATA = "data"  # description of the group that waits for data
-
 
 def world_size() -> int:
     """Number of ranks that torchrun started; 1 without it."""
@@ -60,17 +58,10 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
-def new_data_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks in which to wait for data: for hours, if the network wants it."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1), group_desc=_DATA)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()) -> None:
-    """Wait at most so long in every later collective, but in those of the data and of the groups in ``longer``."""
+    """Wait at most so long in every later collective, but in those of the groups in ``longer``."""
     # Ranks reach this point at different times: without the barrier the first to arrive would already hurry the last.
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_desc != _DATA and group not in longer:
+        if group not in longer:
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
