@@ -1,8 +1,10 @@
 """Prepared data: the bytes do not depend on how the work went, and nothing that is wrong is read."""
 
 import json
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from torchtrain.datasets.files import open_standard_library
 from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
 from torchtrain.datasets.preparing import prepare
 from torchtrain.errors import DataError
+from torchtrain.tokenizers import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -130,12 +133,15 @@ def test_other_data_are_refused(prepared: Path, tmp_path: Path) -> None:
 
 
 def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -> None:
-    import fcntl
-
-    with open(prepared / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", hold, str(prepared / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
         with pytest.raises(DataError, match="another prepare is at work"):
             prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
+        holder.communicate(b"\n")
+    prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
 
 
 def damage(path: Path) -> None:
@@ -192,22 +198,52 @@ def test_windows_reach_over_shards(prepared: Path) -> None:
         assert out.tolist() == tokens[start : start + len(out)]
 
 
-def test_the_door_uses_every_core_and_a_folder_for_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.mark.parametrize("asked", [0, 5])
+def test_as_many_processes_tokenize_as_asked(asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = asked or min(len(os.sched_getaffinity(0)), len(DOCUMENTS))  # 0: all cores
+    barrier = multiprocessing.get_context("fork").Barrier(processes, timeout=120)
+    first_here = [True]  # each process has its own
+    encode = type(TOKENIZER).encode
 
-    def record(source: Source, key: str, tokenizer_path: str, folder: Path, processes: int) -> Manifest:
-        calls.append((source.path, key, tokenizer_path, folder, processes))
-        return Manifest("", 4096, "", "", (Shard("shard-00000", 1, 1, 1, 0, "", ""),))
+    def met_and_recorded(tokenizer: Tokenizer, text: str, *, bos: bool, eos: bool) -> list[int]:
+        if first_here:
+            first_here.clear()
+            barrier.wait()  # so that none can do all the work before another has begun
+        with open(tmp_path / "log", "a") as log:
+            log.write(f"{os.getpid()} {text.splitlines()[0]}\n")
+        return encode(tokenizer, text, bos=bos, eos=eos)
 
-    monkeypatch.setattr("torchtrain.datasets.preparing.prepare", record)
-    (tmp_path / "mix.toml").write_text('[[data.sources]]\npath = "a"\n[[data.sources]]\npath = "b"\nweight = 2\n')
-    assert door.main(["--job.config_file", str(tmp_path / "mix.toml"), "--prepare.output", str(tmp_path)]) == 0
-    cores = len(os.sched_getaffinity(0))
-    assert calls == [
-        ("a", "data.sources[0]", "", tmp_path / "0", cores),
-        ("b", "data.sources[1]", "", tmp_path / "1", cores),
-    ]
+    monkeypatch.setattr(type(TOKENIZER), "encode", met_and_recorded)
+    source, output = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), str(tmp_path / "prepared")
+    options = ["--data.path", source, "--prepare.output", output, "--prepare.processes", str(asked)]
+    assert door.main(options) == 0
+    lines = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
+    assert len({pid for pid, _ in lines} - {str(os.getpid())}) == processes
+    assert sorted(text for _, text in lines) == sorted(text.splitlines()[0] for text in DOCUMENTS)
+
+
+def test_each_source_has_a_folder(tmp_path: Path) -> None:
+    first, second = (write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n::2]) for n in range(2))
+    config = tmp_path / "mix.toml"
+    config.write_text(f'[[data.sources]]\npath = "{first}"\n[[data.sources]]\npath = "{second}"\nweight = 2\n')
+    assert door.main(["--job.config_file", str(config), "--prepare.output", str(tmp_path / "mix")]) == 0
+    for number, name in enumerate(("first", "second")):
+        alone = write_prepared(tmp_path / name, str(tmp_path / f"{number}.jsonl"))
+        assert tokens_of(tmp_path / "mix" / str(number)) == tokens_of(Path(alone))
     assert door.main([]) == 2
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(tokenizer: Tokenizer, text: str, *, bos: bool, eos: bool) -> list[int]:  # noqa: ARG001
+        if text.startswith("document 0 "):
+            os._exit(9)
+        return signal.pause()  # type: ignore[return-value]
+
+    monkeypatch.setattr(type(TOKENIZER), "encode", die)
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    with pytest.raises(DataError, match=r"ended with code 9, .* fewer --prepare.processes"):
+        prepare(source, "data", "", tmp_path / "prepared", processes=2)
+    assert multiprocessing.active_children() == []
 
 
 def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:

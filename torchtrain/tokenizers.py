@@ -127,7 +127,6 @@ _LLAMA3_SPECIAL_COUNT = 256
 # stack on longer runs of only spaces or only non-spaces.
 _LONGEST_TEXT = 400_000
 _LONGEST_RUN = 25_000
-_LONG_SPACES = re.compile(rf"\s{{{_LONGEST_RUN}}}")
 _RUNS = re.compile(rf"\s{{1,{_LONGEST_RUN}}}|\S{{1,{_LONGEST_RUN}}}")
 
 
@@ -190,9 +189,9 @@ def _short_parts(text: str) -> Iterator[str]:
 
 def _has_long_run(text: str) -> bool:
     """Whether to look at the runs of ``text`` one by one, which takes as long as to tokenize it."""
-    if len(text) <= _LONGEST_RUN:
-        return False
-    return max(map(len, text.split()), default=0) >= _LONGEST_RUN or _LONG_SPACES.search(text) is not None
+    # A run of full length covers one of these stretches, whose bounds lie half of that apart.
+    half = _LONGEST_RUN // 2
+    return any(run.end() - start >= half for start in range(0, len(text), half) if (run := _RUNS.match(text, start)))
 
 
 def _present(token: int) -> int | None:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,20 +29,9 @@ from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
 from torchtrain.errors import DataError
-from torchtrain.tokenizers import load_tokenizer
+from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 _UNFINISHED = "unfinished.json"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What every process needs to know. ``plan`` is the manifest without its shards."""
-
-    source: Source
-    key: str
-    tokenizer_path: str
-    folder: Path
-    plan: Manifest
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             _write_json(folder / _UNFINISHED, plan)
             for leftover in folder.glob("*.partial"):
                 leftover.unlink()
-            _run(_Job(source, key, tokenizer_path, folder, plan), tasks, processes)
+            _run(_ShardWriter(documents, tokenizer, folder, plan.dtype), tasks, processes)
             shards = tuple(Shard(**json.loads(_record(folder, task.name).read_text())) for task in tasks)
             _flush(path for path in folder.iterdir() if path.name.startswith("shard-"))
             if not any(shard.documents for shard in shards):
@@ -117,38 +107,50 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder alone; the lock ends with the process, however that ends."""
     with open(folder / ".lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock, whose lock the worker processes would inherit.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
         yield
 
 
-def _run(job: _Job, tasks: Sequence[_Task], processes: int) -> None:
+def _run(writer: "_ShardWriter", tasks: Sequence[_Task], processes: int) -> None:
     """Write the shards that are not complete yet."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # A forked process starts at once, with the source and the tokenizer open. What it calls takes no lock that a thread
+    # of this process could hold at that moment.
+    context = multiprocessing.get_context("fork")
     next_task = context.Value("q", 0)
-    pipes: dict[Connection, Any] = {}
-    for _ in range(min(processes, len(tasks))):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, tasks, next_task, theirs), daemon=True)
-        process.start()
-        theirs.close()  # so that the pipe ends with the process
-        pipes[ours] = process
-    total = tasks[-1].documents.stop
-    with tqdm(desc=str(job.folder), total=total, unit=" documents", dynamic_ncols=True) as progress:
-        while pipes:
-            for pipe in wait(list(pipes)):
+    workers: dict[Connection, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork wherever there are threads
+        for _ in range(min(processes, len(tasks))):
+            ours, theirs = context.Pipe(duplex=False)
+            workers[ours] = context.Process(target=_work, args=(writer, tasks, next_task, theirs), daemon=True)
+            workers[ours].start()
+            theirs.close()  # so that the pipe ends with the process
+    try:
+        _follow(workers, str(writer.folder), tasks[-1].documents.stop)
+    finally:
+        for worker in workers.values():
+            worker.terminate()
+            worker.join()
+
+
+def _follow(workers: dict[Connection, Any], name: str, documents: int) -> None:
+    """Show how far the workers are, until all have ended."""
+    with tqdm(desc=name, total=documents, unit=" documents", dynamic_ncols=True) as progress:
+        while workers:
+            for pipe in wait(list(workers)):
                 assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
                 except EOFError:
-                    process = pipes.pop(pipe)
-                    process.join()
-                    if process.exitcode:
+                    worker = workers.pop(pipe)
+                    worker.join()
+                    if worker.exitcode:
                         raise DataError(
-                            f"a process that tokenized for {job.folder} ended with code {process.exitcode}, perhaps "
-                            "for want of memory; run prepare again to go on, with fewer --prepare.processes"
+                            f"a process that tokenized for {name} ended with code {worker.exitcode}, perhaps for want "
+                            "of memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
                 if isinstance(message, str):
@@ -156,19 +158,18 @@ def _run(job: _Job, tasks: Sequence[_Task], processes: int) -> None:
                 progress.update(message)
 
 
-def _work(job: _Job, tasks: Sequence[_Task], next_task: Any, pipe: Connection) -> None:
+def _work(writer: "_ShardWriter", tasks: Sequence[_Task], next_task: Any, pipe: Connection) -> None:
     """A process: write the next shard that no other has taken, until none is left; report the documents done."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent answers it
     try:
-        writer = _ShardWriter(job)
         while True:
             with next_task.get_lock():
                 number = next_task.value
                 next_task.value += 1
             if number >= len(tasks):
                 return
-            if not _is_complete(job.folder, tasks[number].name):
+            if not _is_complete(writer.folder, tasks[number].name):
                 writer.write(tasks[number])
             pipe.send(len(tasks[number].documents))
     except (DataError, OSError) as error:
@@ -182,36 +183,36 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+@dataclass(frozen=True)
 class _ShardWriter:
     """Tokenizes documents into the files of a shard."""
 
-    def __init__(self, job: _Job) -> None:
-        self._documents = _open_local(job.source, job.key)
-        self._tokenizer = load_tokenizer(job.tokenizer_path)
-        self._folder = job.folder
-        self._dtype = job.plan.dtype
+    documents: LocalText
+    tokenizer: Tokenizer
+    folder: Path
+    dtype: np.dtype[Any]
 
     def write(self, task: _Task) -> None:
         """Write the tokens, where documents begin, and at last the record."""
         starts, tokens, size, skipped = [], 0, 0, 0
         hasher = xxhash.xxh3_128()
-        path = self._folder / f"{task.name}.tokens"
+        path = self.folder / f"{task.name}.tokens"
         with _written_whole(path) as file:
-            for text in self._documents.read_all(task.documents):
+            for text in self.documents.read_all(task.documents):
                 if not text:
                     skipped += text is None
                     continue
-                ids = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=self._dtype)
+                ids = np.array(self.tokenizer.encode(text, bos=True, eos=True), dtype=self.dtype)
                 file.write(ids.data)
                 hasher.update(ids.data)
                 starts.append(tokens)
                 tokens += len(ids)
                 size += len(text.encode("utf-8", "replace"))
         offsets = np.array([*starts, tokens], dtype="<i8")
-        with _written_whole(self._folder / f"{task.name}.documents") as file:
+        with _written_whole(self.folder / f"{task.name}.documents") as file:
             file.write(offsets.data)
         hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
-        _write_json(_record(self._folder, task.name), Shard(task.name, tokens, len(starts), size, skipped, *hashes))
+        _write_json(_record(self.folder, task.name), Shard(task.name, tokens, len(starts), size, skipped, *hashes))
 
 
 def _is_complete(folder: Path, name: str) -> bool:
