@@ -1,15 +1,19 @@
 """Runs of a tiny model that tests compare: the same config and seed on different layouts, through the real joinery."""
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtrain import build as joinery
 from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, LRScheduler, Optimizer, Training
 from torchtrain.datasets.loader import Batch
@@ -17,12 +21,12 @@ from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.initialization import full_name
-from torchtrain.loss import OutputLoss, TokenLoss
+from torchtrain.loss import TokenLoss
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizer import build_optimizer
-from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.train_step import TrainStep
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
@@ -67,66 +71,64 @@ def global_batch(step: int, vocab_size: int, seq_len: int) -> Tensor:
     return torch.randint(0, vocab_size, (GLOBAL_BATCH, seq_len + 1), generator=generator)
 
 
-def build(config: JobConfig, model_config: TransformerConfig = TINY) -> tuple[dict[int, Transformer], Mesh]:
-    """This rank's stages (without a pipeline, one), parallelized and initialized as the joinery does it."""
-    mesh = Mesh(torch.device("cpu"), resolve_degrees(config.parallelism, dist.get_world_size()))
-    stages = build_stages(model_config, mesh, config.parallelism)
-    for stage in stages.values():
-        parallelize_llama(
-            stage,
-            mesh,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            float8=config.float8,
-        )
-        stage.to_empty(device="cpu")
-    initialize(list(stages.values()), config.training.seed, torch.device("cpu"))
-    return stages, mesh
+def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
+    """This rank's share of a model, initialized, as the joinery makes it."""
+    device = torch.device("cpu")
+    model = build_parallel_model(
+        shape,
+        Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
+        device,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+    )
+    initialize(model.parts, config.training.seed, device)
+    return model
 
 
 def train(
-    config: JobConfig, model_config: TransformerConfig = TINY, steps: int = 10, document_start: int | None = None
+    config: JobConfig, shape: TransformerConfig = TINY, steps: int = 10, document_start: int | None = None
 ) -> Curve:
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
-    device = torch.device("cpu")
-    stages, mesh = build(config, model_config)
-    degrees, parts = mesh.degrees, list(stages.values())
-    loss_of = OutputLoss(config.training.loss_chunk_tokens, compile=config.compile.enable)
-    pipeline = None
-    if degrees.pipeline > 1:
-        pipeline = Pipeline(stages, mesh, device, loss_of, training=config.training, parallelism=config.parallelism)
-    first = full_weights(parts)
-    optimizer = build_optimizer(parts, config.optimizer)
-    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, steps)
-    guard = admit_all(config, device)
+    model = build(config, shape)
+    first = full_weights(model.parts)
     train_step = TrainStep(
-        parts,
-        pipeline,
-        optimizer,
-        schedule,
-        mesh,
-        loss_of,
-        config.training,
-        device,
-        guard,
-        lambda: None,
-        document_start,
+        model,
+        Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
+        build_optimizer(model.parts, config.optimizer),
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
+        admit_all(config),
+        max_norm=config.training.max_norm,
+        before_update=lambda: None,
     )
+    degrees = model.mesh.degrees
     rows = GLOBAL_BATCH // degrees.batch
     start = degrees.batch_rank(dist.get_rank()) * rows
     losses, grad_norms = [], []
     for step in range(1, steps + 1):
-        windows = global_batch(step, model_config.vocab_size, config.training.seq_len)
+        windows = global_batch(step, shape.vocab_size, config.training.seq_len)
         labels = windows[:, 1:].clone()
         for row in range(GLOBAL_BATCH):
             labels[row, : row + step % 3] = -100
         mine = slice(start, start + rows)
         loss, grad_norm = train_step(step, Batch(windows[mine, :-1], labels[mine]))
-        losses.append(global_mean(loss, mesh))
+        losses.append(global_mean(loss, model.mesh))
         grad_norms.append(grad_norm.item())
-    return Curve(losses, grad_norms, first, full_weights(parts))
+    return Curve(losses, grad_norms, first, full_weights(model.parts))
+
+
+@contextmanager
+def joinery_of(shape: TransformerConfig) -> Iterator[None]:
+    """Within, the joinery takes this process group for one of torchrun's, and ``shape`` for the model's flavor."""
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        patch.dict(os.environ, ranks),
+        patch.object(joinery, "init_process_group"),  # the pool has done it
+        patch.object(joinery, "flavor_config", lambda *_: shape),
+    ):
+        yield
 
 
 class NoStop:
@@ -135,9 +137,9 @@ class NoStop:
     pending = False
 
 
-def admit_all(config: JobConfig, device: torch.device) -> UpdateGuard:
+def admit_all(config: JobConfig) -> UpdateGuard:
     """The guard of a run in which nothing goes wrong."""
-    return UpdateGuard(config.faults, cast(StopRequest, NoStop()), device, lambda *_: None)
+    return UpdateGuard(config.faults, cast(StopRequest, NoStop()), torch.device("cpu"), lambda *_: None)
 
 
 def global_mean(loss: TokenLoss, mesh: Mesh) -> float:

@@ -48,15 +48,15 @@ class CollectiveCounter(TorchDispatchMode):
 def _collectives(parallelism: dict[str, Any], n_layers: int) -> list[Counter[tuple[str, int]]]:
     """Of one forward, and of one backward."""
     config = config_of(parallelism=parallelism, training={"local_batch_size": BS})
-    stages, mesh = build(config, replace(TINY, n_layers=n_layers))
+    model = build(config, replace(TINY, n_layers=n_layers))
     windows = global_batch(1, TINY.vocab_size, SEQ)[:BS]
     tokens, labels, positions = (
-        local_sequence(x, mesh.context) for x in (windows[:, :-1], windows[:, 1:], torch.arange(SEQ)[None])
+        local_sequence(x, model.mesh.context) for x in (windows[:, :-1], windows[:, 1:], torch.arange(SEQ)[None])
     )
     ranks = torch.distributed.get_world_size()
     with loss_parallel():
         with CollectiveCounter(ranks) as forward:
-            loss = cross_entropy_sum(stages[0](tokens, positions), labels)
+            loss = cross_entropy_sum(model.parts[0](tokens, positions), labels)
         with CollectiveCounter(ranks) as backward:
             loss.backward()
     return [forward.seen, backward.seen]

@@ -77,7 +77,7 @@ def test_another_seed_is_another_run(gloo: GlooPool, reference: Curve) -> None:
 
 def _saved_activations(config: JobConfig) -> int:
     """Bytes that a forward of the blocks keeps for backward."""
-    model = build(config)[0][0]
+    (model,) = build(config).parts
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_activation_checkpointing_keeps_less(gloo: GlooPool) -> None:
 
 
 def _reshard_settings(config: JobConfig) -> list[bool]:
-    model = build(config)[0][0]
+    (model,) = build(config).parts
     model(torch.zeros(1, 16, dtype=torch.long))
     # After a forward a resharded block holds DTensors again, a gathered one whole tensors.
     return [isinstance(block.get_parameter("ffn_norm.weight"), DTensor) for block in model.layers.values()]
@@ -114,15 +114,15 @@ def test_which_blocks_are_freed_after_forward(gloo: GlooPool, option: str, freed
 
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:
-    stages, _ = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1))
+    (model,) = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1)).parts
     generator = torch.Generator().manual_seed(0)
     squares = 0.0
-    for parameter in stages[0].parameters():
+    for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         gradient = torch.randn(parameter.shape, generator=generator)
         squares += gradient.double().square().sum().item()
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-    return clip_grad_norm(list(stages.values()), 1.0).item(), math.sqrt(squares)
+    return clip_grad_norm([model], 1.0).item(), math.sqrt(squares)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

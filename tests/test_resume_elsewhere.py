@@ -1,19 +1,17 @@
 """A run saved on one layout goes on along the same path on another, with the same batches."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, admit_all, global_mean
+from parity import TINY, admit_all, global_mean, joinery_of
 
-from torchtrain import build
+from torchtrain.build import build_run, plan_run
 from torchtrain.config.schema import (
     Checkpoint,
     Data,
@@ -51,37 +49,23 @@ class Part(NamedTuple):
 def train(config: JobConfig, tied: bool) -> Part:
     """Train through the real joinery to step ``LAST``, from the beginning or the checkpoint of step ``SAVED``."""
 
-    def tiny_shape(config: JobConfig, tokenizer: Any) -> Any:
-        seq_len = config.training.seq_len
-        return replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=seq_len, tied_embeddings=tied)
-
-    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    with (
-        patch.dict(os.environ, ranks),
-        patch.object(build, "init_process_group"),  # the pool has done it
-        patch.object(build, "model_shape", tiny_shape),
-    ):
-        plan = build.plan_run(config)
-        run = build.build_run(config, plan)
-    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST)
-    guard, before_update = admit_all(config, plan.device), run.checkpoint.before_update
+    with joinery_of(replace(TINY, tied_embeddings=tied)):
+        plan = plan_run(config)
+        run = build_run(config, plan)
     step = TrainStep(
-        run.parts,
-        run.pipeline,
+        run.model,
+        run.microbatches,
         run.optimizer,
-        schedule,
-        run.mesh,
-        run.loss,
-        config.training,
-        plan.device,
-        guard,
-        before_update,
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST),
+        admit_all(config),
+        max_norm=config.training.max_norm,
+        before_update=run.checkpoint.before_update,
     )
     losses, tokens = [], []
     for number in range(run.step + 1, LAST + 1):
         batch = next(plan.loader)
         loss, _ = step(number, batch)
-        losses.append(global_mean(loss, run.mesh))
+        losses.append(global_mean(loss, run.model.mesh))
         tokens.append(batch.tokens.tolist())
         if number == SAVED:
             run.checkpoint.maybe_save(number)

@@ -37,7 +37,7 @@ def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> Non
 def saved_bytes(mode: str) -> int:
     """Bytes that the forward of a block of ``mode`` keeps for its backward, parameters left out."""
     config = config_of(activation_checkpoint={"mode": mode})
-    stages, _ = build(config)
+    (model,) = build(config).parts
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def saved_bytes(mode: str) -> int:
 
     tokens = torch.zeros(2, TINY.max_seq_len, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        stages[0](tokens)
+        model(tokens)
     return sum(kept.values())
 
 
@@ -104,8 +104,7 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
 
 
 def states_after_steps(state_dtype: str) -> Any:
-    stages, _ = build(config_of())
-    parts = list(stages.values())
+    parts = build(config_of()).parts
     optimizer = build_optimizer(parts, Optimizer(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
     starts = {parameter: parameter.detach().clone() for part in parts for parameter in part.parameters()}
     for step in range(5):

@@ -2,24 +2,20 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from gloo_pool import GlooPool
-from parity import TINY
+from parity import TINY, joinery_of
 
-from torchtrain import build
+from torchtrain.build import build_run, plan_run
 from torchtrain.config.schema import Data, JobConfig, Parallelism, Source, Training, Validation
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.validation import Validator
 
 SEQ_LEN = 32
@@ -28,26 +24,15 @@ SEQ_LEN = 32
 def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
     """Validate twice on this process group, through the real joinery; what is reported."""
 
-    def tiny_shape(*_: Any) -> Any:
-        return replace(TINY, vocab_size=TOKENIZER.vocab_size, max_seq_len=SEQ_LEN)
-
-    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    with (
-        patch.dict(os.environ, ranks),
-        patch.object(build, "init_process_group"),  # the pool has done it
-        patch.object(build, "model_shape", tiny_shape),
-    ):
-        plan = build.plan_run(config)
-        run = build.build_run(config, plan)
+    with joinery_of(TINY):
+        plan = plan_run(config)
+        run = build_run(config, plan)
     reports: list[tuple[int, dict[str, float]]] = []
     validator = Validator(
         config.validation,
         plan.validation_loaders,
-        run.parts,
-        run.pipeline,
-        run.mesh,
-        run.loss,
-        Microbatches(run.mesh, plan.device, config.training.local_batch_size, plan.document_start),
+        run.model,
+        run.microbatches,
         TOKENIZER.token_bytes,
         lambda step, results: reports.append((step, results)),
     )

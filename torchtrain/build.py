@@ -28,14 +28,13 @@ from torchtrain.distributed.process_group import init_process_group, pick_device
 from torchtrain.errors import CheckpointError, ConfigError, FaultError
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
-from torchtrain.loss import OutputLoss
 from torchtrain.metrics.writers import check_writers
 from torchtrain.models.llama import Transformer, TransformerConfig, flavor_config
 from torchtrain.optimizer import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.limits import check_layout
-from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
@@ -59,10 +58,8 @@ class Run:
     """The parts of a run that is ready for its next step."""
 
     plan: Plan
-    mesh: Mesh
-    parts: Sequence[Transformer]  # the model, or the pipeline stages that this rank holds
-    pipeline: Pipeline | None
-    loss: OutputLoss
+    model: ParallelModel
+    microbatches: Microbatches
     optimizer: torch.optim.Optimizer
     checkpoint: CheckpointManager
     step: int  # the last that is done
@@ -167,19 +164,17 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     """
     init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
-    stages = build_stages(plan.model, mesh, config.parallelism)
-    parts = list(stages.values())
-    for part in parts:
-        parallelize_llama(
-            part,
-            mesh,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            float8=config.float8,
-        )
-        part.to_empty(device="cpu" if config.training.enable_cpu_offload else plan.device)
+    model = build_parallel_model(
+        plan.model,
+        mesh,
+        plan.device,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+    )
+    parts = model.parts
     tied = plan.model.tied_embeddings
     states: dict[str, Stateful] = {"model": ModelState(parts, tied)}  # the others follow, before a load or a save
     folder = Path(config.job.dump_folder) / "checkpoint"
@@ -211,17 +206,14 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     states["loader"] = LoaderState(plan.loader, mesh)
     if step is not None:
         checkpoint.load(step)
-    loss = OutputLoss(config.training.loss_chunk_tokens, compile=config.compile.enable)
-    pipeline = None
-    if plan.degrees.pipeline > 1:
-        pipeline = Pipeline(stages, mesh, plan.device, loss, training=config.training, parallelism=config.parallelism)
-    return Run(plan, mesh, parts, pipeline, loss, optimizer, checkpoint, step or 0)
+    microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
+    return Run(plan, model, microbatches, optimizer, checkpoint, step or 0)
 
 
 def export_hf(config: JobConfig, run: Run) -> None:
     """Write the weights to ``hf/`` in the dump folder, as transformers loads them. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
-    weights = ModelState(run.parts, run.plan.model.tied_embeddings).state_dict()
+    weights = ModelState(run.model.parts, run.plan.model.tied_embeddings).state_dict()
     save_hf(weights, folder, run.plan.model, config.checkpoint.export_dtype, config.model.tokenizer_path)
     logger.info("wrote %s", folder)
 

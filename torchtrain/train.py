@@ -73,7 +73,7 @@ def train(config: JobConfig) -> int:
         config.metrics,
         folder,
         device=plan.device,
-        loss_group=run.mesh.loss.get_group(),
+        loss_group=run.model.mesh.loss.get_group(),
         tokens_per_step=plan.global_batch_size * config.training.seq_len,
         flops_per_token=flops_per_token(plan.model, config.training.seq_len),
         peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
@@ -85,26 +85,19 @@ def train(config: JobConfig) -> int:
     guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
     hangs = HangWatch(folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds)
     train_step = TrainStep(
-        run.parts,
-        run.pipeline,
+        run.model,
+        run.microbatches,
         run.optimizer,
         schedule,
-        run.mesh,
-        run.loss,
-        config.training,
-        plan.device,
         guard,
-        run.checkpoint.before_update,
-        plan.document_start,
+        max_norm=config.training.max_norm,
+        before_update=run.checkpoint.before_update,
     )
     validator = Validator(
         config.validation,
         plan.validation_loaders,
-        run.parts,
-        run.pipeline,
-        run.mesh,
-        run.loss,
-        train_step.microbatches,
+        run.model,
+        run.microbatches,
         plan.tokenizer.token_bytes,
         metrics.record_validation,
     )

@@ -2,21 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtrain.config.schema import Validation
 from torchtrain.datasets.loader import Batch, Loader
-from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import DataError
-from torchtrain.loss import IGNORE_INDEX, OutputLoss
-from torchtrain.models.llama import Transformer
+from torchtrain.loss import IGNORE_INDEX
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.pipeline_llama import Pipeline
+from torchtrain.parallelisms.parallel_model import ParallelModel
 
 
 class Validator:
@@ -32,10 +28,7 @@ class Validator:
         self,
         config: Validation,
         loaders: Mapping[str, Loader],
-        parts: Sequence[Transformer],
-        pipeline: Pipeline | None,
-        mesh: Mesh,
-        loss: OutputLoss,
+        model: ParallelModel,
         microbatches: Microbatches,
         token_bytes: Sequence[int],
         report: Callable[[int, dict[str, float]], None],
@@ -43,12 +36,9 @@ class Validator:
         self.config = config
         self.loaders = loaders
         self.beginnings = {label: loader.state_dict() for label, loader in loaders.items()}
-        self.parts = parts
-        self.pipeline = pipeline
-        self.mesh = mesh
-        self.loss = loss
+        self.model = model
         self.microbatches = microbatches
-        self.token_bytes = torch.tensor(token_bytes, device=microbatches.device)
+        self.token_bytes = torch.tensor(token_bytes, device=model.device)
         self.report = report
 
     def maybe_run(self, step: int, last: bool = False) -> None:
@@ -67,26 +57,23 @@ class Validator:
         """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,)."""
         loader = self.loaders[label]
         loader.load_state_dict(self.beginnings[label])
-        sums = torch.zeros(3, dtype=torch.float64, device=self.microbatches.device)
-        with loss_parallel():
-            for number, batch in enumerate(loader, 1):
-                sums += self._sums_of(batch)
-                if number == self.config.steps:
-                    break
+        sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
+        for number, batch in enumerate(loader, 1):
+            sums += self._sums_of(batch)
+            if number == self.config.steps:
+                break
         loader.close()
-        dist.all_reduce(sums, group=self.mesh.loss.get_group())
+        dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
         return sums
 
     def _sums_of(self, batch: Batch) -> Tensor:
         """The part of this rank, for one batch."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.microbatches.device)
-        for tokens, labels, positions, mask in self.microbatches(batch):
-            if self.pipeline is not None:
-                loss = self.pipeline.forward(tokens, labels, positions, mask)
-                if not self.pipeline.has_loss:
-                    continue
-            else:
-                loss = self.parts[0](tokens, positions, mask, partial(self.loss, labels=labels))
+        sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
+        for microbatch in self.microbatches(batch):
+            loss = self.model.forward(microbatch)
+            if not self.model.has_loss:
+                continue
+            labels = microbatch.labels
             known = labels != IGNORE_INDEX
             size = (self.token_bytes[labels.clamp(min=0)] * known).sum()
             sums += torch.stack((loss.double(), known.sum().double(), size.double()))

@@ -1,0 +1,91 @@
+"""A model on its mesh: what training and validation ask for a loss, whatever the layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.loss import OutputLoss
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """This rank's share of a model. Forward and backward are collective: all ranks call them alike."""
+
+    mesh: Mesh
+    device: torch.device
+    parts: Sequence[Transformer]  # the model, or the pipeline stages that this rank holds
+    pipeline: Pipeline | None
+    loss: OutputLoss
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes losses: within a pipeline only the last stage does."""
+        return self.pipeline is None or self.pipeline.has_loss
+
+    def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
+        """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sum of its losses.
+
+        Gradients are reduced over ranks in the last microbatch of a step. The sum is 0 without ``has_loss``.
+        """
+        tokens, labels, positions, mask = microbatch
+        with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens)
+            (model,) = self.parts
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(is_last)
+            loss: Tensor = model(tokens, positions, mask, head=partial(self.loss, labels=labels))
+            torch.autograd.backward(loss / global_tokens)
+            return loss.detach()
+
+    @torch.no_grad()
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """The sum of the microbatch's losses alone."""
+        tokens, labels, positions, mask = microbatch
+        with loss_parallel():
+            if self.pipeline is not None:
+                return self.pipeline.forward(tokens, labels, positions, mask)
+            loss: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
+            return loss
+
+
+def build_parallel_model(
+    shape: TransformerConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    training: Training,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+    float8: Float8,
+) -> ParallelModel:
+    """Meta device, parallelize, ``to_empty``. Parameters and buffers are still to be initialized or loaded."""
+    stages = build_stages(shape, mesh, parallelism)
+    for stage in stages.values():
+        parallelize_llama(
+            stage,
+            mesh,
+            training=training,
+            parallelism=parallelism,
+            activation_checkpoint=activation_checkpoint,
+            compile=compile,
+            float8=float8,
+        )
+        stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    loss = OutputLoss(training.loss_chunk_tokens, compile=compile.enable)
+    pipeline = None
+    if mesh.degrees.pipeline > 1:
+        pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)
+    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss)
