@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torchtrain.checkpoint import storage
 from torchtrain.checkpoint.manager import CheckpointManager, saved_steps
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import MANIFEST, FileRecord, VerifiedWriter, read_manifest, write_manifest
@@ -292,6 +293,40 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
     files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
     assert {file["name"]: file["size_bytes"] for file in json.loads((folder / MANIFEST).read_text())["files"]} == files
     assert "config.toml" in files
+
+
+def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, flushed = os.fsync, []
+    make_room, files_at_rename = CheckpointManager._make_room, []
+
+    def noted_fsync(descriptor: int) -> None:
+        flush(descriptor)
+        status = os.fstat(descriptor)
+        flushed.append((status.st_ino, status.st_size))
+
+    def noted_make_room(manager: CheckpointManager, step: int) -> None:
+        make_room(manager, step)
+        (partial,) = manager.folder.glob("step-2.*")
+        for path in (partial, *partial.iterdir()):
+            assert (path.stat().st_ino, path.stat().st_size) in flushed, path
+            files_at_rename.append(path.name)
+        flushed.clear()
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(CheckpointManager, "_make_room", noted_make_room)
+    Run(tmp_path).train(1, 2)
+    assert {path.name for path in (tmp_path / "checkpoint/step-2").iterdir()} < set(files_at_rename)
+    folder = (tmp_path / "checkpoint").stat()
+    assert flushed == [(folder.st_ino, folder.st_size)]
+
+
+def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
+    run = Run(tmp_path).train(1, 2)
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.step_to_load() == 2
+    resumed.manager.load(2)
+    assert_bitwise_equal(resumed.tensors(), run.tensors())
 
 
 def no_space(_descriptor: int) -> None:

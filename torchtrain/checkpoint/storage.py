@@ -1,8 +1,8 @@
 """Verified storage for distributed checkpoints (DCP): a ``step-N`` folder that exists is complete, and can prove it.
 
-A checkpoint is written into ``step-N.partial``. Every file is hashed while it is written and flushed to disk; the
-manifest, with size and hash of each file, comes last; then the folder is renamed. The data is in DCP's own format, so
-that PyTorch's tools read it too, but nothing here ever unpickles more than the few types of DCP's metadata.
+A checkpoint is written into ``step-N.partial``. Every file is hashed while it is written; the manifest, with size and
+hash of each file, comes last; when all of them are flushed to disk, the folder is renamed. The data is in DCP's own
+format, so that PyTorch's tools read it too, but nothing here ever unpickles more than the few types of DCP's metadata.
 """
 
 import io
@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 CONFIG = "config.toml"
 PARTIAL_SUFFIX = ".partial"
-READ_BYTES = 16 * 2**20
+BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,30 @@ class _HashingFile:
         self._file = file
         self._hash = xxhash.xxh3_128()
         self._size_bytes = 0
+        self._size_sent_bytes = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self._hash.update(data)
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self._size_bytes += written
-        return written
+        data = memoryview(data)
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            self._hash.update(block)
+            try:
+                self._size_bytes += self._file.write(block)
+            except OSError as error:
+                self.error = error
+                raise
+            if self._size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
+                self._send()
+        return len(data)
+
+    def _send(self) -> None:
+        """Let the disk begin with what was written since the last call, so that it does not idle until the fsync."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            length = self._size_bytes - self._size_sent_bytes
+            # To drop pages, Linux first starts writing them, and does not wait for that.
+            os.posix_fadvise(self._file.fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
+            self._size_sent_bytes = self._size_bytes
 
     def tell(self) -> int:
         return self._size_bytes
@@ -158,10 +172,10 @@ class VerifiedWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.sync_files = False  # tensors are flushed; the rest is, all at once, below
         super().finish(metadata, results)
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-            os.fsync(config_file.fileno())
         records = {record.name: record for record in self.fs.records.values()}
         for rank_results in results:
             for result in rank_results:
@@ -175,7 +189,7 @@ class VerifiedWriter(FileSystemWriter):
                     "file system that all nodes share"
                 )
         write_manifest(self.partial, records.values())
-        fsync_folder(self.partial)
+        fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
         if self.commit is not None:
             self.commit()
         self.partial.rename(self.folder)
@@ -183,12 +197,9 @@ class VerifiedWriter(FileSystemWriter):
 
 
 def write_manifest(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Write the manifest of ``folder``, flushed to disk, with a hash of its own text."""
+    """Write the manifest of ``folder``, with a hash of its own text."""
     text = _manifest_text([asdict(record) for record in sorted(records, key=lambda record: record.name)])
-    with (folder / MANIFEST).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / MANIFEST).write_text(text)
 
 
 def _manifest_text(files: list[dict[str, Any]]) -> str:
@@ -220,7 +231,7 @@ def verify_file(folder: Path, record: FileRecord) -> str | None:
             return f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}"
         digest = xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:
-            while block := file.read(READ_BYTES):
+            while block := file.read(BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:
         return f"{path} cannot be read ({error})"
@@ -229,9 +240,15 @@ def verify_file(folder: Path, record: FileRecord) -> str | None:
     return None
 
 
-def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk: names of new files and renames are not safe before."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_folder(folder: Path, *files: str) -> None:
+    """Flush ``files`` in a folder, and its entries, to disk: names of new files and renames are not safe before."""
+    with ThreadPoolExecutor(len(files) + 1) as pool:
+        # One commit of the file system's journal serves all that ask for it at the same time.
+        list(pool.map(_fsync, [folder, *(folder / file for file in files)]))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
