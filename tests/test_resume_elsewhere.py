@@ -1,6 +1,7 @@
-"""A run saved on one layout goes on along the same path on another, with the same batches."""
+"""A run saved on one layout goes on along the same path on another, with the same state and the same batches."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
 from parity import TINY, admit_all, global_mean, joinery_of
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.build import build_run, plan_run
+from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import (
     Checkpoint,
     Data,
@@ -27,6 +30,8 @@ from torchtrain.train_step import TrainStep
 
 SAVED, LAST = 5, 10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "shard 2": (2, {}),
     "shard 4": (4, {}),
     "tensor 2 x shard 2": (4, {"tensor_parallel_degree": 2}),
     "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
@@ -47,11 +52,18 @@ class Part(NamedTuple):
 
 
 def train(config: JobConfig, tied: bool) -> Part:
-    """Train through the real joinery to step ``LAST``, from the beginning or the checkpoint of step ``SAVED``."""
+    """Train through the real joinery to step ``LAST``, from the beginning or the checkpoint of step ``SAVED``.
+
+    What it loads it saves again, in the dump folder's ``loaded``, before its first step.
+    """
 
     with joinery_of(replace(TINY, tied_embeddings=tied)):
         plan = plan_run(config)
         run = build_run(config, plan)
+    if run.step:
+        folder = Path(config.job.dump_folder) / "loaded"
+        with CheckpointManager(config.checkpoint, folder, run.checkpoint.states, "") as again:
+            again.maybe_save(run.step, last=True)
     step = TrainStep(
         run.model,
         run.microbatches,
@@ -71,6 +83,13 @@ def train(config: JobConfig, tied: bool) -> Part:
             run.checkpoint.maybe_save(number)
     run.checkpoint.close()
     return Part(losses, plan.degrees.batch_rank(dist.get_rank()), tokens)
+
+
+def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:
+    """The tensors of the checkpoint of step ``SAVED``, gathered whole from the files of all ranks."""
+    dcp_to_torch_save(checkpoints / f"step-{SAVED}", checkpoints / "whole.pt")
+    tensors = torch.load(checkpoints / "whole.pt", weights_only=True)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def run_layout(gloo: GlooPool, folder: Path, layout: str, tied: bool) -> tuple[list[float], list[list[list[int]]]]:
@@ -102,7 +121,7 @@ def run_layout(gloo: GlooPool, folder: Path, layout: str, tied: bool) -> tuple[l
 @pytest.mark.parametrize(
     ("saved_on", "resumed_on", "tied"),
     [
-        ("shard 4", ["tensor 2 x shard 2", "pipeline 2"], False),
+        ("shard 4", ["1 rank", "shard 2", "tensor 2 x shard 2", "pipeline 2"], False),
         ("shard 4", ["context 2 x tensor 2", "pipeline 2, interleaved"], True),
         ("tensor 2 x shard 2", ["shard 4"], True),
         ("pipeline 2", ["shard 4", "pipeline 2, interleaved"], True),
@@ -112,9 +131,15 @@ def test_resumed_on_another_layout_the_path_is_the_same(
     gloo: GlooPool, tmp_path: Path, saved_on: str, resumed_on: list[str], tied: bool
 ) -> None:
     losses, batches = run_layout(gloo, tmp_path, saved_on, tied)
+    saved = bytes_of_tensors(tmp_path / "checkpoint")
+    assert {name.split(".")[0] for name in saved} == {"model", "optimizer", "loader"}
     assert len(losses) == LAST
     assert len({tuple(row) for batch in batches for row in batch}) == LAST * 8  # no two rows alike, to tell them apart
     for layout in resumed_on:
         resumed, resumed_batches = run_layout(gloo, tmp_path, layout, tied)
         torch.testing.assert_close(resumed, losses[SAVED:], rtol=1e-5, atol=0)
         assert resumed_batches == batches[SAVED:]
+        again = bytes_of_tensors(tmp_path / "loaded")
+        assert again.keys() == saved.keys()
+        assert [name for name in saved if again[name] != saved[name]] == []
+        shutil.rmtree(tmp_path / "loaded")
