@@ -131,7 +131,7 @@ def test_the_configuration_page_is_current() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     files = subprocess.run(
@@ -141,11 +141,6 @@ def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
         if (ROOT / name).is_file():  # not one that is about to be deleted
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
-    config = clone / "train_configs" / "debug_model.toml"
-    short = config.read_text()
-    for key, value in (("local_batch_size", 2), ("seq_len", 192), ("steps", 20)):
-        short = re.sub(rf"^{key} = \d+$", f"{key} = {value}", short, count=1, flags=re.MULTILINE)
-    config.write_text(short)
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n" * 40, "prompt": f"def f{i}"} for i in range(60)]
     for name in ("my_texts.jsonl", "prompts.jsonl"):
         (clone / name).write_text("".join(json.dumps(line) + "\n" for line in texts[: 60 if name[0] == "m" else 3]))
@@ -162,8 +157,8 @@ def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr, f"{command}\n{result.stderr}"
         outputs[command] = result
     first, resumed = outputs[PATH[0]].stderr, outputs[PATH[1]].stderr
-    assert "step 20/20" in first
-    assert "resumed from outputs/debug_model/checkpoint/step-20" in resumed
+    assert "step 100/100" in first
+    assert "resumed from outputs/debug_model/checkpoint/step-100" in resumed
     assert "done: step 120 of 120" in resumed
     assert outputs[PATH[3]].stdout.startswith("def main(")
     assert len((clone / "answers.jsonl").read_text().splitlines()) == 3
