@@ -17,6 +17,8 @@ if [ "$gpus" -eq 0 ]; then
   # torchrun would set 1 thread a rank: deal the cores out instead.
   cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+  # glibc gives large blocks back to the system as soon as they are freed: each step would fetch all its pages again.
+  export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
 fi
 # Blocks of memory that grow, instead of many sizes that do not fit: less is lost to fragmentation.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}

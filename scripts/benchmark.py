@@ -3,8 +3,9 @@
 Each entrant is a process of its own that sets itself up, warms up, and then trains for a few steps whenever its turn
 comes, so that what else the machine does falls on all of a group alike. A ratio is the median over the turns; that of
 CPU seconds, best with ``--threads 1``, holds on a busy machine, where clocks measure the neighbors. Ours is
-the real trainer in its real loop, with tokenizing, metrics and collection of garbage; the others get random tokens,
-ready made. ``pip install -e '.[bench]'`` brings transformers' Trainer and litgpt; what is not installed is left out.
+the real trainer in its real loop and the environment of its launcher, with tokenizing, metrics and collection of
+garbage; the others get random tokens, ready made. The bare loop's model has our attention, and all logits at once.
+``pip install -e '.[bench]'`` brings transformers' Trainer and litgpt; what is not installed is left out.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from datetime import date
 from typing import Any
 
 WARMUP_STEPS = 2
+# What run_llama_train.sh sets on a CPU, and so for ours alone.
+LAUNCHER_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 
 
 @dataclass(frozen=True)
@@ -186,8 +189,10 @@ def run_bare(entrant: Entrant, steps_per_turn: int) -> None:
     import torch.nn.functional as F
 
     from torchtrain.models.llama import Transformer
+    from torchtrain.models.llama.attention_backend import apply_attention_backend
 
     model = Transformer(shape(entrant)).to(entrant.device)
+    apply_attention_backend(model, "auto", getattr(torch, entrant.dtype), torch.device(entrant.device))
 
     def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
@@ -322,7 +327,10 @@ class Worker:
         if entrant.ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(entrant.ranks), "--standalone"]
         command += [os.path.abspath(__file__), "--entrant", json.dumps([asdict(entrant), steps_per_turn])]
-        threads = {"OMP_NUM_THREADS": str(max(1, all_threads // entrant.ranks))} if entrant.device == "cpu" else {}
+        environment = {}
+        if entrant.device == "cpu":
+            environment["OMP_NUM_THREADS"] = str(max(1, all_threads // entrant.ranks))
+            environment.update(LAUNCHER_ENVIRONMENT if entrant.kind == "ours" else {})
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         start = time.perf_counter()
         self.process = subprocess.Popen(
@@ -332,7 +340,7 @@ class Worker:
             stderr=self.log,
             text=True,
             pass_fds=[write],
-            env={**os.environ, **threads, "BENCHMARK_CHANNEL": str(write)},
+            env={**os.environ, **environment, "BENCHMARK_CHANNEL": str(write)},
         )
         os.close(write)
         self.channel = os.fdopen(read)

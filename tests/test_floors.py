@@ -24,7 +24,6 @@ FLOORS = {
     "torchtrain.parallelisms": 3,
     "torchtrain.checkpoint": 3,
     "torchtrain.faults": 3,
-    "torchtrain.attention_backend": 3,
     "torchtrain.optimizer": 3,
     "torchtrain.lr_schedule": 3,
     "torchtrain.metrics": 3,

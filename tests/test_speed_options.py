@@ -1,24 +1,38 @@
 """Options that make a run faster or leaner: what they compute, and what they refuse."""
 
+import os
+import runpy
+import subprocess
+import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torchtrain.attention_backend import attention_backend_name, choose_attention_backend
 from torchtrain.build import plan_run
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
 from torchtrain.errors import ConfigError
+from torchtrain.models.llama import Transformer
+from torchtrain.models.llama.attention_backend import (
+    BatchedBackwardAttention,
+    apply_attention_backend,
+    attention_backend_name,
+    choose_attention_backend,
+)
+from torchtrain.models.llama.model import attend
 from torchtrain.optimizer import build_optimizer, update
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
 from torchtrain.parallelisms.float8 import apply_float8, check_float8
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 
 
 def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> None:
@@ -62,16 +76,63 @@ def test_memory_budget_needs_the_compiler() -> None:
 
 
 def test_attention_backend_is_named_and_taken() -> None:
-    assert attention_backend_name(TINY, torch.bfloat16, CPU) == "flash"
+    assert attention_backend_name("auto", TINY, torch.float32, CPU) == "flash"
+    assert attention_backend_name("auto", TINY, torch.bfloat16, CPU) == "flash, backward in batched products"
     try:
         choose_attention_backend("math", CPU)
-        assert attention_backend_name(TINY, torch.bfloat16, CPU) == "math"
+        assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
         torch.backends.cuda.enable_mem_efficient_sdp(True)
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         choose_attention_backend("cudnn", CPU)
+
+
+def attention_and_gradients(attention: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def relative_errors(results: list[Tensor], references: list[Tensor]) -> list[float]:
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, references, strict=True)]
+
+
+@pytest.mark.parametrize(("kv_heads", "seq"), [(4, 300), (2, 300), (1, 7)])
+def test_attention_with_batched_backward_is_attention(kv_heads: int, seq: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, seq, n, 32).transpose(1, 2) for n in (4, kv_heads, kv_heads, 4))
+    q, k = 3 * q, 3 * k  # sharp: each query attends to a few keys
+    plain, batched = partial(attend, mask=None), BatchedBackwardAttention()
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [x.to(dtype) for x in (q, k, v, grad)]
+        exact = attention_and_gradients(plain, *(x.double() for x in inputs))
+        errors = relative_errors(attention_and_gradients(batched, *inputs), exact)
+        torchs = relative_errors(attention_and_gradients(plain, *inputs), exact)
+        assert errors[0] == torchs[0]  # the kernel is the same
+        assert max(errors) < 1.5 * max(torchs)
+
+
+def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(TINY).bfloat16()
+    apply_attention_backend(model, "auto", torch.bfloat16, CPU)
+    block = model.layers["0"]
+    assert isinstance(block.get_submodule("attention").inner_attention, BatchedBackwardAttention)
+    x = torch.randn(2, TINY.max_seq_len, TINY.dim).bfloat16().requires_grad_()
+    tables = [table[None, :, None] for table in (model.rope_cos, model.rope_sin)]
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(block(x, *tables).square().sum(), [x, *block.parameters()]))
+
+    eager = gradients()
+    block.compile(fullgraph=True, dynamic=False)
+    with warnings.catch_warnings():  # the compiler's own
+        warnings.simplefilter("ignore")
+        compiled = gradients()
+    assert max(relative_errors(compiled, eager)) < 2e-2
 
 
 def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
@@ -126,3 +187,21 @@ def test_bfloat16_states_take_half_the_room_and_nearly_the_same_steps(gloo: Gloo
     assert any(not torch.equal(tensor, exact[name]) for name, tensor in weights.items())
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, exact[name], rtol=0, atol=1e-3)  # five steps of 1e-2
+
+
+def test_benchmark_starts_ours_as_the_launcher_does(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    launched = subprocess.run(
+        [ROOT / "run_llama_train.sh"],
+        env={**plain, "PYTHON": str(python), "NGPU": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    environment = dict(line.split("=", 1) for line in launched.stdout.splitlines() if "=" in line)
+    benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
+    malloc = {name: value for name, value in environment.items() if name.startswith("MALLOC_")}
+    assert malloc == (benchmark["LAUNCHER_ENVIRONMENT"] if not torch.cuda.is_available() else {})

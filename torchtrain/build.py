@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.attention_backend import attention_backend_name, choose_attention_backend
 from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.states import ModelState, OptimizerState
@@ -30,6 +29,7 @@ from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.metrics.writers import check_writers
 from torchtrain.models.llama import Transformer, TransformerConfig, flavor_config
+from torchtrain.models.llama.attention_backend import attention_backend_name, choose_attention_backend
 from torchtrain.optimizer import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.limits import check_layout
@@ -320,5 +320,5 @@ def describe(plan: Plan, config: JobConfig) -> None:
         "%s, %s; attention: %s",
         numbers,
         "compiled" if config.compile.enable else "not compiled",
-        attention_backend_name(plan.model, getattr(torch, dtype), plan.device),
+        attention_backend_name(config.training.attention_backend, plan.model, getattr(torch, dtype), plan.device),
     )

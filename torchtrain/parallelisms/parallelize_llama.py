@@ -2,10 +2,12 @@
 
 import logging
 
+import torch
 import torch._functorch.config
 
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.models.llama.attention_backend import apply_attention_backend
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
@@ -25,6 +27,8 @@ def parallelize_llama(
     float8: Float8,
 ) -> None:
     """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
+    dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
+    apply_attention_backend(model, training.attention_backend, dtype, device)
     apply_float8(model, float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
         apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)

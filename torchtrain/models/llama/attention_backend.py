@@ -1,0 +1,128 @@
+"""Which kernel attention takes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama.model import Transformer, TransformerConfig, attend
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CPU_BACKENDS = ("flash", "math")
+QUERIES_AT_ONCE = 128  # by BatchedBackward: fewer skip more of what the mask hides, more make larger products
+
+
+def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Name of the kernel that causal attention of this shape gets."""
+    if device.type not in ("cpu", "cuda"):
+        return "unknown"
+    q, k = (
+        torch.empty(1, heads, model.max_seq_len, model.head_dim, dtype=dtype, device=device)
+        for heads in (model.n_heads, model.n_kv_heads)
+    )
+    choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))
+    name = next(name for name, backend in BACKENDS.items() if backend == choice)
+    return f"{name}, backward in batched products" if has_batched_backward(wanted, dtype, device) else name
+
+
+def choose_attention_backend(wanted: str, device: torch.device) -> None:
+    """Let this process take the kernel ``wanted`` alone, or any for auto; ConfigError where the device has it not."""
+    if wanted == "auto":
+        return
+    if device.type == "cpu" and wanted not in CPU_BACKENDS:
+        raise ConfigError(
+            f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"
+        )
+    # For the whole process and not around each call: compiled blocks see it as a constant, and all attention obeys.
+    torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(wanted == "flash")
+    torch.backends.cuda.enable_mem_efficient_sdp(wanted == "efficient")
+    torch.backends.cuda.enable_math_sdp(wanted == "math")
+
+
+def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``auto`` takes ``BatchedBackward``: in float32 torch's own backward is the faster one."""
+    return wanted == "auto" and device.type == "cpu" and dtype is torch.bfloat16
+
+
+def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Put ``BatchedBackwardAttention`` into every block of ``model`` where it is the fastest."""
+    if has_batched_backward(wanted, dtype, device):
+        for block in model.layers.values():
+            block.get_submodule("attention").inner_attention = BatchedBackwardAttention()
+
+
+class BatchedBackwardAttention(nn.Module):
+    """Takes the place of ``CausalAttention`` on a CPU."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
+        """As ``attend``."""
+        if mask is not None:
+            return attend(q, k, v, mask)
+        return BatchedBackward.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class BatchedBackward(torch.autograd.Function):
+    """Causal flash attention for CPUs, whose backward is twice as fast in bfloat16 as torch's own.
+
+    That one multiplies small tiles by a product that is slow for bfloat16; here oneDNN gets all heads at once, for some
+    queries at a time, with the keys that they may see. The mathematics are those of FlashAttention-2
+    (https://arxiv.org/abs/2307.08691, algorithm 2).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q`` (bs, heads, seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim) to the shape of ``q``."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = ctx.saved_tensors
+        (grad,) = grads
+        seq, dim = q.shape[2:]
+        groups = k.shape[0] * k.shape[1]  # of heads that share keys
+        scale = dim**-0.5
+
+        def grouped(x: Tensor, columns: Tensor) -> Tensor:
+            return torch.cat((x, columns), dim=-1).reshape(groups, -1, seq, dim + 2)
+
+        # Subtracting a number of each query is two more columns of a product, so that only the result is rounded.
+        ones = k.new_ones(*k.shape[:3], 2)
+        queries = grouped(q, negative_in_two(lse / scale, q.dtype))  # (groups, heads / kv_heads, seq, dim + 2)
+        grads_out = grouped(grad, negative_in_two((grad.float() * out).sum(-1), q.dtype))
+        keys = grouped(k, ones).squeeze(1)  # (groups, seq, dim + 2)
+        values = grouped(v, ones).squeeze(1)
+        grad_q = torch.empty_like(queries[..., :dim])
+        grad_k = torch.zeros_like(keys[..., :dim], dtype=torch.float32)
+        grad_v = torch.zeros_like(grad_k)
+        for start in range(0, seq, QUERIES_AT_ONCE):
+            end = min(start + QUERIES_AT_ONCE, seq)
+            some = queries[:, :, start:end].flatten(1, 2)  # (groups, rows, dim + 2), rows = heads / kv_heads * queries
+            some_grads = grads_out[:, :, start:end].flatten(1, 2)
+            unused = some.new_empty(()).expand(1, 1, 1)
+            scores = torch.baddbmm(unused, some, keys[:, :end].transpose(1, 2), beta=0, alpha=scale)
+            probabilities = scores.exp_()  # (groups, rows, end)
+            probabilities.view(groups, -1, end - start, end).tril_(start)
+            grad_scores = torch.bmm(some_grads, values[:, :end].transpose(1, 2)).mul_(probabilities)
+            grad_v[:, :end] += torch.bmm(probabilities.transpose(1, 2), some_grads[..., :dim])
+            grad_k[:, :end] += torch.bmm(grad_scores.transpose(1, 2), some[..., :dim])
+            some_grad_q = torch.bmm(grad_scores, keys[:, :end, :dim]) * scale
+            grad_q[:, :, start:end] = some_grad_q.view(groups, -1, end - start, dim)
+        grad_k = (grad_k * scale).to(k.dtype)
+        return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.to(v.dtype).view(v.shape)
+
+
+def negative_in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``-x`` as the sum of two numbers of ``dtype``, in a new last dimension."""
+    high = x.to(dtype)
+    return torch.stack((-high, (high.float() - x).to(dtype)), dim=-1)
