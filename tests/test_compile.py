@@ -12,16 +12,17 @@ from torch._dynamo.utils import counters
 from torchtrain.config.schema import JobConfig
 
 STEPS = 20
+DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows
 
 
-def train_and_count(config: JobConfig) -> tuple[Curve, dict[str, Any]]:
+def train_and_count(config: JobConfig, document_start: int | None = None) -> tuple[Curve, dict[str, Any]]:
     """Any compilation after the first of its kind raises."""
     torch._dynamo.reset()
     counters.clear()
     # The compiler warns of what it does itself, and shows it to nobody unless warnings are errors.
     with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
         warnings.simplefilter("ignore")
-        curve = train(config, steps=STEPS)
+        curve = train(config, steps=STEPS, document_start=document_start)
     return curve, {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
 
 
@@ -34,6 +35,16 @@ def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, mode: str
     assert counts == {"graphs": 2, "breaks": {}}
     [eager] = gloo.run(1, train, config_of(), TINY, STEPS)
     assert_same_run([compiled], eager)
+
+
+def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool) -> None:
+    config = config_of(training={"loss_chunk_tokens": 8}, compile={"enable": True})
+    [(compiled, counts)] = gloo.run(1, train_and_count, config, DOCUMENT_START)
+    assert counts == {"graphs": 2, "breaks": {}}
+    [eager] = gloo.run(1, train, config_of(), TINY, STEPS, DOCUMENT_START)
+    assert_same_run([compiled], eager)
+    [apart_from_nothing] = gloo.run(1, train, config_of(), TINY, STEPS)
+    assert eager.losses != apart_from_nothing.losses
 
 
 def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
