@@ -149,9 +149,18 @@ def load_tensors(
     """Read ``tensors``, live ones of any layout, out of ``folder``. Collective.
 
     Raises:
-        CheckpointError: on all ranks, if any of them misses a tensor or a part of one.
+        CheckpointError: on all ranks, if any of them cannot read the metadata, or misses a tensor or a part of one.
     """
     planner = CompleteLoadPlanner()
+    problem = ""
+    try:
+        reader.read_metadata()  # DCP would take an error in it for another kind of checkpoint
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group)
+    if any(problems):
+        raise CheckpointError(f"{folder} cannot be loaded: {next(filter(None, problems))}")
     try:
         dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:
