@@ -55,6 +55,7 @@ LISTED = {
     "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
+    "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; .ci/run does it",
     "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",
