@@ -177,6 +177,9 @@ class Pipeline:
         self.first = stages.get(0)
         self.last = stages.get(count - 1)
         self.tied = model.tied_embeddings
+        if self.last is not None:
+            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
+            self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
 
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None, global_tokens: Tensor
@@ -191,7 +194,7 @@ class Pipeline:
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
         # The schedule cuts every argument along its first dimension.
-        arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1), "head": _hidden_states}
+        arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1)}
         if mask is not None:
             arguments["mask"] = mask
         self.schedule.step(*inputs, target=target, return_outputs=False, **arguments)
@@ -211,7 +214,7 @@ class Pipeline:
                 output = torch.empty(len(tokens), *self.hidden.shape[1:], dtype=self.hidden.dtype, device=self.device)
                 dist.recv(output, group=group, group_src=before)
             head = partial(self.loss, labels=labels) if stage is self.last else None
-            output = stage(output, positions, mask, head)
+            output = stage(output, positions, mask, head=head)
             if after != own_rank:
                 dist.send(output.contiguous(), group=group, group_dst=after)
         return output if self.has_loss else torch.zeros((), device=self.device)
