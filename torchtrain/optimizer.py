@@ -112,8 +112,10 @@ def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
-            # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it.
-            squares += torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64).square()
+            # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
+            # a row are not, and take a quarter of the time of float64 throughout.
+            rows = torch.linalg.vector_norm(gradient.to_local(), dim=-1)
+            squares += rows.double().square().sum()
     dist.all_reduce(squares)
     norm = squares.sqrt().float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -71,7 +71,7 @@ class BatchedBackwardAttention(nn.Module):
 
 
 class BatchedBackward(torch.autograd.Function):
-    """Causal flash attention for CPUs, whose backward is twice as fast in bfloat16 as torch's own.
+    """Causal flash attention for CPUs, whose backward in bfloat16 is up to twice as fast as torch's own.
 
     That one multiplies small tiles by a product that is slow for bfloat16; here oneDNN gets all heads at once, for some
     queries at a time, with the keys that they may see. The mathematics are those of FlashAttention-2
