@@ -1,6 +1,5 @@
 """A pool of processes that distributed tests share: torch is imported once, and each call makes a fresh gloo group."""
 
-import gc
 import multiprocessing
 import multiprocessing.connection
 import tempfile
@@ -12,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 120
+# DTensor's caches keep the groups of past calls alive, and each has threads that wake up a hundred times a second. A
+# process that is forked with all modules loaded is cheaper than the hundreds of them that a whole run would leave.
+CALLS_OF_A_PROCESS = 8
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torchtrain.build", "torchtrain.train_step"]
 
 
 class GlooPool:
@@ -19,10 +22,14 @@ class GlooPool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+        self.context.set_forkserver_preload(PRELOAD)
+        self.calls = 0
         self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if self.calls % CALLS_OF_A_PROCESS == 0:
+            self.close()
+        self.calls += 1
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -65,7 +72,6 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    gc.freeze()  # what is imported stays: to look through it after every call would take long
     while True:
         try:
             rank, ranks, store, function, args = connection.recv()
@@ -87,6 +93,3 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Each gloo group has threads that wake up a hundred times a second, and lies in a reference cycle: left to
-            # itself Python lets hundreds of them pile up.
-            gc.collect()
