@@ -15,9 +15,9 @@ from torchtrain.train import EXIT_USER_ERROR
 ROOT = Path(__file__).parent.parent
 
 
-def launch(script: str) -> subprocess.Popen[str]:
-    """Two ranks that run a line of bash."""
-    command = [sys.executable, "-m", "torchtrain.launch", "--standalone", "--nproc-per-node", "2"]
+def launch(script: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """Ranks that run a line of bash."""
+    command = [sys.executable, "-m", "torchtrain.launch", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
         [*command, "--no-python", "bash", "-c", script],
         cwd=ROOT,
@@ -55,6 +55,13 @@ def test_sigterm_reaches_the_ranks_and_is_the_end() -> None:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)
     assert sorted(output.splitlines()) == ["rank 0 stops", "rank 1 stops"]
+    assert process.returncode == 143
+    assert "Traceback" not in errors
+
+
+def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
+    with launch("[ $RANK = 0 ] && kill -TERM $PPID; for i in $(seq 300); do sleep 0.2; done", ranks=8) as process:
+        _, errors = process.communicate(timeout=40)  # a rank that is left behind holds the pipes for a minute
     assert process.returncode == 143
     assert "Traceback" not in errors
 

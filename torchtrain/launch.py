@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -24,6 +25,7 @@ SHARED_ENDING_SECONDS = 5
 # torchrun, cut off from the node where all meet, waits for it for ever once its ranks have ended. Less than that, and a
 # node would not wait for the first rank of another one to finish what it does last.
 LONELY_SECONDS = 120
+SHUTDOWN_SECONDS = 30  # as torchrun's own
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(SHARED_ENDING_SECONDS)
         return failure.exitcode
     except SignalException as error:
+        end_ranks_left(error.sigval.value)
         return 128 + error.sigval.value
     except RendezvousError as error:
         logger.error("error: the nodes did not meet, or lost each other: %s", error)
         return 1
     return 0
+
+
+def end_ranks_left(number: int) -> None:
+    """Pass the signal on to ranks that torchrun was just starting when it came, and so does not know of."""
+    ranks = []
+    for children in Path("/proc/self/task").glob("*/children"):  # none where there is no such file: only on Linux
+        # Each rank leads a session of its own, other children do not.
+        ranks += [pid for pid in map(int, children.read_text().split()) if os.getsid(pid) == pid]
+    for sent, grace_seconds in ((number, SHUTDOWN_SECONDS), (signal.SIGKILL, 1)):
+        for pid in ranks:
+            os.kill(pid, sent)
+        deadline = time.monotonic() + grace_seconds
+        while ranks and time.monotonic() < deadline:
+            ranks = [pid for pid in ranks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            time.sleep(0.1)
 
 
 def end_when_lonely() -> None:
