@@ -82,7 +82,7 @@ class Loader:
         """From now on fail and end together with the loaders of all ranks in ``group``, a gloo group of its own.
 
         A few words are exchanged for each batch, and every ``ROUND_SECONDS`` while the batch of any rank is late. So
-        data may take longer than the group's time-out, but a rank that says nothing may not.
+        data that are read ahead may take longer than the group's time-out, but a rank that says nothing may not.
         """
         self._group = group
 
@@ -199,7 +199,7 @@ class Loader:
 
 
 class _Background:
-    """Calls ``read`` in a thread, up to ``ahead`` times more than was asked for."""
+    """Calls ``read`` in a thread, up to ``ahead`` times more than was asked for; with 0, in ``next`` itself."""
 
     def __init__(self, read: Callable[[], _Read], ahead: int, device: torch.device):
         self._read = read
@@ -208,8 +208,10 @@ class _Background:
         self._results: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="data", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if ahead > 0:
+            self._thread = threading.Thread(target=self._run, name="data", daemon=True)
+            self._thread.start()
 
     def ask(self) -> None:
         """Before the first ``next`` for each result."""
@@ -217,6 +219,11 @@ class _Background:
 
     def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
         """The next result, if there is one in time; or the error that keeps it away, even if results are left."""
+        if self._thread is None:
+            try:
+                return self._read(), None
+            except BaseException as error:
+                return None, error
         read = None
         if self._error is None:
             try:
@@ -229,7 +236,8 @@ class _Background:
         """Let the thread end. One that hangs on the network is left behind: it ends with the process."""
         self._closed = True
         self._allowed.release()
-        self._thread.join(timeout=5)
+        if self._thread is not None:
+            self._thread.join(timeout=5)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
