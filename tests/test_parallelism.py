@@ -192,15 +192,19 @@ def _largest_distance(pairs: Iterable[tuple[Curve, Curve]], name: str) -> float:
 
 # A split of the batch rounds gradients elsewhere, but no activation. Tensor and context ranks round activations
 # elsewhere: partial products before they are added, probabilities in attention. So does another attention kernel.
-@pytest.mark.parametrize("text", ["S2", "P2", "T2", "C2"])
+@pytest.mark.parametrize("text", ["S2", "P2", "T2", "C2", "T2 C2"])
 def test_bfloat16_stays_within_the_noise_of_one_rank(
     gloo: GlooPool, bfloat16_alone: dict[int, list[Curve]], text: str
 ) -> None:
     curves = {seed: run(gloo, text, BFLOAT16_MODEL, **_bfloat16(seed))[0] for seed in BFLOAT16_SEEDS}
+    # Shards and stages are held to the splits alone, which come first. The others' distance is the largest of a few:
+    # from 0.6 to 1.3 by choice of the seeds.
+    count, factor = (4, 1.1) if text in ("S2", "P2") else (6, 1.5)
+    references = {seed: alone[:count] for seed, alone in bfloat16_alone.items()}
     for name in ("losses", "grad_norms"):
-        noise = math.hypot(*(_largest_distance(combinations(alone, 2), name) for alone in bfloat16_alone.values()))
+        noise = math.hypot(*(_largest_distance(combinations(alone, 2), name) for alone in references.values()))
         distance = math.hypot(
-            *(_largest_distance(product([curve], bfloat16_alone[seed]), name) for seed, curve in curves.items())
+            *(_largest_distance(product([curve], references[seed]), name) for seed, curve in curves.items())
         )
         assert 1e-4 < noise < 1e-2
-        assert distance <= 1.5 * noise  # the largest of a few distances: from 0.6 to 1.3 by choice of the seeds
+        assert distance <= factor * noise
