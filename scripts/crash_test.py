@@ -1,13 +1,12 @@
 """Kill a training run at random moments, again and again: ``python scripts/crash_test.py --kills 30``.
 
 Two ranks train the debug model with a checkpoint every second step, written in the background. Each round starts the
-run, waits a random while, and sends SIGKILL to one rank or to both, so that many of the kills fall into saves. In the
-end the weights must be bitwise those of a run that nobody disturbed, no checkpoint may have been found damaged, and
-whatever has a final name must be what its manifest says.
+run, lets it finish one save, and sends SIGKILL to one rank or to both: at any moment of the following steps, or, every
+other time, a moment after the next save has begun. In the end the weights must be bitwise those of a run that nobody
+disturbed, no checkpoint may have been found damaged, and whatever has a final name must be what its manifest says.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -16,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.manager import saved_steps, step_folder
-from torchtrain.checkpoint.storage import read_manifest, verify_file
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, read_manifest, verify_file
 
 RANKS = 2
 OPTIONS = """
@@ -50,10 +50,18 @@ def start(folder: Path, steps: int) -> list["subprocess.Popen[bytes]"]:
     ]
 
 
-def newest_line(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return sum(1 for line in lines if "loss" in json.loads(line))
+def newest_step(folder: Path) -> int:
+    return max(saved_steps(folder / "checkpoint"), default=0)
+
+
+def begun_save(folder: Path) -> bool:
+    return any(folder.glob(f"checkpoint/*{PARTIAL_SUFFIX}"))
+
+
+def wait_for(condition: Callable[[], bool], processes: list["subprocess.Popen[bytes]"]) -> None:
+    while not condition():
+        assert all(process.poll() is None for process in processes), "a rank ended by itself: see log.txt"
+        time.sleep(0.002)
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -74,34 +82,36 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/crash_test"))
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    steps = 2 * options.kills
+    steps = 8 * options.kills  # more than the rounds can get through before they are killed
     shutil.rmtree(options.folder, ignore_errors=True)
     killed, undisturbed = options.folder / "killed", options.folder / "undisturbed"
     for folder in (killed, undisturbed):
         folder.mkdir(parents=True)
 
-    inside_a_save = 0
+    inside_saves = 0
     for kill in range(1, options.kills + 1):
+        before = newest_step(killed)
         processes = start(killed, steps)
-        before = newest_line(killed)
-        # Two steps further at least, so that the run gets on; then a moment at random within the next ones.
-        while newest_line(killed) < before + 3 and all(process.poll() is None for process in processes):
-            time.sleep(0.01)
-        time.sleep(rng.random() * 0.5)
+        wait_for(lambda: newest_step(killed) > before, processes)  # noqa: B023
+        if kill % 2:
+            time.sleep(rng.random() * 0.5)
+        else:
+            wait_for(lambda: begun_save(killed), processes)
+            time.sleep(rng.random() * 0.1)
         victims = rng.choice([[0], [1], [0, 1]])
         for rank in victims:
             processes[rank].send_signal(signal.SIGKILL)
-        partial = bool(list(killed.glob("checkpoint/*.partial")))
-        inside_a_save += partial
         for process in processes:
             process.kill()
             process.wait()
+        inside = begun_save(killed)  # nobody is left to finish it
+        inside_saves += inside
         for step in saved_steps(killed / "checkpoint"):
             folder = step_folder(killed / "checkpoint", step)
             for record in read_manifest(folder):
                 assert verify_file(folder, record) is None, (kill, step)
-        newest = max(saved_steps(killed / "checkpoint"), default=0)
-        print(f"kill {kill}: ranks {victims}{', inside a save' if partial else ''}; newest step {newest}", flush=True)
+        newest = newest_step(killed)
+        print(f"kill {kill}: ranks {victims}{', inside a save' if inside else ''}; newest step {newest}", flush=True)
 
     finish(killed, steps)
     finish(undisturbed, steps)
@@ -110,7 +120,8 @@ def main() -> None:
     different = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
     assert not different, different
     assert not list(killed.glob("checkpoint/*.damaged"))
-    print(f"{options.kills} kills, {inside_a_save} of them inside saves: {len(ours)} tensors bitwise equal")
+    assert inside_saves, "no kill fell inside a save"
+    print(f"{options.kills} kills, {inside_saves} of them inside saves: {len(ours)} tensors bitwise equal")
 
 
 if __name__ == "__main__":
