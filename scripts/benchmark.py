@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -323,25 +324,29 @@ class Worker:
     def __init__(self, entrant: Entrant, steps_per_turn: int, all_threads: int):
         self.result = Result()
         read, write = os.pipe()
-        command = [sys.executable, "-W", "ignore"]
-        if entrant.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(entrant.ranks), "--standalone"]
-        command += [os.path.abspath(__file__), "--entrant", json.dumps([asdict(entrant), steps_per_turn])]
-        environment = {}
+        command = [sys.executable, "-W", "ignore", os.path.abspath(__file__)]
+        command += ["--entrant", json.dumps([asdict(entrant), steps_per_turn])]
+        environment = {**os.environ, "BENCHMARK_CHANNEL": str(write)}
         if entrant.device == "cpu":
             environment["OMP_NUM_THREADS"] = str(max(1, all_threads // entrant.ranks))
             environment.update(LAUNCHER_ENVIRONMENT if entrant.kind == "ours" else {})
+        if entrant.ranks > 1:
+            environment.update(WORLD_SIZE=str(entrant.ranks), MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         start = time.perf_counter()
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=self.log,
-            text=True,
-            pass_fds=[write],
-            env={**os.environ, **environment, "BENCHMARK_CHANNEL": str(write)},
-        )
+        # Only the first rank talks to us; the others wait for it in their collectives.
+        self.process, *self.others = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                text=True,
+                pass_fds=[write] if rank == 0 else [],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if entrant.ranks > 1 else environment,
+            )
+            for rank in range(entrant.ranks)
+        ]
         os.close(write)
         self.channel = os.fdopen(read)
         self.receive()
@@ -372,6 +377,16 @@ class Worker:
     def stop(self) -> None:
         self.send("stop\n")
         self.process.wait()
+        for process in self.others:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def cores() -> int:
