@@ -1,8 +1,12 @@
 """Per-parameter sharding with FSDP2."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.models.llama.model import Transformer
@@ -38,8 +42,31 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, paralle
         reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always",
     )
     for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.size() > 1:
+        if not isinstance(module, FSDPModule):
+            continue
+        if mesh.size() == 1:
+            module.set_custom_reduce_scatter(_NoReduceScatter())
+        else:
             # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
             # since gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+class _NoReduceScatter(ReduceScatter):
+    """On one rank: the input is the output, and FSDP's copy from one to the other costs nothing."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The input, which FSDP asks for first; then the output."""
+        if self.input is None:
+            self.input = torch.empty(*size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        return output
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Never called by FSDP on one rank."""
+        raise NotImplementedError

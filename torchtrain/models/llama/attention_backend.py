@@ -102,9 +102,9 @@ class BatchedBackward(torch.autograd.Function):
         grads_out = grouped(grad, negative_in_two((grad.float() * out).sum(-1), q.dtype))
         keys = grouped(k, ones).squeeze(1)  # (groups, seq, dim + 2)
         values = grouped(v, ones).squeeze(1)
-        grad_q = torch.empty_like(queries[..., :dim])
-        grad_k = torch.zeros_like(keys[..., :dim], dtype=torch.float32)
-        grad_v = torch.zeros_like(grad_k)
+        grad_q: list[Tensor] = []  # of some queries each
+        grad_k: list[Tensor] = []  # of as many keys each, in float32: many products add up
+        grad_v: list[Tensor] = []
         for start in range(0, seq, QUERIES_AT_ONCE):
             end = min(start + QUERIES_AT_ONCE, seq)
             some = queries[:, :, start:end].flatten(1, 2)  # (groups, rows, dim + 2), rows = heads / kv_heads * queries
@@ -114,12 +114,24 @@ class BatchedBackward(torch.autograd.Function):
             probabilities = scores.exp_()  # (groups, rows, end)
             probabilities.view(groups, -1, end - start, end).tril_(start)
             grad_scores = torch.bmm(some_grads, values[:, :end].transpose(1, 2)).mul_(probabilities)
-            grad_v[:, :end] += torch.bmm(probabilities.transpose(1, 2), some_grads[..., :dim])
-            grad_k[:, :end] += torch.bmm(grad_scores.transpose(1, 2), some[..., :dim])
-            some_grad_q = torch.bmm(grad_scores, keys[:, :end, :dim]) * scale
-            grad_q[:, :, start:end] = some_grad_q.view(groups, -1, end - start, dim)
-        grad_k = (grad_k * scale).to(k.dtype)
-        return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.to(v.dtype).view(v.shape)
+            add_blocks(grad_v, torch.bmm(probabilities.transpose(1, 2), some_grads[..., :dim]))
+            add_blocks(grad_k, torch.bmm(grad_scores.transpose(1, 2), some[..., :dim]))
+            some_grad_q = torch.bmm(grad_scores, keys[:, :end, :dim])
+            grad_q.append(some_grad_q.view(groups, -1, end - start, dim))
+        return (
+            (torch.cat(grad_q, dim=2) * scale).view(q.shape),
+            (torch.cat(grad_k, dim=1) * scale).to(k.dtype).view(k.shape),
+            torch.cat(grad_v, dim=1).to(v.dtype).view(v.shape),
+        )
+
+
+def add_blocks(sums: list[Tensor], x: Tensor) -> None:
+    """Add ``x`` (groups, keys, dim) to the first of ``sums``, block of keys by block, and append what is new."""
+    for i, block in enumerate(torch.split(x, QUERIES_AT_ONCE, dim=1)):
+        if i < len(sums):
+            sums[i] += block
+        else:
+            sums.append(block.float())
 
 
 def negative_in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
