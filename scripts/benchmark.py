@@ -58,7 +58,7 @@ class Group:
 
     name: str
     entrants: tuple[Entrant, ...]
-    steps_per_turn: int = 4
+    steps_per_turn: int = 3
 
 
 @dataclass
@@ -78,8 +78,8 @@ def cpu_groups() -> Iterator[Group]:
                 (Entrant("ours", dtype=dtype, compile=compile), *peers),
             )
     ours = Entrant("ours")
-    yield Group("dtype and compile", (ours, replace(ours, dtype="float32"), replace(ours, compile=True)))
-    yield Group("ranks", (ours, replace(ours, ranks=2)))
+    ways = (ours, replace(ours, dtype="float32"), replace(ours, compile=True), replace(ours, ranks=2))
+    yield Group("dtype, compile and ranks", ways)
     large = replace(ours, vocab_size=128256)
     yield Group("vocabulary of 128,256", (large, replace(large, options=("--training.loss_chunk_tokens=0",))), 1)
 
@@ -488,7 +488,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="the set for one GPU of 80 GB or more")
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups with one of these in their name")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each entrant")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each entrant")
     parser.add_argument("--threads", type=int, default=cores(), help="threads of an entrant, over all its ranks (CPU)")
     parser.add_argument("--output", default="benchmark.json", help="file for the results")
     parser.add_argument("--entrant", help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ from forked_run import saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
-STEPS = 60
+STEPS = 40
 OPTIONS = [
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
     *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "5"),

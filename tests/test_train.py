@@ -27,7 +27,7 @@ SMALL = [
     "--training.global_batch_size",
     "4",
     "--training.steps",
-    "30",
+    "18",
     "--checkpoint.interval",
     "3",
     "--metrics.log_freq",
@@ -105,7 +105,7 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(folder)][4:] == [31, 32]
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, [7]), (2, [7, 15])], ids=["one rank", "two ranks, twice"])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, [4]), (2, [4, 10])], ids=["one rank", "two ranks, twice"])
 def test_a_killed_run_ends_where_an_undisturbed_one_does(tmp_path: Path, ranks: int, kills: list[int]) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
@@ -113,19 +113,19 @@ def test_a_killed_run_ends_where_an_undisturbed_one_does(tmp_path: Path, ranks: 
     run(ranks, *arguments, "--job.dump_folder", str(undisturbed))
     for step in kills:
         kill_after(step, ranks, killed, *arguments)
-        assert not (killed / "checkpoint" / "step-30").exists()
+        assert not (killed / "checkpoint" / "step-18").exists()
     output = run(ranks, *arguments, "--job.dump_folder", str(killed))
     assert "resumed from" in output
-    assert tensors(killed / "checkpoint" / "step-30") == tensors(undisturbed / "checkpoint" / "step-30")
+    assert tensors(killed / "checkpoint" / "step-18") == tensors(undisturbed / "checkpoint" / "step-18")
     losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
     assert losses == {line["step"]: line["loss"] for line in lines(killed)}
 
 
 def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) -> None:
     run(1, *SMALL, "--job.dump_folder", str(tmp_path))
-    output = run(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "27")
-    assert "step-27" in output
-    assert [line["step"] for line in lines(tmp_path)][30:] == [28, 29, 30]
+    output = run(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "15")
+    assert "step-15" in output
+    assert [line["step"] for line in lines(tmp_path)][18:] == [16, 17, 18]
     process = launch(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "5")
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 2
