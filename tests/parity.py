@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -89,7 +89,11 @@ def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
 
 
 def train(
-    config: JobConfig, shape: TransformerConfig = TINY, steps: int = 10, document_start: int | None = None
+    config: JobConfig,
+    shape: TransformerConfig = TINY,
+    steps: int = 10,
+    document_start: int | None = None,
+    batch: Callable[[int, int, int], Tensor] = global_batch,
 ) -> Curve:
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
     model = build(config, shape)
@@ -108,7 +112,7 @@ def train(
     start = degrees.batch_rank(dist.get_rank()) * rows
     losses, grad_norms = [], []
     for step in range(1, steps + 1):
-        windows = global_batch(step, shape.vocab_size, config.training.seq_len)
+        windows = batch(step, shape.vocab_size, config.training.seq_len)
         labels = windows[:, 1:].clone()
         for row in range(GLOBAL_BATCH):
             labels[row, : row + step % 3] = -100
