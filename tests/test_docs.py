@@ -49,6 +49,7 @@ LISTED = {
     "pip install -e '.[dev]' && pytest": "what .ci/run does",
     "ruff check . && ruff format --check . && mypy && pytest": "what .ci/run does",
     "pytest -m slow": "takes a cluster's time; run by hand",
+    "pytest -m slow tests/test_parallelism.py": "takes ten minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",
     "pip install -e '.[bench]'": "needs a package index",
     "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
