@@ -64,6 +64,23 @@ def wait_for(condition: Callable[[], bool], processes: list["subprocess.Popen[by
         time.sleep(0.002)
 
 
+def run_and_kill(folder: Path, steps: int, rng: random.Random, aimed: bool) -> list[int]:
+    """Go on with the run for one save at least; returns the ranks that SIGKILL hit first. ``aimed``: at a save."""
+    before = newest_step(folder)
+    processes = start(folder, steps)
+    wait_for(lambda: newest_step(folder) > before, processes)
+    if aimed:
+        wait_for(lambda: begun_save(folder), processes)
+    time.sleep(rng.random() * (0.1 if aimed else 0.5))
+    victims = rng.choice([[0], [1], [0, 1]])
+    for rank in victims:
+        processes[rank].send_signal(signal.SIGKILL)
+    for process in processes:
+        process.kill()
+        process.wait()
+    return victims
+
+
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     dcp_to_torch_save(folder / f"checkpoint/step-{step}", folder / "all.pt")
     loaded: dict[str, torch.Tensor] = torch.load(folder / "all.pt", weights_only=True)
@@ -90,20 +107,7 @@ def main() -> None:
 
     inside_saves = 0
     for kill in range(1, options.kills + 1):
-        before = newest_step(killed)
-        processes = start(killed, steps)
-        wait_for(lambda: newest_step(killed) > before, processes)  # noqa: B023
-        if kill % 2:
-            time.sleep(rng.random() * 0.5)
-        else:
-            wait_for(lambda: begun_save(killed), processes)
-            time.sleep(rng.random() * 0.1)
-        victims = rng.choice([[0], [1], [0, 1]])
-        for rank in victims:
-            processes[rank].send_signal(signal.SIGKILL)
-        for process in processes:
-            process.kill()
-            process.wait()
+        victims = run_and_kill(killed, steps, rng, aimed=kill % 2 == 0)
         inside = begun_save(killed)  # nobody is left to finish it
         inside_saves += inside
         for step in saved_steps(killed / "checkpoint"):
