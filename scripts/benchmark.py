@@ -26,6 +26,7 @@ from datetime import date
 from typing import Any
 
 WARMUP_STEPS = 2
+WIDE = "wide"  # the debug model, four times as wide and half as deep: nearly all of a step is matrix products
 # What run_llama_train.sh sets on a CPU, and so for ours alone.
 LAUNCHER_ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 
@@ -80,6 +81,7 @@ def cpu_groups() -> Iterator[Group]:
     ours = Entrant("ours")
     ways = (ours, replace(ours, dtype="float32"), replace(ours, compile=True), replace(ours, ranks=2))
     yield Group("dtype, compile and ranks", ways)
+    yield Group("width of 1024", tuple(replace(way, flavor=WIDE) for way in ways), 1)
     large = replace(ours, vocab_size=128256)
     yield Group("vocabulary of 128,256", (large, replace(large, options=("--training.loss_chunk_tokens=0",))), 1)
 
@@ -151,7 +153,10 @@ def make_gate(entrant: Entrant, steps_per_turn: int) -> Gate:
 def shape(entrant: Entrant) -> Any:
     from torchtrain.models.llama import flavor_config
 
-    config = flavor_config("llama3", entrant.flavor)
+    if entrant.flavor == WIDE:
+        config = replace(flavor_config("llama3", "debugmodel"), dim=1024, ffn_dim=3072, n_heads=16, n_layers=3)
+    else:
+        config = flavor_config("llama3", entrant.flavor)
     return replace(config, vocab_size=entrant.vocab_size, max_seq_len=entrant.seq_len)
 
 

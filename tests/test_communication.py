@@ -36,6 +36,7 @@ class CollectiveCounter(TorchDispatchMode):
             "_allgather_base_": "all-gather",
             "reduce_scatter_tensor": "reduce-scatter",
             "_reduce_scatter_base_": "reduce-scatter",
+            "alltoall_base_": "reduce-scatter",  # FSDP's on a CPU, with as many bytes
             "all_reduce": "all-reduce",
         }
         if name in kinds:
