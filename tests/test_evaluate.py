@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
     export = tmp_path / "hf"
     convert = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(export), "--dtype", "float32"]
     subprocess.run(convert, cwd=ROOT, check=True, timeout=200)
-    theirs = evaluate("hf", f"pretrained={export},dtype=float32", tmp_path, tmp_path / "theirs")
-    ours = evaluate("torchtrain", f"checkpoint={trained_run}", tmp_path, tmp_path / "ours")
+    with ThreadPoolExecutor(2) as both:
+        models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={trained_run}"}
+        theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
     for task in TASKS:
         for metric, value in theirs["scores"][task].items():
             if isinstance(value, float):

@@ -72,6 +72,16 @@ def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path,
     assert not list(tmp_path.glob("checkpoint/*.damaged"))
 
 
+def test_run_of_one_rank_that_is_killed_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    finish(undisturbed, ranks=1)
+    run = ForkedRun(killed, ranks=1)
+    run.wait_for(lambda: steps_done(killed) >= 5)
+    run.end()
+    assert "resumed from" in finish(killed, ranks=1)
+    assert_same_end(killed, undisturbed)
+
+
 @pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
 def test_run_killed_inside_a_save_ends_where_an_undisturbed_one_does(
     tmp_path: Path, undisturbed: Path, moment: str

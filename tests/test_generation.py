@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,28 +129,25 @@ def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trai
     prompts = ["import os", "def __init__(self", "class Größe:"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     options = ["--max_new_tokens", "12", "--temperature", "0.9", "--top_k", "40", "--seed", "5"]
-    texts = {}
-    for name, ranks, batch_size in (("one by one", 1, "1"), ("together", 1, "8"), ("two ranks", 2, "8")):
+
+    def write(ranks: int, batch_size: int) -> list[dict[str, Any]]:
+        output = tmp_path / f"{ranks}-{batch_size}.jsonl"
         result = generate_command(
-            *(
-                str(trained_run),
-                "--prompts_file",
-                str(tmp_path / "prompts.jsonl"),
-                "--batch_size",
-                batch_size,
-                *options,
-            ),
-            *("--batch_size", batch_size, "--output_file", str(tmp_path / "out.jsonl")),
+            *(str(trained_run), "--prompts_file", str(tmp_path / "prompts.jsonl"), *options),
+            *("--batch_size", str(batch_size), "--output_file", str(output)),
             ranks=ranks,
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout == ""
         assert "3 of 3 prompts" in result.stderr
-        texts[name] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in texts["together"]] == prompts
-    assert texts["together"] == texts["one by one"] == texts["two ranks"]
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    with ThreadPoolExecutor(2) as two_at_once:  # most of each is a start
+        alone, together, two_ranks = two_at_once.map(write, (1, 1, 2), (1, 8, 8))
+    assert [line["prompt"] for line in together] == prompts
+    assert together == alone == two_ranks
     streamed = generate_command(str(trained_run), "--prompt", prompts[0], *options)
-    assert streamed.stdout == prompts[0] + texts["together"][0]["text"] + "\n"
+    assert streamed.stdout == prompts[0] + together[0]["text"] + "\n"
 
 
 def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp_path: Path) -> None:
@@ -177,10 +176,16 @@ def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_pa
     inputs = tokenizer(prompt, return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    for source in (trained_run, export):
+
+    def write(source: Path) -> list[int]:
+        output = tmp_path / f"{source.name}.jsonl"
         result = generate_command(
             *(str(source), "--prompts_file", str(tmp_path / "prompts.jsonl"), "--temperature", "0"),
-            *("--max_new_tokens", "30", "--output_file", str(tmp_path / "out.jsonl")),
+            *("--max_new_tokens", "30", "--output_file", str(output)),
         )
         assert result.returncode == 0, result.stderr
-        assert json.loads((tmp_path / "out.jsonl").read_text())["tokens"] == out
+        tokens: list[int] = json.loads(output.read_text())["tokens"]
+        return tokens
+
+    with ThreadPoolExecutor(2) as two_at_once:
+        assert list(two_at_once.map(write, (trained_run, export))) == [out, out]

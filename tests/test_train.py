@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked_run import ForkedRun, finish
 
 from torchtrain.train import main
 
@@ -86,35 +88,36 @@ def tensors(folder: Path) -> dict[str, str]:
 
 def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "30")
+    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "20")
     assert "warn" not in output.lower()
     logged = lines(folder)
-    assert [line["step"] for line in logged] == [1, 10, 20, 30]
+    assert [line["step"] for line in logged] == [1, 10, 20]
     keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
     assert all(set(keys.split()) <= line.keys() for line in logged)
     assert logged[0]["loss"] - logged[-1]["loss"] > 1.5
     assert all(line["mfu"] is None for line in logged)  # no peak is known for a CPU
-    assert (folder / "checkpoint" / "step-30").is_dir()
+    assert (folder / "checkpoint" / "step-20").is_dir()
     assert list((folder / "tensorboard").iterdir())
-    assert "steps = 30" in (folder / "config.toml").read_text()
+    assert "steps = 20" in (folder / "config.toml").read_text()
     assert str(folder) in output.splitlines()[-1]
 
-    again = run(1, "--job.dump_folder", str(folder), "--training.steps", "30")
-    assert "the run is complete: step 30 of 30" in again
-    run(1, "--job.dump_folder", str(folder), "--training.steps", "32")
-    assert [line["step"] for line in lines(folder)][4:] == [31, 32]
+    again = run(1, "--job.dump_folder", str(folder), "--training.steps", "20")
+    assert "the run is complete: step 20 of 20" in again
+    run(1, "--job.dump_folder", str(folder), "--training.steps", "22")
+    assert [line["step"] for line in lines(folder)][3:] == [21, 22]
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, [4]), (2, [4, 10])], ids=["one rank", "two ranks, twice"])
-def test_a_killed_run_ends_where_an_undisturbed_one_does(tmp_path: Path, ranks: int, kills: list[int]) -> None:
+def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
     arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
-    run(ranks, *arguments, "--job.dump_folder", str(undisturbed))
-    for step in kills:
-        kill_after(step, ranks, killed, *arguments)
-        assert not (killed / "checkpoint" / "step-18").exists()
-    output = run(ranks, *arguments, "--job.dump_folder", str(killed))
+    with ThreadPoolExecutor() as beside:
+        other = beside.submit(run, 2, *arguments, "--job.dump_folder", str(undisturbed))
+        for step in (4, 10):
+            kill_after(step, 2, killed, *arguments)
+            assert not (killed / "checkpoint" / "step-18").exists()
+        output = run(2, *arguments, "--job.dump_folder", str(killed))
+        other.result()
     assert "resumed from" in output
     assert tensors(killed / "checkpoint" / "step-18") == tensors(undisturbed / "checkpoint" / "step-18")
     losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
@@ -122,23 +125,18 @@ def test_a_killed_run_ends_where_an_undisturbed_one_does(tmp_path: Path, ranks: 
 
 
 def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) -> None:
-    run(1, *SMALL, "--job.dump_folder", str(tmp_path))
-    output = run(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "15")
-    assert "step-15" in output
-    assert [line["step"] for line in lines(tmp_path)][18:] == [16, 17, 18]
-    process = launch(1, *SMALL, "--job.dump_folder", str(tmp_path), "--checkpoint.load_step", "5")
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 2
-    assert "checkpoint.load_step = 5 cannot be loaded" in output
+    finish(tmp_path, ranks=1)
+    output = finish(tmp_path, "--checkpoint.load_step", "8", ranks=1)
+    assert f"resumed from {tmp_path}/checkpoint/step-8" in output
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 13), *range(9, 13)]
+    refused = ForkedRun(tmp_path, "--checkpoint.load_step", "5", ranks=1)
+    assert refused.wait() == [2]
+    assert "checkpoint.load_step = 5 cannot be loaded" in refused.output()
 
 
 def test_a_profile_is_written(tmp_path: Path) -> None:
-    run(
-        1,
-        *SMALL,
-        *("--training.steps", "4", "--checkpoint.no-enable", "--job.dump_folder", str(tmp_path)),
-        *("--profiling.enable_profiling", "--profiling.profile_freq", "4"),
-    )
+    options = ["--checkpoint.no-enable", "--profiling.enable_profiling", "--profiling.profile_freq", "4"]
+    finish(tmp_path, "--training.steps", "4", *options, ranks=1)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("traces/*/*")] == [
         "traces/step-4/rank-0.trace.json.gz"
     ]
