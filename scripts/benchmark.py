@@ -11,6 +11,7 @@ garbage; the others get random tokens, ready made. The bare loop's model has our
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import resource
@@ -66,7 +67,7 @@ class Group:
 class Result:
     seconds: list[float] = field(default_factory=list)  # of a step, by turn
     cpu_seconds: list[float] = field(default_factory=list)  # the same, of all threads of the (first) process
-    first_step_seconds: float = 0.0  # from the start of the process
+    first_step_seconds: float = math.inf  # from the start of the process; of the fastest
     memory_gib: float = 0.0
 
 
@@ -326,8 +327,8 @@ def run_litgpt(entrant: Entrant, steps_per_turn: int) -> None:
 class Worker:
     """A running entrant."""
 
-    def __init__(self, entrant: Entrant, steps_per_turn: int, all_threads: int):
-        self.result = Result()
+    def __init__(self, entrant: Entrant, result: Result, steps_per_turn: int, all_threads: int):
+        self.result = result
         read, write = os.pipe()
         command = [sys.executable, "-W", "ignore", os.path.abspath(__file__)]
         command += ["--entrant", json.dumps([asdict(entrant), steps_per_turn])]
@@ -355,7 +356,8 @@ class Worker:
         os.close(write)
         self.channel = os.fdopen(read)
         self.receive()
-        self.result.first_step_seconds = time.perf_counter() - start
+        first_step_seconds = time.perf_counter() - start
+        self.result.first_step_seconds = min(self.result.first_step_seconds, first_step_seconds)
         self.receive()  # warmed up
 
     def receive(self) -> dict[str, Any]:
@@ -371,7 +373,7 @@ class Worker:
         message = self.receive()
         self.result.seconds.append(message["seconds"])
         self.result.cpu_seconds.append(message["cpu_seconds"])
-        self.result.memory_gib = message["memory_gib"]
+        self.result.memory_gib = max(self.result.memory_gib, message["memory_gib"])
         return float(message["seconds"])
 
     def send(self, line: str) -> None:
@@ -403,18 +405,17 @@ def is_installed(entrant: Entrant) -> bool:
     return all(importlib.util.find_spec(name) for name in needs.get(entrant.kind, ()))
 
 
-def measure(group: Group, rounds: int, threads: int) -> list[dict[str, Any]]:
+def measure(group: Group, processes: int, rounds: int, threads: int) -> list[dict[str, Any]]:
     """Rows of the table: the first entrant, and the others beside it."""
-    entrants = [entrant for entrant in group.entrants if is_installed(entrant)]
-    workers = [Worker(entrant, group.steps_per_turn, threads) for entrant in entrants]
-    for _ in range(rounds):
+    results = {entrant: Result() for entrant in group.entrants if is_installed(entrant)}
+    for _ in range(processes):
+        workers = [Worker(entrant, result, group.steps_per_turn, threads) for entrant, result in results.items()]
+        for _ in range(rounds):
+            for worker in workers:
+                worker.take_turn()
         for worker in workers:
-            worker.take_turn()
-    for worker in workers:
-        worker.stop()
-    return [
-        row(group, entrant, worker.result, workers[0].result) for entrant, worker in zip(entrants, workers, strict=True)
-    ]
+            worker.stop()
+    return [row(group, entrant, result, results[group.entrants[0]]) for entrant, result in results.items()]
 
 
 def row(group: Group, entrant: Entrant, result: Result, first: Result) -> dict[str, Any]:
@@ -493,7 +494,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="the set for one GPU of 80 GB or more")
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups with one of these in their name")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each entrant")
+    parser.add_argument("--processes", type=int, default=1, help="fresh processes of each entrant: each has some luck")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
     parser.add_argument("--threads", type=int, default=cores(), help="threads of an entrant, over all its ranks (CPU)")
     parser.add_argument("--output", default="benchmark.json", help="file for the results")
     parser.add_argument("--entrant", help=argparse.SUPPRESS)
@@ -510,7 +512,7 @@ def main() -> None:
     for group in gpu_groups() if arguments.gpu else cpu_groups():
         if arguments.only and not any(word in group.name for word in arguments.only):
             continue
-        rows = measure(group, arguments.rounds, arguments.threads)
+        rows = measure(group, arguments.processes, arguments.rounds, arguments.threads)
         print(f"\n{group.name}: ratio above 1 means that the first line is faster\n\n{table(rows)}", flush=True)
         results["rows"] += rows
         with open(arguments.output, "w", encoding="utf-8") as file:
