@@ -3,6 +3,7 @@
 import argparse
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations, product
@@ -225,14 +226,23 @@ def _learn(config: JobConfig, model: TransformerConfig) -> Curve:
     return train(config, model, steps=100, batch=_text)
 
 
+def _is_farthest(curve: Curve, others: list[Curve], name: str) -> bool:
+    """Whether ``curve`` is farther from all of ``others`` than any of them from the rest."""
+    curves = [*others, curve]
+    means = [mean(_distances(((one, other) for other in curves if other is not one), name)) for one in curves]
+    return means[-1] == max(means)
+
+
 # The test above sees rounding alone: few steps, and random tokens, of which nothing is learned. A run that learns
 # amplifies every difference. One seed's ratio lies between a half and three, also for P2, which rounds no activation
-# elsewhere: so the geometric mean of nine.
+# elsewhere: so the geometric mean of nine. And of an axis and three splits, the axis must be the odd one out no more
+# often than chance has it: in 2.25 seeds of nine, in more than 6 once in 700 times.
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool) -> None:
     model = TransformerConfig(64, 4, 4, 2, 128, 256, max_seq_len=64)
     ratios: dict[tuple[str, str], list[float]] = {}
+    times_farthest: Counter[tuple[str, str]] = Counter()
     for seed in range(1, 10):
         changes = {**_bfloat16(seed, seq_len=64), "lr_scheduler": {"warmup_steps": 10}}
         alone = []
@@ -245,5 +255,7 @@ def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool
             for name in ("losses", "grad_norms"):
                 noise = mean(_distances(combinations(alone, 2), name))
                 ratios.setdefault((text, name), []).append(mean(_distances(product([curve], alone), name)) / noise)
+                times_farthest[text, name] += _is_farthest(curve, alone, name)
     means = {axis: geometric_mean(values) for axis, values in ratios.items()}
     assert max(means.values()) < 1.5, means
+    assert max(times_farthest.values()) <= 6, times_farthest
