@@ -76,8 +76,9 @@ def test_run_of_one_rank_that_is_killed_ends_where_an_undisturbed_one_does(tmp_p
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(undisturbed, ranks=1)
     run = ForkedRun(killed, ranks=1)
-    run.wait_for(lambda: steps_done(killed) >= 5)
+    run.wait_for(lambda: bool(saved_steps(killed / "checkpoint")))
     run.end()
+    assert STEPS not in saved_steps(killed / "checkpoint")
     assert "resumed from" in finish(killed, ranks=1)
     assert_same_end(killed, undisturbed)
 

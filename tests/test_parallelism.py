@@ -235,8 +235,8 @@ def _is_farthest(curve: Curve, others: list[Curve], name: str) -> bool:
 
 # The test above sees rounding alone: few steps, and random tokens, of which nothing is learned. A run that learns
 # amplifies every difference. One seed's ratio lies between a half and three, also for P2, which rounds no activation
-# elsewhere: so the geometric mean of nine. And of an axis and three splits, the axis must be the odd one out no more
-# often than chance has it: in 2.25 seeds of nine, in more than 6 once in 700 times.
+# elsewhere: so the geometric mean of nine. And of an axis and three splits the axis is the odd one out in 2.25
+# seeds of nine if it is like a split, and in more than 6 once in 700 times.
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool) -> None:

@@ -82,14 +82,22 @@ class _NoReduceScatter(ReduceScatter):
 
 
 class _AllToAllReduceScatter(ReduceScatter):
-    """For gloo, whose own takes twice as long: every rank gets all summands of its shard and adds them itself."""
+    """For gloo, whose own takes longer: every rank gets all summands of its shard and adds them itself."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
+        """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
+        assert op == dist.ReduceOp.SUM
+        assert not async_op
         summands = torch.empty_like(input_tensor)
         dist.all_to_all_single(summands, input_tensor, group=group)
         torch.sum(summands.view(group.size(), -1), dim=0, out=output_tensor)
