@@ -27,7 +27,7 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = AdamWBfloat16 if config.state_dtype == "bfloat16" else torch.optim.AdamW
+    optimizer = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
     return optimizer(
         [group for group in groups if group["params"]],
         lr=config.lr,
@@ -36,6 +36,16 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
         fused=config.implementation == "fused",
         foreach=config.implementation == "foreach",
     )
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local(tensor) for tensor in tensors]
+        return has_complex
 
 
 class AdamWBfloat16(torch.optim.AdamW):
@@ -107,15 +117,15 @@ def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     # Each element of the gradient enters once, from one rank: so one sum over all ranks serves every layout.
-    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    norms = [torch.zeros(1, device=parameters[0].device)]
     for parameter in parameters:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
             # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
             # a row are not, and take a quarter of the time of float64 throughout.
-            rows = torch.linalg.vector_norm(gradient.to_local(), dim=-1)
-            squares += rows.double().square().sum()
+            norms.append(torch.linalg.vector_norm(gradient.to_local(), dim=-1).flatten())
+    squares = torch.cat(norms).double().square().sum()
     dist.all_reduce(squares)
     norm = squares.sqrt().float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
