@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, build, config_of, train
+from parity import TINY, Curve, assert_same_run, build, config_of, full_weights, train
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtrain.config.schema import JobConfig, Parallelism
+from torchtrain.config.schema import JobConfig, Optimizer, Parallelism
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, flavor_config
-from torchtrain.optimizer import build_optimizer, clip_grad_norm
+from torchtrain.optimizer import build_optimizer, clip_grad_norm, update
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages, plan_stages
 
@@ -129,6 +129,34 @@ def _norm_of_a_large_gradient() -> tuple[float, float]:
 def test_the_norm_of_a_large_gradient_is_exact_however_it_is_split(gloo: GlooPool, ranks: int) -> None:
     for norm, exact in gloo.run(ranks, _norm_of_a_large_gradient):
         assert norm == pytest.approx(exact, rel=2e-7)
+
+
+def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    (model,) = build(config_of()).parts
+    plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in full_weights([model]).items()}
+    optimizer = build_optimizer([model], Optimizer(lr=1e-2, weight_decay=0.1, implementation=implementation))
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.values() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in plain.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            gradient = torch.sin(plain[name].detach() * 100 + step)
+            plain[name].grad = gradient
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        update(optimizer, torch.zeros(()))
+        reference.step()
+    return full_weights([model]), {name: tensor.detach() for name, tensor in plain.items()}
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_sharded_updates_are_those_of_plain_adamw(gloo: GlooPool, implementation: str) -> None:
+    for weights, reference in gloo.run(2, _weights_after_updates, implementation):
+        torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)  # of three steps of 1e-2
 
 
 @pytest.mark.parametrize(
