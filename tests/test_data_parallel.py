@@ -33,6 +33,8 @@ def reference(gloo: GlooPool) -> Curve:
     ("ranks", "parallelism"),
     [
         (1, {}),
+        (1, {"fsdp_reshard_after_forward": "always"}),  # as on one GPU: block by block
+        (1, {"fsdp_reshard_after_forward": "never"}),
         (2, {}),
         (4, {}),
         (4, {"data_parallel_replicate_degree": 2}),

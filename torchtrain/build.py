@@ -200,9 +200,10 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales_after_updates(parts, optimizer)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
-    data_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
-    for loader in (plan.loader, *plan.validation_loaders.values()):
-        loader.connect(data_group)
+    if world_size() > 1:
+        data_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
+        for loader in (plan.loader, *plan.validation_loaders.values()):
+            loader.connect(data_group)
     states["loader"] = LoaderState(plan.loader, mesh)
     if step is not None:
         checkpoint.load(step)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchtrain.config.schema import Optimizer
+from torchtrain.distributed.process_group import all_reduce
 
 
 def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
@@ -126,7 +126,7 @@ def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence
             # a row are not, and take a quarter of the time of float64 throughout.
             norms.append(torch.linalg.vector_norm(gradient.to_local(), dim=-1).flatten())
     squares = torch.cat(norms).double().square().sum()
-    dist.all_reduce(squares)
+    all_reduce(squares)
     norm = squares.sqrt().float()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

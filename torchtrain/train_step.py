@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtrain.datasets.loader import Batch
+from torchtrain.distributed.process_group import all_reduce
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.loss import IGNORE_INDEX, TokenLoss
 from torchtrain.lr_schedule import LRSchedule
@@ -44,7 +44,7 @@ class TrainStep:
         # The denominator is that of the whole global batch, known before the first backward: so a token weighs the same
         # whatever rank and microbatch it is in, and gradients need only be summed.
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(device, non_blocking=True)
-        dist.all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
+        all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         count = len(batch.tokens) // self.microbatches.local_batch_size
         total = torch.zeros((), device=device)
         tokens = torch.zeros((), dtype=torch.int64, device=device)

@@ -256,7 +256,8 @@ class Parallelism:
     """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters after its forward. default: of all but the last, whose backward is next; with
-    pipeline stages of none, since every microbatch would gather them again."""
+    pipeline stages of none, since every microbatch would gather them again; on one rank of none, and on a CPU all
+    blocks are then one group, which takes less time and more memory."""
     tensor_parallel_degree: int = 1
     """Ranks over which each matrix is split."""
     enable_sequence_parallel: bool = True

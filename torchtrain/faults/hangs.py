@@ -18,8 +18,8 @@ from torchtrain.log import logger
 COLLECT_SECONDS = 3
 # How much longer than a step a collective must be allowed to take, for the report to be written before it fails.
 REPORT_SECONDS = 6
-# Files of torch whose functions are collectives.
-COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+# Files whose functions are collectives.
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "torchtrain/distributed/process_group.py")
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -133,10 +133,11 @@ class HangWatch:
 
 
 def _place(frame: FrameType | None) -> dict[str, str]:
-    """Where a thread is: the innermost line of this package, and the collective it is in, or ''."""
+    """Where a thread is: this package's innermost line, and the collective it has called there, or ''."""
     stack = traceback.extract_stack(frame)
     collective = next((entry.name for entry in stack if entry.filename.endswith(COLLECTIVES)), "")
-    own = [entry for entry in stack if Path(entry.filename).is_relative_to(PACKAGE)]
+    package = [entry for entry in stack if Path(entry.filename).is_relative_to(PACKAGE)]
+    own = [entry for entry in package if not entry.filename.endswith(COLLECTIVES)]
     entry = own[-1] if own else stack[-1]
     return {"collective": collective, "where": f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"}
 

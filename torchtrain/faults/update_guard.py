@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.config.schema import Faults
+from torchtrain.distributed.process_group import all_reduce
 from torchtrain.errors import FaultError
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
@@ -68,7 +68,7 @@ class UpdateGuard:
         # A scalar of the host's becomes a fill on the device: no copy to wait for.
         stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=self.device)
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
-        dist.all_reduce(flags)
+        all_reduce(flags)
         total, tokens, bad_ranks, stopping_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
         means, deviations = self._window.mean(dim=1), self._window.std(dim=1, correction=0)

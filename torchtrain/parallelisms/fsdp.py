@@ -15,7 +15,10 @@ from torchtrain.models.llama.model import Transformer
 
 
 def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Shard each block and then the root over ``mesh``: 1-D (shard), or 2-D (replicate, shard) for HSDP."""
+    """Shard each block and then the root over ``mesh``: 1-D (shard), or 2-D (replicate, shard) for HSDP.
+
+    One rank on a CPU is the exception: by default all is in the root's group.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -23,7 +26,10 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, paralle
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    blocks = list(model.layers.values())
+    # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and on a
+    # CPU, which no queue of kernels keeps busy meanwhile, it would wait for the work that each group is.
+    by_block = mesh.size() > 1 or mesh.device_type != "cpu" or parallelism.fsdp_reshard_after_forward != "default"
+    blocks = list(model.layers.values()) if by_block else []
     for i, block in enumerate(blocks):
         # Backward starts with the last block: freeing it after forward would gather it twice.
         # On one rank nothing is gathered, and freeing would only cast twice.
