@@ -22,6 +22,7 @@ def check(
     compile: bool = False,
     mode: Literal["none", "selective", "full"] = "none",
     training: dict[str, Any] | None = None,
+    document_mask: bool = False,
     **parallelism: Any,
 ) -> None:
     config = Parallelism(**parallelism)
@@ -34,6 +35,7 @@ def check(
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=compile),
         device_type=device_type,
+        document_mask=document_mask,
     )
     assert not dist.is_initialized()
 
@@ -128,6 +130,10 @@ def check(
             r"'ZBVZeroBubble' runs the backward of a block in two passes, which .*; switch compile.enable off",
         ),
         (
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "document_mask": True},
+            r"two passes, which flex_attention cannot, .*; take the schedule Interleaved1F1B, or switch data.document_",
+        ),
+        (
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "selective"},
             r"two passes, and what activation_checkpoint.mode = 'selective' keeps .*; take mode 'full' or selective_",
         ),
@@ -146,6 +152,13 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         {"tensor_parallel_degree": 2, "compile": True, "enable_async_tensor_parallel": True},
         {"pipeline_parallel_degree": 4, "pipeline_parallel_microbatches": 2, "pipeline_parallel_schedule": "GPipe"},
         {"context_parallel_degree": 1, "training": {"seq_len": 8191}},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "document_mask": True},
+        {
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "ZBVZeroBubble",
+            "document_mask": True,
+            "device_type": "cpu",
+        },
     ],
 )
 def test_what_can_be_split_is_not_refused(options: dict[str, Any]) -> None:

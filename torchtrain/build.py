@@ -93,6 +93,7 @@ def plan_run(config: JobConfig) -> Plan:
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         device_type=device.type,
+        document_mask=config.data.document_mask,
     )
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(

@@ -16,6 +16,7 @@ def check_layout(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     device_type: str,
+    document_mask: bool = False,
 ) -> None:
     """Raise ConfigError, with the rule and a way out, where ``degrees`` cannot split ``model`` and its sequences."""
     _check_tensor(model, degrees.tensor)
@@ -25,7 +26,10 @@ def check_layout(
     if degrees.pipeline > 1:
         plan_stages(model, parallelism)
         resolve_microbatches(parallelism, training)
-        _check_split_backward(parallelism.pipeline_parallel_schedule, activation_checkpoint, compile)
+        has_flex_attention = document_mask and device_type == "cuda"
+        _check_split_backward(
+            parallelism.pipeline_parallel_schedule, activation_checkpoint, compile, has_flex_attention
+        )
 
 
 def _check_tensor(model: TransformerConfig, degree: int) -> None:
@@ -55,12 +59,19 @@ def _check_sequence(degrees: Degrees, seq_len: int, sequence_parallel: bool) -> 
         )
 
 
-def _check_split_backward(schedule: str, activation_checkpoint: ActivationCheckpoint, compile: Compile) -> None:
+def _check_split_backward(
+    schedule: str, activation_checkpoint: ActivationCheckpoint, compile: Compile, has_flex_attention: bool
+) -> None:
     if schedule not in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         return
     given = f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes"
     if compile.enable:
         raise ConfigError(f"{given}, which compiled blocks cannot; switch compile.enable off, or take Interleaved1F1B")
+    if has_flex_attention:
+        raise ConfigError(
+            f"{given}, which flex_attention cannot, the compiled kernel for data.document_mask on a GPU; take the "
+            "schedule Interleaved1F1B, or switch data.document_mask off"
+        )
     if activation_checkpoint.mode == "selective" and activation_checkpoint.selective_option == "op":
         raise ConfigError(
             f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
