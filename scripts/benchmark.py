@@ -495,7 +495,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the set for one GPU of 80 GB or more")
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups with one of these in their name")
     parser.add_argument("--processes", type=int, default=1, help="fresh processes of each entrant: each has some luck")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each process")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
     parser.add_argument("--threads", type=int, default=cores(), help="threads of an entrant, over all its ranks (CPU)")
     parser.add_argument("--output", default="benchmark.json", help="file for the results")
     parser.add_argument("--entrant", help=argparse.SUPPRESS)
