@@ -161,6 +161,24 @@ def test_sharded_updates_are_those_of_plain_adamw(gloo: GlooPool, implementation
         torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)  # of three steps of 1e-2
 
 
+def _fsdp_groups(parallelism: dict[str, Any]) -> int:
+    (model,) = build(config_of(parallelism=parallelism)).parts
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "groups"),
+    [
+        (1, "default", 1),
+        (1, "always", 1 + TINY.n_layers),
+        (1, "never", 1 + TINY.n_layers),
+        (2, "default", 1 + TINY.n_layers),
+    ],
+)
+def test_one_cpu_rank_has_one_group_by_default(gloo: GlooPool, ranks: int, reshard: str, groups: int) -> None:
+    assert gloo.run(ranks, _fsdp_groups, {"fsdp_reshard_after_forward": reshard})[0] == groups
+
+
 @pytest.mark.parametrize(
     ("flavor", "degrees"),
     [

@@ -4,9 +4,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtrain.build import plan_run
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig, flavor_config
@@ -142,6 +144,15 @@ def check(
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(**options)
+
+
+def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torchtrain.build.pick_device", lambda _: torch.device("cuda", 0))
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
+    training = Training(local_batch_size=4)
+    with pytest.raises(ConfigError, match=r"or switch data.document_mask off"):
+        plan_run(JobConfig(training=training, parallelism=parallelism, data=Data(document_mask=True)))
 
 
 @pytest.mark.parametrize(

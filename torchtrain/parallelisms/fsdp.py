@@ -26,8 +26,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, paralle
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and on a
-    # CPU, which no queue of kernels keeps busy meanwhile, it would wait for the work that each group is.
+    # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and a CPU
+    # has no queue of kernels to hide what each group costs the host.
     by_block = mesh.size() > 1 or mesh.device_type != "cpu" or parallelism.fsdp_reshard_after_forward != "default"
     blocks = list(model.layers.values()) if by_block else []
     for i, block in enumerate(blocks):
