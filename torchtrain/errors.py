@@ -1,19 +1,24 @@
-"""What a user can get wrong, as errors that a door prints in one message and without a traceback.
+"""What ends a run before its end, as errors that a door prints in one message and without a traceback.
 
-TorchtrainError
-├── ConfigError         a key, a value or a combination of values
-├── TokenizerError      a tokenizer that is missing or not one
-├── DataError           a source that is missing, empty, or not what the config says
-├── CheckpointError     a checkpoint that is missing, damaged, or of another run
-│   └── SupersededError     a newer incarnation of the run saves in the same folder
-└── FaultError          a run that cannot go on, such as one whose loss is not finite
+TorchtrainError             exit code
+├── ConfigError         2   a key, a value or a combination of values
+├── TokenizerError      2   a tokenizer that is missing or not one
+├── DataError           2   a source that is missing, empty, or not what the config says
+├── CheckpointError     2   a checkpoint that is missing, damaged, or of another run
+│   └── SupersededError 2       a newer incarnation of the run saves in the same folder
+├── FaultError          2   a run that cannot go on, such as one whose loss is not finite
+├── StorageError       74   a file system or a network that does not answer: later, the same command may work
+└── StoppedError       75   asked to stop, and what there was to wait for did not end in time
 
 Every message gives the rule, the value and the way out.
 """
 
 
 class TorchtrainError(Exception):
-    """Base of all errors that are the user's to mend."""
+    """Base of all errors that are no fault of the program's."""
+
+    exit_code = 2
+    """With which a door ends; docs/faults.md has the table."""
 
 
 class ConfigError(TorchtrainError):
@@ -38,3 +43,15 @@ class SupersededError(CheckpointError):
 
 class FaultError(TorchtrainError):
     """A run that cannot go on as it is."""
+
+
+class StorageError(TorchtrainError):
+    """A file system or a network that does not answer, or not with what lies there. Nothing was changed."""
+
+    exit_code = 74  # sysexits.h: EX_IOERR
+
+
+class StoppedError(TorchtrainError):
+    """The run was asked to stop, and does not wait any longer for what it is waiting for."""
+
+    exit_code = 75  # sysexits.h: EX_TEMPFAIL

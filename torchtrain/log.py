@@ -1,19 +1,79 @@
-"""Logging to the terminal: one line an event, from the ranks in ``LOG_RANK``; errors from all."""
+"""Logging to the terminal, and what may fail without ending a run.
+
+One line an event, from the ranks in ``LOG_RANK``; errors from all.
+"""
 
 import logging
 import os
 import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from torchtrain.errors import StoppedError, TorchtrainError
 
 logger = logging.getLogger("torchtrain")
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A terminal or a log file that cannot be written to ends nothing, and gets no traceback, either."""
 
 
 def init_logging() -> None:
     """Send the package's messages to stderr. ``LOG_RANK`` (such as 0,3; default 0) names the ranks that say all."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     prefix = "" if shown == [rank] else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank in shown else logging.ERROR)
     logger.propagate = False
+
+
+def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
+    """Call ``run``, which returns an exit code, as every door does: what it raises for the user is one message.
+
+    ``speaks``: whether this is the rank to give the message.
+    """
+    init_logging()
+    try:
+        return run()
+    except TorchtrainError as error:
+        if speaks:
+            logger.error("error: %s", error)
+        if isinstance(error, StoppedError):
+            os._exit(error.exit_code)  # a thread that hangs would keep the process
+        return error.exit_code
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:  # on a full disk Python would end with a code of its own
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+class BestEffort:
+    """A context for what only reports: an error in it is said once, and nothing else is kept from going on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.failing = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            if self.failing:
+                logger.info("%s: works again", self.what)
+            self.failing = False
+            return False
+        if not isinstance(error, Exception):
+            return False
+        if not self.failing:
+            logger.warning("%s: %s; the run goes on without until that is mended", self.what, error)
+        self.failing = True
+        return True

@@ -1,0 +1,45 @@
+"""Answers and errors of one rank, known to all: so that all ranks go on alike, or end alike.
+
+File systems need not show all ranks the same at the same time, and may fail on one of them alone.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchtrain.errors import TorchtrainError
+
+T = TypeVar("T")
+
+
+def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``ask()`` gives on the first rank, on all ranks. A TorchtrainError there is raised on all. Collective."""
+    answers = [_outcome(ask) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(answers, group=group, group_src=0)
+    assert answers[0] is not None
+    return _value(answers[0])
+
+
+def of_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What ``ask()`` gives on each rank. A TorchtrainError of any of them is raised on all. Collective."""
+    outcomes: list[tuple[T | None, TorchtrainError | None]] = [(None, None)] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, _outcome(ask), group=group)
+    # The errors first: what the others found counts for nothing then.
+    for outcome in sorted(outcomes, key=lambda outcome: outcome[1] is None):
+        _value(outcome)
+    return [_value(outcome) for outcome in outcomes]
+
+
+def _outcome(ask: Callable[[], T]) -> tuple[T | None, TorchtrainError | None]:
+    try:
+        return ask(), None
+    except TorchtrainError as error:
+        return None, error
+
+
+def _value(outcome: tuple[T | None, TorchtrainError | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

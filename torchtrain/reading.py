@@ -1,0 +1,65 @@
+"""Reading what may lie on a bad disk or behind a bad network: tried again, and an error only then.
+
+What is missing is no such error: ``FileNotFoundError`` and its like are raised at once.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torchtrain.errors import StorageError, TorchtrainError
+
+T = TypeVar("T")
+
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+PAUSES_SECONDS = (0.25, 1.0, 2.0)
+
+
+def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float] = PAUSES_SECONDS) -> T:
+    """``read()`` of ``path``, tried again after each of the pauses where the file system fails.
+
+    Raises:
+        StorageError: it fails each time.
+    """
+    for pause in (*pauses_seconds, None):
+        try:
+            return read()
+        except MISSING:
+            raise
+        except OSError as error:
+            if pause is None:
+                raise unreadable(path, error, len(pauses_seconds) + 1) from error
+            time.sleep(pause)
+    raise AssertionError
+
+
+def unreadable(path: Path, error: OSError, attempts: int = len(PAUSES_SECONDS) + 1) -> StorageError:
+    told = StorageError(
+        f"{path} cannot be read: {error.strerror or error}, in {attempts} attempts. Nothing was changed: start again "
+        "when the file system answers and lets this user read"
+    )
+    if isinstance(error, PermissionError):
+        told.exit_code = TorchtrainError.exit_code  # it does answer: only the user can mend it
+    return told
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. MISSING where it is none, StorageError where the file system fails."""
+
+    def read() -> bytes:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes to it
+            raise IsADirectoryError(None, "is no regular file", str(path))
+        return path.read_bytes()
+
+    return patiently(read, path)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in ``folder``; none where it does not exist. Not ``Path.glob``, which passes errors over."""
+    try:
+        return sorted(patiently(lambda: os.listdir(folder), folder))
+    except FileNotFoundError:
+        return []
