@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator
 from logging import ERROR
@@ -17,10 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchtrain.checkpoint import storage
-from torchtrain.checkpoint.manager import CheckpointManager, saved_steps
+from torchtrain.checkpoint import manifest, storage
+from torchtrain.checkpoint.history import saved_steps
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
 from torchtrain.checkpoint.states import ModelState, OptimizerState
-from torchtrain.checkpoint.storage import MANIFEST, FileRecord, VerifiedWriter, read_manifest, write_manifest
+from torchtrain.checkpoint.storage import VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.log import logger
@@ -160,6 +163,137 @@ def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
     assert Run(tmp_path).manager.step_to_load() == 4
 
 
+def damage_all(folder: Path, how: str) -> None:
+    for step in folder.glob("step-*"):
+        for file in list(step.iterdir()):
+            if how == "truncated" and file.suffix == ".distcp":
+                os.truncate(file, 100)
+            elif how == "empty" or (how == "without manifest" and file.name == MANIFEST):
+                file.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "without manifest", "set aside"])
+def test_a_run_does_not_begin_anew_over_its_damaged_checkpoints(tmp_path: Path, how: str) -> None:
+    Run(tmp_path).train(1, 4)
+    if how == "set aside":
+        for step, name in ((2, "step-2.damaged"), (4, "step-4.superseded-2")):
+            (tmp_path / f"checkpoint/step-{step}").rename(tmp_path / "checkpoint" / name)
+    damage_all(tmp_path / "checkpoint", how)
+    before = sorted((tmp_path / "checkpoint").iterdir())
+    with pytest.raises(CheckpointError, match=r"none of these is a good checkpoint.*take another job.dump_folder"):
+        Run(tmp_path).manager.step_to_load()
+    assert sorted((tmp_path / "checkpoint").iterdir()) == before
+
+
+def test_what_only_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    for name in ("step-012", "step-x", "step-4.7.partial"):
+        (tmp_path / "checkpoint" / name).mkdir()
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    assert Run(tmp_path).manager.step_to_load() == 2
+
+
+BEGUN_AT_2 = SOME_CONFIG + "[checkpoint]\nload_step = 2\n"
+
+
+def test_a_run_begun_with_load_step_gets_ahead_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", logger.name)
+    Run(tmp_path).train(1, 8)
+    for first, start in ((3, 2), (5, 4), (7, 6)):  # as a scheduler starts it, each time with the same command
+        run = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
+        assert run.manager.step_to_load() == start
+        run.manager.load(start)
+        run.train(first, first + 1)
+        assert saved_steps(tmp_path / "checkpoint")[-1] == first + 1
+    assert "checkpoint.load_step = 2: goes on from step 6" in caplog.text
+    (tmp_path / "checkpoint/step-2").rename(tmp_path / "gone")  # as keep_latest_k does
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 8
+
+
+def test_load_step_goes_back_where_another_run_has_come_further(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    begun_at_2 = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
+    begun_at_2.manager.step_to_load()
+    begun_at_2.manager.load(2)
+    begun_at_2.train(3, 4)
+    on = Run(tmp_path)
+    on.manager.step_to_load()
+    on.manager.load(4)
+    on.train(5, 6)  # without load_step
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 2
+
+
+def test_a_damaged_checkpoint_since_load_step_is_passed_over(tmp_path: Path) -> None:
+    Run(tmp_path, config_toml=BEGUN_AT_2).train(1, 6)
+    (tmp_path / "checkpoint/step-6/config.toml").unlink()
+    flip_bit(only_file(tmp_path / "checkpoint/step-4"))
+    (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-3")
+    with pytest.raises(CheckpointError, match=r"load_step = 3 cannot be loaded: .*the checkpoint of step 2 under"):
+        Run(tmp_path, config_toml=BEGUN_AT_2, load_step=3).manager.step_to_load()
+    (tmp_path / "checkpoint/step-3").rename(tmp_path / "checkpoint/step-2")
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 2
+
+
+def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_path: Path) -> None:
+    for folder in (tmp_path / "run", tmp_path / "other"):
+        run = Run(folder)
+        assert run.manager.step_to_load() is None
+        run.train(1, 4)
+    checkpoints = tmp_path / "run/checkpoint"
+    shutil.copytree(checkpoints / "step-4", checkpoints / "step-40")
+    shutil.copytree(tmp_path / "other/checkpoint/step-2", checkpoints / "step-2000")
+    shutil.rmtree(checkpoints / "step-2")
+    shutil.copytree(tmp_path / "other/checkpoint/step-2", checkpoints / "step-2")
+    for step, problem in ((40, "is the checkpoint of step 4 under another name"), (2, "is that of another run")):
+        with pytest.raises(CheckpointError, match=rf"step-{step} {problem}"):
+            Run(tmp_path / "run", load_step=step).manager.step_to_load()
+    assert Run(tmp_path / "run").manager.step_to_load() == 4
+    assert not (checkpoints / "step-40").exists()
+
+
+def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.manager.step_to_load()
+    first.train(1, 2)
+    again = Run(tmp_path)
+    again.manager.step_to_load()
+    again.train(3, 4)
+    runs = {read_manifest(tmp_path / f"checkpoint/step-{step}").origin.run for step in (2, 4)}
+    assert len(runs) == 1
+    (tmp_path / "checkpoint/generation.json").unlink()
+    (tmp_path / "checkpoint").rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "moved").rename(tmp_path / "elsewhere/checkpoint")
+    moved = Run(tmp_path / "elsewhere")
+    assert moved.manager.step_to_load() == 4
+    moved.train(5, 6)
+    assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").origin.run} == runs
+
+
+def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 2)
+    file = tmp_path / "checkpoint/step-2" / MANIFEST
+    files = json.loads(file.read_text())["files"]
+    body = json.dumps(files, sort_keys=True).encode()
+    file.write_text(json.dumps({"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n")
+    assert Run(tmp_path).manager.step_to_load() == 2
+
+
+def test_rollback_stays_on_the_path_of_the_run(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 8)
+    run = Run(tmp_path, load_step=4, interval=3)
+    assert run.manager.step_to_load() == 4
+    run.manager.load(4)
+    assert run.manager.step_before(8) == 4  # not 6, which lies on the path that the run has left
+    run.train(5, 6)
+    assert run.manager.step_before(8) == 6
+    assert run.manager.step_before(6) == 4
+    assert run.manager.step_before(1) is None
+
+
 def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_latest_k=2).train(1, 4)
     (tmp_path / "checkpoint/step-5").mkdir()
@@ -236,8 +370,10 @@ class Malicious:
 def replace_metadata(folder: Path, content: bytes) -> None:
     """Put a new metadata file in place, with a manifest that agrees: an attacker can do that too."""
     (folder / ".metadata").write_bytes(content)
-    records = [record for record in read_manifest(folder) if record.name != ".metadata"]
-    write_manifest(folder, [*records, FileRecord(".metadata", len(content), xxhash.xxh3_128_hexdigest(content))])
+    before = read_manifest(folder)
+    records = [record for record in before.files if record.name != ".metadata"]
+    own = FileRecord(".metadata", len(content), xxhash.xxh3_128_hexdigest(content))
+    write_manifest(folder, Manifest([*records, own], before.origin))
 
 
 def test_malicious_metadata_runs_nothing_and_is_refused(tmp_path: Path) -> None:
@@ -322,6 +458,7 @@ def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkey
 
 def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.step_to_load() == 2
@@ -345,7 +482,7 @@ def test_run_survives_failed_saves(
     assert saved_steps(tmp_path / "checkpoint") == [2]
     assert [message for name, level, message in caplog.record_tuples if name == logger.name and level == ERROR] == [
         f"{tmp_path}/checkpoint/step-{step} could not be written: OSError(28, 'No space left on device') (rank 0); "
-        "training goes on, and the last good checkpoint stays"
+        "the last good checkpoint stays"
         for step in (4, 6)
     ]
     run.train(7, 8)

@@ -159,16 +159,24 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
+def streamed(file: Any, lanes: int) -> StreamedText:
+    return StreamedText([file], lanes, name="data.name = 'x'", identity=str)
+
+
 def test_network_trouble_is_tried_again(pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("torchtrain").addHandler(caplog.handler)
-    source = StreamedText([flaky({0: 1, 4: 3}, lambda: ConnectionError("reset"))], lanes=2, name="data.name = 'x'")
+    source = StreamedText(
+        [flaky({0: 1, 4: 3}, lambda: ConnectionError("reset"))], lanes=2, name="data.name = 'x'", identity=str
+    )
     assert list(source.read(0, 0)) == [(n, f"document {n}") for n in range(0, 10, 2)]
     assert pauses == [1, 1, 2, 4]  # from the beginning again once a document has come
     assert "reading data.name = 'x' failed, next attempt in 4 s: ConnectionError('reset')" in caplog.text
 
 
 def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> None:
-    source = StreamedText([flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'")
+    source = StreamedText(
+        [flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'", identity=str
+    )
     with pytest.raises(DataError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
         list(source.read(0, 0))
     assert pauses == list(text.RETRY_SECONDS)
@@ -176,7 +184,9 @@ def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> 
 
 
 def test_what_cannot_be_parsed_is_not_tried_again(pauses: list[float]) -> None:
-    source = StreamedText([flaky({5: 99}, lambda: ValueError("bad bytes"))], lanes=1, name="data.name = 'x'")
+    source = StreamedText(
+        [flaky({5: 99}, lambda: ValueError("bad bytes"))], lanes=1, name="data.name = 'x'", identity=str
+    )
     with pytest.raises(DataError, match="bad bytes"):
         list(source.read(0, 0))
     assert pauses == []

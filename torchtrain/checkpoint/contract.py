@@ -7,6 +7,7 @@ Each option is of one kind: *harmless* ones only watch the run; *layout* ones sp
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import tomli
@@ -101,8 +102,16 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
-def check_contract(saved_toml: str, current_toml: str, allow_changes: Iterable[str]) -> list[str]:
+def check_contract(
+    saved_toml: str,
+    current_toml: str,
+    allow_changes: Iterable[str],
+    saved_data: Mapping[str, str] = MappingProxyType({}),
+    current_data: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """What to log about the config of a run that resumes: one line for each kind of difference.
+
+    ``saved_data`` and ``current_data`` tell by option which data these are; older checkpoints do not say it.
 
     Raises:
         CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
@@ -110,6 +119,11 @@ def check_contract(saved_toml: str, current_toml: str, allow_changes: Iterable[s
     found: Mapping[Kind, list[Difference]] = {kind: [] for kind in Kind}
     for difference in differences(saved_toml, current_toml):
         found[difference.kind].append(difference)
+    changed = {difference.key for difference in found[Kind.CHANGES]}
+    for key, saved in saved_data.items():
+        current = current_data.get(key, saved)  # where the option is another one, that is said above
+        if current != saved and key not in changed:
+            found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
             f"the checkpoint does not fit this model: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "

@@ -1,127 +1,180 @@
 """Saving, finding and loading the checkpoints of a run: ``<dump folder>/checkpoint/step-N``."""
 
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Protocol
 
+import tomli
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.claim import Claim
+from torchtrain.checkpoint.claim import Claim, known_run, remove_left_overs
 from torchtrain.checkpoint.contract import check_contract
+from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
+from torchtrain.checkpoint.manifest import MANIFEST, Origin
 from torchtrain.checkpoint.staging import Stager
 from torchtrain.checkpoint.states import flatten, load_tensors, local_part, save_tensors, unflatten
-from torchtrain.checkpoint.storage import (
-    CONFIG,
-    MANIFEST,
-    PARTIAL_SUFFIX,
-    VerifiedReader,
-    VerifiedWriter,
-    read_manifest,
-    verify_file,
-)
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
-from torchtrain.errors import CheckpointError, SupersededError
+from torchtrain.distributed.agreement import of_first_rank
+from torchtrain.distributed.process_group import new_gloo_group
+from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
-
-T = TypeVar("T")
+from torchtrain.reading import names_in
 
 # A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
 GROUP_TIMEOUT = timedelta(hours=1)
 SECONDS_AFTER_ERROR = 30.0
+POLL_SECONDS = 1.0
+
+
+class Stop(Protocol):
+    """A run's being asked to stop (``faults/stopping.py``)."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether it was asked."""
+        ...
+
+    def may_wait(self, began: float) -> bool:
+        """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
+        ...
 
 
 class CheckpointManager:
     """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
 
-    The process group must be initialized; the manager talks over a gloo group of its own. ``config_toml`` is the
-    resolved config, kept in every checkpoint. With ``config.enable`` off, nothing is found and nothing is saved.
+    The process group must be initialized; the manager talks over a gloo group of its own. With ``config.enable`` off,
+    nothing is found and nothing is saved.
     """
 
-    def __init__(self, config: Checkpoint, folder: Path, states: Mapping[str, Stateful], config_toml: str) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        folder: Path,
+        states: Mapping[str, Stateful],
+        config_toml: str,
+        data: Callable[[], Mapping[str, str]] = dict,
+        stop: Stop | None = None,
+    ) -> None:
+        """
+        Args:
+            config_toml: the resolved config, kept in every checkpoint.
+            data: gives, by option, what tells the run's data from others; asked on the first rank alone.
+            stop: whether the run was asked to stop; None: it never is.
+        """
         assert dist.is_initialized()
         self.config = config
         self.folder = folder
         self.states = states
         self.config_toml = config_toml
-        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self.stop = stop
+        self.group = new_gloo_group(GROUP_TIMEOUT)
         self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
         self.stager = Stager(overlap=config.async_mode == "async_with_pinned_mem")
-        self._pending: Future[float] | None = None
-        self._writer: threading.Thread | None = None
+        self._data = of_first_rank(data, self.group) if config.enable else {}
+        self._pending: Future[None] | None = None
+        self._writer: VerifiedWriter | None = None  # of the save under way, or the last
+        self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
         self._newest = -1  # step of the last save that was begun
+        self._resumed_from = -1
+        self._saved: set[int] = set()
         self._claim: Claim | None = None  # of rank 0
         self._generation = 0
+        self._run: str | None = None
         self._failed_in_a_row = 0
-        self.seconds_of_last_save: float | None = None
 
     # Finding
 
     def step_to_load(self) -> int | None:
         """The step to resume from, or None to start from the beginning; the same on all ranks.
 
-        That is ``config.load_step``, or else the newest checkpoint whose files all have the size and hash that its
-        manifest names; damaged ones are renamed to ``step-N.damaged`` and passed over. An explicit ``load_step`` that
-        is missing or damaged is a ``CheckpointError``, and so is one whose config the contract does not let go on.
+        That is the newest good checkpoint, or ``config.load_step``, or what a run that began with it has made since.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none is good; ``load_step`` is missing or damaged; the contract
+                does not let the run go on from there.
         """
         if not self.config.enable:
             return None
+        history = History(self.folder, self.group, of_first_rank(lambda: known_run(self.folder), self.group))
         if self.config.load_step == -1:
-            step = self.newest_good_step()
+            step = history.newest_good()
+            if step is None:
+                history.require_none()
         else:
-            step = self.config.load_step
-            if problem := self._problem(step):
-                raise CheckpointError(f"checkpoint.load_step = {step} cannot be loaded: {problem}")
+            step = self._step_since(history, self.config.load_step)
         if step is not None:
-            saved_toml = self._agree((step_folder(self.folder, step) / CONFIG).read_text(encoding="utf-8"))
-            for line in check_contract(saved_toml, self.config_toml, self.config.allow_changes):
+            origin = history.manifest(step).origin
+            for line in check_contract(
+                history.config_toml(step), self.config_toml, self.config.allow_changes, origin.data, self._data
+            ):
                 logger.info(line)
+            self._run = origin.run
         self._take_over()
         return step
 
+    def _step_since(self, history: History, load_step: int) -> int:
+        """``load_step``, or the newest step that a run with the same ``load_step`` has come to from there."""
+
+        def made_since(step: int) -> bool:
+            if step <= load_step:
+                return False
+            try:
+                saved = tomli.loads(history.config_toml(step))
+            except (CheckpointError, tomli.TOMLDecodeError):
+                return True  # damaged, as will be found
+            return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
+
+        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
+        # From the newest on, as far as they are of such a run: what comes before another one's lies on a path left.
+        since = set(itertools.takewhile(made_since, reversed(steps)))
+        step = history.newest_good(since.__contains__)
+        if step is not None:
+            logger.info(
+                f"checkpoint.load_step = {load_step}: goes on from step {step}, which a run with this load_step has "
+                f"come to. To go back to step {load_step} once more, move the checkpoints of later steps away"
+            )
+            return step
+        if load_step not in steps:
+            saved = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step = {load_step} cannot be loaded: {step_folder(self.folder, load_step)} does not "
+                f"exist (steps in that folder: {saved})"
+            )
+        if problem := history.problem(load_step):
+            raise CheckpointError(f"checkpoint.load_step = {load_step} cannot be loaded: {problem}")
+        return load_step
+
+    def step_before(self, bad_step: int) -> int | None:
+        """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
+        self.wait()
+        history = History(self.folder, self.group, self._run)
+        return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
+
     def _take_over(self) -> None:
         """From here on this incarnation of the run saves, and no earlier one."""
-        if self.rank == 0:
-            self._claim = Claim.take(self.folder)
-            for left_over in self.folder.glob(f"step-*{PARTIAL_SUFFIX}"):
-                shutil.rmtree(left_over, ignore_errors=True)  # an earlier one may still be writing there
-        self._generation = self._agree(self._claim.generation if self._claim is not None else 0)
 
-    def newest_good_step(self) -> int | None:
-        """The newest checkpoint whose files are what its manifest says; newer ones are set aside."""
-        self.wait()
-        for step in reversed(self._agree(saved_steps(self.folder))):
-            problem = self._problem(step)
-            if problem is None:
-                return step
-            if self.rank == 0:
-                aside = set_aside(step_folder(self.folder, step), "damaged")
-                logger.warning(f"checkpoint of step {step} is damaged, now {aside.name}: {problem}")
-            dist.barrier(self.group)
-        return None
+        def take() -> tuple[int, str]:
+            # First make room: these may be what fills the disk.
+            remove_left_overs(self.folder)
+            for name in names_in(self.folder):
+                if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
+                    shutil.rmtree(self.folder / name, ignore_errors=True)  # an earlier one may still be writing there
+            self._claim = Claim.take(self.folder, self._run)
+            return self._claim.generation, self._claim.run
 
-    def _problem(self, step: int) -> str | None:
-        """What is wrong with the checkpoint of ``step``, or None. Each rank reads its share of the files."""
-        folder = step_folder(self.folder, step)
-        problem = None
-        try:
-            for record in read_manifest(folder)[self.rank :: self.world_size]:
-                problem = problem or verify_file(folder, record)
-        except CheckpointError as error:
-            problem = str(error)
-            if not folder.exists():
-                saved = ", ".join(map(str, saved_steps(self.folder))) or "none"
-                problem = f"{folder} does not exist (steps in that folder: {saved})"
-        return next((found for found in self._gather(problem) if found is not None), None)
+        self._generation, self._run = of_first_rank(take, self.group)
 
     # Loading
 
@@ -134,21 +187,31 @@ class CheckpointManager:
             state.load_state_dict(unflatten(tensors, name))
         # What is loaded in part is not what its checkpoint holds: it may have to be saved at that step again.
         self._newest = -1 if only else step
+        self._resumed_from = step
         logger.info(f"{'went back to' if only else 'resumed from'} {folder}")
 
     # Saving
 
-    def maybe_save(self, step: int, last: bool = False) -> None:
+    def is_due(self, step: int, last: bool = False) -> bool:
+        """Whether ``maybe_save`` will see to it that ``step`` is saved."""
+        return self.config.enable and (last or step % self.config.interval == 0)
+
+    def maybe_save(self, step: int, last: bool = False, required: bool = True) -> None:
         """Save if ``step`` is a multiple of ``config.interval``, or the ``last`` of the run, and not saved yet.
 
         By ``config.async_mode`` this returns when the state is copied, or when it is on disk, as the last one always
-        is. A save that fails is logged and training goes on; ``config.max_failed_saves`` in a row, or a last one, raise
-        ``CheckpointError``, and so does one of an incarnation that is no longer the newest (``SupersededError``).
+        is. A save that fails is logged and training goes on.
+
+        Raises:
+            CheckpointError: ``config.max_failed_saves`` in a row have failed, or a last one that is ``required``.
+            SupersededError: this incarnation of the run is no longer the newest.
+            StoppedError: the run was asked to stop, and a save does not end in time.
         """
-        if not (self.config.enable and (last or step % self.config.interval == 0)):
+        if not self.is_due(step, last):
             return
+        required = required and last
         if step == self._newest:
-            self.wait(last=last)  # asked to stop right after a save
+            self.wait(required)  # asked to stop right after a save
             return
         started = time.perf_counter()
         self.wait()
@@ -159,41 +222,50 @@ class CheckpointManager:
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()
+        self._writer = VerifiedWriter(
+            step_folder(self.folder, step),
+            self.config_toml,
+            lambda: self._make_room(step),
+            self._generation,
+            Origin(step, self._run, self._data),
+        )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
-        self._writer = threading.Thread(
-            target=self._save_in_background, args=(self._pending, step, tensors, staged, started), daemon=True
+        self._thread = threading.Thread(
+            target=self._save_in_background,
+            args=(self._pending, self._writer, tensors, staged, started),
+            name="save",
+            daemon=True,
         )
-        self._writer.start()
+        self._thread.start()
         if self.config.async_mode == "disabled" or last:
-            self.wait(last=last)
-
-    def save_if_time(self, step: int, seconds_left: float) -> None:
-        """Save the last step of a run that was asked to stop, unless earlier saves took longer than is left."""
-        self.wait()  # its collectives and the next ones must not mix
-        left = min(self._gather(seconds_left))
-        expected = max(self._gather(self.seconds_of_last_save or 0.0))
-        if self.config.enable and expected > left:
-            logger.warning(f"step {step} is not saved: that takes about {expected:.0f} s, with {left:.0f} s left")
-            return
-        self.maybe_save(step, last=True)
+            self.wait(required)
 
     def before_update(self) -> None:
         """To be called before parameters change: a copy of them may still be under way (async_with_pinned_mem)."""
         self.stager.before_update()
 
-    def wait(self, last: bool = False) -> None:
+    def wait(self, required: bool = False) -> None:
         """Block until the save under way is on disk. All ranks see the same outcome; ``maybe_save`` says which."""
         if self._pending is None:
             return
+        began = time.monotonic()
+        while not futures.wait([self._pending], timeout=POLL_SECONDS).done:
+            if not self._may_wait(began):
+                raise self._given_up(f"does not end ({self.status()})")
         pending, self._pending = self._pending, None
         try:
-            self.seconds_of_last_save = pending.result()
+            pending.result()
+            self._saved.add(self._newest)
             self._failed_in_a_row = 0
+        except RuntimeError as error:
+            if self.stop is not None and self.stop.pending:
+                raise self._given_up("failed, since another rank has left") from error
+            raise
         except CheckpointError as error:
             self._failed_in_a_row += 1
             self._newest = -1
-            if last or isinstance(error, SupersededError):
+            if required or isinstance(error, SupersededError):
                 raise
             if self._failed_in_a_row >= self.config.max_failed_saves:
                 raise CheckpointError(
@@ -201,31 +273,46 @@ class CheckpointManager:
                     f"= {self.config.max_failed_saves}"
                 ) from error
 
-    def _save_in_background(self, done: Future[float], *save: Any) -> None:
+    def _may_wait(self, began: float) -> bool:
+        return self.stop is None or self.stop.may_wait(began)
+
+    def _given_up(self, why: str) -> StoppedError:
+        return StoppedError(
+            f"asked to stop, and the save of step {self._newest} {why}: it is given up; the last good checkpoint stays"
+        )
+
+    def status(self) -> str:
+        """What this rank's save under way is at, and since when; empty where there is none."""
+        if self._pending is None or self._writer is None or self._pending.done():
+            return ""
+        since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
+        return f"{self._writer.folder.name}: {self._writer.doing} since {since}"
+
+    def _save_in_background(
+        self,
+        done: Future[None],
+        writer: VerifiedWriter,
+        tensors: dict[str, Tensor],
+        staged: dict[str, Tensor],
+        started: float,
+    ) -> None:
+        """Write and commit ``staged``, begun at ``started``. ``tensors`` gives shapes and shards."""
         try:
-            done.set_result(self._write(*save))
+            self.stager.wait()
+            save_tensors(tensors, staged, writer, writer.folder, self.group)
         except Exception as error:
+            if isinstance(error, CheckpointError) and self.rank == 0:
+                writer.remove()  # all ranks have ended their part
+                if not isinstance(error, SupersededError):
+                    logger.error(f"{error}; the last good checkpoint stays")
             done.set_exception(error)
             return
         if self.rank == 0:
+            logger.info(f"saved {writer.folder} in {time.perf_counter() - started:.1f} s")
+        done.set_result(None)
+        if self.rank == 0:
             # After the save counts as done: deleting can take longer than writing, and nobody need wait for it.
             self._delete_old()
-
-    def _write(self, step: int, tensors: dict[str, Tensor], staged: dict[str, Tensor], started: float) -> float:
-        """Write and commit ``staged``; returns the seconds since ``started``. ``tensors`` gives shapes and shards."""
-        self.stager.wait()
-        folder = step_folder(self.folder, step)
-        writer = VerifiedWriter(folder, self.config_toml, lambda: self._make_room(step), self._generation)
-        try:
-            save_tensors(tensors, staged, writer, folder, self.group)
-        except CheckpointError as error:
-            if self.rank == 0 and not isinstance(error, SupersededError):
-                logger.error(f"{error}; training goes on, and the last good checkpoint stays")
-            raise
-        seconds = time.perf_counter() - started
-        if self.rank == 0:
-            logger.info(f"saved {folder} in {seconds:.1f} s")
-        return seconds
 
     def _make_room(self, step: int) -> None:
         """Rename checkpoints of later steps, and of this one: they lie on a path that the run left by going back.
@@ -240,20 +327,23 @@ class CheckpointManager:
                 logger.info(f"the run went back past step {later}: its earlier checkpoint is now {aside.name}")
 
     def _delete_old(self) -> None:
-        complete = [step for step in saved_steps(self.folder) if (step_folder(self.folder, step) / MANIFEST).exists()]
-        for step in complete[: -self.config.keep_latest_k] if self.config.keep_latest_k else []:
-            folder = step_folder(self.folder, step)
-            try:
+        if not self.config.keep_latest_k:
+            return
+        try:
+            complete = [s for s in saved_steps(self.folder) if (step_folder(self.folder, s) / MANIFEST).exists()]
+            for step in complete[: -self.config.keep_latest_k]:
+                folder = step_folder(self.folder, step)
                 # Renamed first: what has its final name is complete at all times, also while it is being deleted.
                 shutil.rmtree(folder.rename(folder.with_name(folder.name + PARTIAL_SUFFIX)))
-            except OSError as error:
-                logger.warning(f"{folder} is too old to keep but cannot be deleted: {error}")
+        except (OSError, StorageError) as error:
+            logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 
     def close(self) -> None:
         """Wait for what is being written and deleted, then give up the process group."""
         self.wait()
-        if self._writer is not None:
-            self._writer.join()
+        began = time.monotonic()
+        while self._thread is not None and self._thread.is_alive() and self._may_wait(began):
+            self._thread.join(timeout=POLL_SECONDS)
         dist.destroy_process_group(self.group)
 
     def __enter__(self) -> "CheckpointManager":
@@ -264,40 +354,7 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.close()
-        elif self._pending is not None:
+        elif self._pending is not None and not isinstance(error, StoppedError):
             # What was good before the error may still become a checkpoint, if the other ranks live to write theirs.
             with suppress(Exception):
                 self._pending.result(timeout=SECONDS_AFTER_ERROR)
-
-    # Agreeing
-
-    def _agree(self, value: T) -> T:
-        """Rank 0's value, on all ranks: file systems need not show all of them the same at the same time."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
-
-    def _gather(self, value: T) -> list[T]:
-        values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a folder under its final name, in order."""
-    numbers = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
-
-
-def set_aside(folder: Path, why: str) -> Path:
-    """Rename ``folder`` to ``<name>.<why>`` (``.<why>-2``, ... where that exists) and return the new path."""
-    aside = folder.with_name(f"{folder.name}.{why}")
-    count = 1
-    while aside.exists():
-        count += 1
-        aside = folder.with_name(f"{folder.name}.{why}-{count}")
-    return folder.rename(aside)

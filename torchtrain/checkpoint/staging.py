@@ -11,10 +11,10 @@ from torchtrain.checkpoint.states import local_part
 class Stager:
     """Copies this rank's part of each tensor into CPU buffers that are kept from one save to the next.
 
-    With ``overlap`` and tensors on a GPU, the buffers are pinned and ``stage`` only enqueues the copies, on a stream of
-    their own: they run beside the next forward and backward. Whoever updates the state then calls
-    ``before_update`` first, and whoever reads the staged values calls ``wait``. Without it ``stage`` returns when the
-    copy is made, and both of these do nothing.
+    Buffers for tensors on a GPU are pinned, so that the copies run at the speed of the bus. With ``overlap`` ``stage``
+    only enqueues them, on a stream of their own: they run beside the next forward and backward. Whoever updates the
+    state then calls ``before_update`` first, and whoever reads the staged values calls ``wait``. Without it ``stage``
+    returns when the copy is made, and both of these do nothing.
     """
 
     def __init__(self, overlap: bool) -> None:
@@ -28,10 +28,12 @@ class Stager:
         locals_ = {name: local_part(tensor) for name, tensor in tensors.items()}
         for name, local in locals_.items():
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=self._stream is not None)
+                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
         if self._stream is None:
             for name, local in locals_.items():
-                self._buffers[name].copy_(local)
+                self._buffers[name].copy_(local, non_blocking=True)
+            if any(local.is_cuda for local in locals_.values()):
+                torch.cuda.current_stream().synchronize()
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):

@@ -6,14 +6,14 @@ format, so that PyTorch's tools read it too, but nothing here ever unpickles mor
 """
 
 import io
-import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtrain.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Origin,
+    read_manifest,
+    write_manifest,
+)
 from torchtrain.errors import CheckpointError
+from torchtrain.reading import MISSING, read_file
 
-MANIFEST = "manifest.json"
 METADATA = ".metadata"
 CONFIG = "config.toml"
 PARTIAL_SUFFIX = ".partial"
-BLOCK_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What the manifest knows of one file."""
-
-    name: str
-    size_bytes: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,18 @@ class VerifiedWriter(FileSystemWriter):
     """Writes one checkpoint as ``folder`` (``.../step-N``), which appears complete or not at all.
 
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
-    commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors. ``commit`` runs on
-    the committing rank between the last byte and the rename: it makes room for the name. Two incarnations of a run,
-    of different ``generation``, never write into the same temporary folder.
+    commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors, ``origin`` in the
+    manifest. ``commit`` runs on the committing rank between the last byte and the rename: it makes room for the name.
+    Two incarnations of a run, of different ``generation``, never write into the same temporary folder.
     """
 
     def __init__(
-        self, folder: Path, config_toml: str, commit: Callable[[], None] | None = None, generation: int = 0
+        self,
+        folder: Path,
+        config_toml: str,
+        commit: Callable[[], None] | None = None,
+        generation: int = 0,
+        origin: Origin = Origin(),  # noqa: B008  # frozen
     ) -> None:
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
         super().__init__(folder.with_name(f"{folder.name}.{generation}{PARTIAL_SUFFIX}"), per_thread_copy_ahead=0)
@@ -146,6 +150,12 @@ class VerifiedWriter(FileSystemWriter):
         self.folder = folder
         self.config_toml = config_toml
         self.commit = commit
+        self.origin = origin
+        self._now("prepares to write")
+
+    def _now(self, doing: str) -> None:
+        """Note what this rank is at, for a report on a save that takes too long."""
+        self.doing, self.since = doing, time.time()
 
     def storage_meta(self) -> StorageMeta:
         # DCP would put the temporary path here.
@@ -156,11 +166,12 @@ class VerifiedWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # This runs on one rank while the others wait for their plans: the moment to clear what a failed save left.
-        shutil.rmtree(self.partial, ignore_errors=True)
+        self.remove()
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._now("writes its part")
         done: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
         if plan.items:
@@ -169,9 +180,11 @@ class VerifiedWriter(FileSystemWriter):
                 record = self.fs.records[result.storage_data.relative_path]
                 results.append(HashedWriteResult(result.index, result.size_in_bytes, result.storage_data, file=record))
         done.set_result(results)
+        self._now("has written its part, and waits for the others")
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the rest is, all at once, below
         super().finish(metadata, results)
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
@@ -188,56 +201,16 @@ class VerifiedWriter(FileSystemWriter):
                     f"{file} was written by another rank but is not seen by this one: the dump folder must lie on a "
                     "file system that all nodes share"
                 )
-        write_manifest(self.partial, records.values())
+        write_manifest(self.partial, Manifest(list(records.values()), self.origin))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
         if self.commit is not None:
             self.commit()
         self.partial.rename(self.folder)
         fsync_folder(self.folder.parent)
 
-
-def write_manifest(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Write the manifest of ``folder``, with a hash of its own text."""
-    text = _manifest_text([asdict(record) for record in sorted(records, key=lambda record: record.name)])
-    (folder / MANIFEST).write_text(text)
-
-
-def _manifest_text(files: list[dict[str, Any]]) -> str:
-    body = json.dumps(files, sort_keys=True).encode()
-    return json.dumps({"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n"
-
-
-def read_manifest(folder: Path) -> list[FileRecord]:
-    """The records in the manifest of ``folder``; ``CheckpointError`` if it is missing or not as it was written."""
-    try:
-        text = (folder / MANIFEST).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error})") from error
-    try:
-        files = json.loads(text)["files"]
-        if _manifest_text(files) != text:
-            raise ValueError("its text does not have the hash it names")
-        return [FileRecord(**file) for file in files]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})") from error
-
-
-def verify_file(folder: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint, or None: reads the whole file."""
-    path = folder / record.name
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != record.size_bytes:
-            return f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}"
-        digest = xxhash.xxh3_128()
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-    except OSError as error:
-        return f"{path} cannot be read ({error})"
-    if digest.hexdigest() != record.xxh3_128:
-        return f"{path} does not have the hash that its manifest names: it was damaged after it was written"
-    return None
+    def remove(self) -> None:
+        """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def fsync_folder(folder: Path, *files: str) -> None:
@@ -287,10 +260,40 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
+class _NotedReads(io.FileIO):
+    """A file open for reading that keeps the error of a read: torch.load turns it into one of its own."""
+
+    error: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+class _ReadingFileSystem(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "rb"
+        with _NotedReads(path) as raw:
+            try:
+                yield io.BufferedReader(raw)
+            except Exception:
+                if raw.error is not None:
+                    raise raw.error from None
+                raise
+
+
 class VerifiedReader(FileSystemReader):
     """Reads a checkpoint that ``VerifiedWriter`` wrote, without trusting it: no code in it is run."""
 
     _metadata: Metadata | None = None
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _ReadingFileSystem()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -298,11 +301,10 @@ class VerifiedReader(FileSystemReader):
         return self._metadata
 
     def _read_metadata(self, folder: Path) -> Metadata:
-        known = {record.name for record in read_manifest(folder)}
+        known = {record.name for record in read_manifest(folder).files}
         try:
-            with (folder / METADATA).open("rb") as file:
-                metadata = MetadataUnpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
+            metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
+        except (*MISSING, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{folder / METADATA} cannot be read ({error})") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{folder / METADATA} holds a {type(metadata).__name__}, not DCP's metadata")

@@ -1,5 +1,7 @@
 """From the ``[data]`` section to a loader."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchtrain.config.schema import Data
@@ -45,12 +47,14 @@ def build_loader(
     # Rows that share a stream are neighbors, and of one rank.
     shared = max(n for n in range(1, min(config.streams, global_batch_size) + 1) if global_batch_size % n == 0)
     streams: list[list[Stream]] = []
+    identities: list[Callable[[], str]] = []
     for number, source in enumerate(config.all):
         key = f"{section}.sources[{number}]" if config.sources else section
         seed_of_source = stream_seed("data", seed, number)
         opened = open_prepared(source, key, tokenizer.content_hash, config.verify_gib * 2**30) or open_text(
             source, key, shared
         )
+        identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
             streams.append([WindowStream(opened, seq_len, seed_of_source, repeat)] * len(rows))
             continue
@@ -67,6 +71,7 @@ def build_loader(
             for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)
         }
         streams.append([by_lane[row // rows_of_lane] for row in rows])
+    option = "sources" if config.sources else "name" if config.name else "path"
     return Loader(
         streams,
         Mixture([source.weight for source in config.all]),
@@ -76,4 +81,5 @@ def build_loader(
         prefetch=config.prefetch,
         drop_last=drop_last,
         device=device,
+        identity=lambda: {f"{section}.{option}": "; ".join(identity() for identity in identities)},
     )

@@ -5,14 +5,17 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import datasets
 import pyarrow.parquet
 
-from torchtrain.datasets.text import LocalText, as_text, require_column
+from torchtrain.datasets.identity import identity_of_files
+from torchtrain.datasets.text import RETRY_SECONDS, LocalText, as_text, require_column
 from torchtrain.errors import DataError
+from torchtrain.reading import MISSING, patiently
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet", ".arrow", ".txt")
 
@@ -34,8 +37,9 @@ def open_files(pattern: str, column: str, label: str) -> LocalText:
         raise DataError(
             f"{label} mixes files of several kinds ({', '.join(kinds)}); name one kind, such as '*{kinds[0]}'"
         )
+    identity = partial(identity_of_files, files)
     if kinds == [".txt"]:
-        return LocalText(*_text_files(files), label)
+        return LocalText(*_text_files(files), label, identity)
     names = [str(file) for file in files]
     # Progress bars would come from every rank.
     datasets.disable_progress_bars()
@@ -51,15 +55,15 @@ def open_files(pattern: str, column: str, label: str) -> LocalText:
             # Lines are parsed when they are read: a column's type may change from line to line.
             dataset = datasets.load_dataset("text", data_files=names, split="train")
             require_column(column, _parse(dataset[0]["text"], label), label)
-            return LocalText(dataset, lambda row: _text_of_line(row["text"], column), label)
+            return LocalText(dataset, lambda row: _text_of_line(row["text"], column), label, identity)
     except DataError:
         raise
     except Exception as error:  # Whatever the readers of pyarrow and datasets say of a damaged file.
         raise DataError(f"cannot read {label}: {error.__cause__ or error}") from error
-    return open_dataset(dataset, column, label)
+    return open_dataset(dataset, column, label, identity)
 
 
-def open_dataset(dataset: datasets.Dataset, column: str, label: str) -> LocalText:
+def open_dataset(dataset: datasets.Dataset, column: str, label: str, identity: Callable[[], str]) -> LocalText:
     """The column of a dataset that lies on disk; DataError unless it holds text."""
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
@@ -68,7 +72,7 @@ def open_dataset(dataset: datasets.Dataset, column: str, label: str) -> LocalTex
     dtype = getattr(dataset.features[column], "dtype", "string")
     if dtype not in ("string", "large_string"):
         raise DataError(f"{label}: the column {column!r} (text_column) holds {dtype}, not text")
-    return LocalText(dataset.select_columns([column]), lambda row: as_text(row[column]), label)
+    return LocalText(dataset.select_columns([column]), lambda row: as_text(row[column]), label, identity)
 
 
 def open_standard_library() -> LocalText:
@@ -78,7 +82,7 @@ def open_standard_library() -> LocalText:
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return LocalText(*_text_files(files), "the Python standard library")
+    return LocalText(*_text_files(files), "the Python standard library", partial(identity_of_files, files))
 
 
 def _find_files(pattern: str, label: str) -> list[Path]:
@@ -100,6 +104,11 @@ def _find_files(pattern: str, label: str) -> list[Path]:
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{label} has no documents")
+    for file in files:
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
     return files
 
 
@@ -145,13 +154,21 @@ def _text_files(files: Sequence[Path]) -> tuple[datasets.Dataset, Callable[[Mapp
 
 
 def _read_piece(row: Mapping[str, Any]) -> str | None:
-    with open(row["path"], "rb") as file:
-        start, stop = _cut(file, row["start"]), _cut(file, row["stop"])
-        file.seek(start)
-        try:
-            return file.read(stop - start).decode()
-        except UnicodeDecodeError:
-            return None
+    path = Path(row["path"])
+
+    def read() -> str | None:
+        with path.open("rb") as file:
+            start, stop = _cut(file, row["start"]), _cut(file, row["stop"])
+            file.seek(start)
+            try:
+                return file.read(stop - start).decode()
+            except UnicodeDecodeError:
+                return None
+
+    try:
+        return patiently(read, path, RETRY_SECONDS)
+    except MISSING as error:
+        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
 
 
 def _cut(file: BinaryIO, near: int) -> int:

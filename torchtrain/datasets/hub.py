@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face hub, streamed or downloaded."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import datasets
 import fsspec
@@ -8,6 +9,7 @@ import pyarrow.parquet
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets.files import open_dataset
+from torchtrain.datasets.identity import identity_of_names
 from torchtrain.datasets.text import LocalText, StreamedText, as_text, require_column
 from torchtrain.errors import DataError
 
@@ -19,7 +21,8 @@ def open_downloaded(source: Source, label: str) -> LocalText:
         dataset = datasets.load_dataset(source.name, source.subset or None, split=source.split)
     except Exception as error:  # The hub's client raises dozens of kinds; its message says what is wrong.
         raise DataError(f"cannot download {label}: {error}") from error
-    return open_dataset(dataset, source.text_column, label)
+    # The hub's revision is in it, and no path.
+    return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
 
 
 def open_streamed(source: Source, lanes: int, label: str) -> StreamedText:
@@ -42,7 +45,7 @@ def open_streamed(source: Source, lanes: int, label: str) -> StreamedText:
     if not columns:
         raise DataError(f"{label} has no documents")
     require_column(column, columns, label)
-    return StreamedText(files, lanes, label)
+    return StreamedText(files, lanes, label, partial(identity_of_names, urls))
 
 
 def _parquet_reader(url: str, column: str) -> Callable[[int], Iterator[str | None]]:

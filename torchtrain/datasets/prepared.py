@@ -80,6 +80,7 @@ class PreparedTokens:
                 f"{label} was prepared with another tokenizer (SHA-256 {manifest.tokenizer_hash[:12]}...) than "
                 f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data anew"
             )
+        self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
         self.documents = sum(shard.documents for shard in manifest.shards)
         self._shards: list[npt.NDArray[Any]] = []
@@ -96,6 +97,11 @@ class PreparedTokens:
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
+
+    def identity(self) -> str:
+        """Tells these tokens from others, wherever they lie."""
+        hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
+        return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -236,9 +236,13 @@ def _write_json(path: Path, content: Manifest | Shard) -> None:
 def _written_whole(path: Path) -> Iterator[Any]:
     """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb", buffering=1 << 20) as file:
-        yield file
-    partial.rename(path)
+    try:
+        with open(partial, "wb", buffering=1 << 20) as file:
+            yield file
+        partial.rename(path)
+    except OSError:  # as on a full disk, which should not stay full of it
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _flush(paths: Iterable[Path]) -> None:

@@ -20,11 +20,15 @@ RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 
 
 class TextSource(ABC):
-    """Documents in units, of which any can be read at any time. ``name`` is what the user calls it, for messages."""
+    """Documents in units, of which any can be read at any time. ``name`` is what the user calls it, for messages.
 
-    def __init__(self, units: int, name: str):
+    ``identity()`` tells these documents from others, wherever they lie (``datasets/identity.py``).
+    """
+
+    def __init__(self, units: int, name: str, identity: Callable[[], str]):
         self.units = units
         self.name = name
+        self.identity = identity
         self.skipped = 0
 
     @abstractmethod
@@ -49,8 +53,14 @@ class LocalText(TextSource):
         text_of: the document of a row; None if it is not text.
     """
 
-    def __init__(self, dataset: datasets.Dataset, text_of: Callable[[Mapping[str, Any]], str | None], name: str):
-        super().__init__(len(dataset), name)
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        text_of: Callable[[Mapping[str, Any]], str | None],
+        name: str,
+        identity: Callable[[], str],
+    ):
+        super().__init__(len(dataset), name, identity)
         self._dataset = dataset
         self._text_of = text_of
 
@@ -82,9 +92,15 @@ class StreamedText(TextSource):
         lanes: how many streams read side by side.
     """
 
-    def __init__(self, files: Sequence[Callable[[int], Iterator[str | None]]], lanes: int, name: str):
+    def __init__(
+        self,
+        files: Sequence[Callable[[int], Iterator[str | None]]],
+        lanes: int,
+        name: str,
+        identity: Callable[[], str],
+    ):
         self._shares = math.ceil(lanes / len(files))
-        super().__init__(len(files) * self._shares, name)
+        super().__init__(len(files) * self._shares, name, identity)
         self._files = files
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:

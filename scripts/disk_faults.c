@@ -1,0 +1,109 @@
+/* Lets file operations of a process fail or hang as a bad disk makes them: preloaded (LD_PRELOAD), between a program and
+ * the C library. disk_faults.py compiles it, and writes the rules into a file that all processes map. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <fnmatch.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define RULES 16
+
+struct rule { /* as disk_faults.py packs it */
+    char operation[16];
+    char pattern[224];
+    int32_t error;   /* errno; 0: only the pause */
+    int32_t rank;    /* environment's RANK; -1: any process */
+    int32_t times;   /* how often it still strikes; -1: always */
+    int32_t seconds; /* pause before */
+};
+
+static struct rule *rules;
+
+__attribute__((constructor)) static void map_rules(void) {
+    const char *path = getenv("DISK_FAULTS");
+    int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return;
+    void *mapped = mmap(NULL, RULES * sizeof(struct rule), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (mapped != MAP_FAILED)
+        rules = mapped;
+}
+
+/* Whether an operation is to fail: then errno says how. A relative path is seen from the folder of fd. */
+static int fails(const char *operation, int fd, const char *path) {
+    if (!rules || !rules[0].operation[0])
+        return 0;
+    char link[64], whole[PATH_MAX] = "";
+    size_t length = 0;
+    if (!path || path[0] != '/') {
+        if (fd == AT_FDCWD)
+            length = getcwd(whole, sizeof whole - 1) ? strlen(whole) : 0;
+        else {
+            snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+            ssize_t read_length = readlink(link, whole, sizeof whole - 1);
+            length = read_length > 0 ? read_length : 0;
+        }
+        whole[length] = 0;
+        if (path && path[0])
+            whole[length++] = '/';
+    }
+    if (path)
+        snprintf(whole + length, sizeof whole - length, "%s", path);
+    const char *rank = getenv("RANK");
+    for (struct rule *rule = rules; rule < rules + RULES && rule->operation[0]; rule++) {
+        if (strcmp(rule->operation, operation) || (rule->rank >= 0 && rule->rank != (rank ? atoi(rank) : 0)) ||
+            fnmatch(rule->pattern, whole, 0))
+            continue;
+        if (rule->times == 0 || (rule->times > 0 && __sync_fetch_and_sub(&rule->times, 1) <= 0))
+            continue;
+        for (int second = 0; second < rule->seconds && rules[0].operation[0]; second++)
+            sleep(1);
+        errno = rule->error;
+        return rule->error != 0;
+    }
+    return 0;
+}
+
+#define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+#define WRAPPED(type, failure, name, parameters, arguments, operation, fd, path)                                       \
+    type name parameters {                                                                                             \
+        return fails(operation, fd, path) ? (failure) : NEXT(name) arguments;                                          \
+    }
+#define WRAPPED_OPEN(name, parameters, arguments, fd, path)                                                            \
+    int name parameters {                                                                                              \
+        mode_t mode = 0;                                                                                               \
+        if (flags & (O_CREAT | O_TMPFILE)) {                                                                           \
+            va_list rest;                                                                                              \
+            va_start(rest, flags);                                                                                     \
+            mode = va_arg(rest, mode_t);                                                                               \
+            va_end(rest);                                                                                              \
+        }                                                                                                              \
+        return fails(flags & (O_WRONLY | O_RDWR) ? "create" : "open", fd, path) ? -1 : NEXT(name) arguments;           \
+    }
+
+WRAPPED_OPEN(open, (const char *path, int flags, ...), (path, flags, mode), AT_FDCWD, path)
+WRAPPED_OPEN(open64, (const char *path, int flags, ...), (path, flags, mode), AT_FDCWD, path)
+WRAPPED_OPEN(openat, (int fd, const char *path, int flags, ...), (fd, path, flags, mode), fd, path)
+WRAPPED_OPEN(openat64, (int fd, const char *path, int flags, ...), (fd, path, flags, mode), fd, path)
+WRAPPED(ssize_t, -1, read, (int fd, void *to, size_t size), (fd, to, size), "read", fd, NULL)
+WRAPPED(ssize_t, -1, pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at), "read", fd, NULL)
+WRAPPED(ssize_t, -1, write, (int fd, const void *from, size_t size), (fd, from, size), "write", fd, NULL)
+WRAPPED(int, -1, fsync, (int fd), (fd), "fsync", fd, NULL)
+WRAPPED(int, -1, stat, (const char *path, struct stat *to), (path, to), "stat", AT_FDCWD, path)
+WRAPPED(int, -1, stat64, (const char *path, struct stat64 *to), (path, to), "stat", AT_FDCWD, path)
+WRAPPED(int, -1, fstatat, (int fd, const char *path, struct stat *to, int flags), (fd, path, to, flags), "stat", fd, path)
+WRAPPED(int, -1, fstatat64, (int fd, const char *path, struct stat64 *to, int flags), (fd, path, to, flags), "stat", fd, path)
+WRAPPED(int, -1, rename, (const char *from, const char *to), (from, to), "rename", AT_FDCWD, to)
+WRAPPED(int, -1, mkdir, (const char *path, mode_t mode), (path, mode), "mkdir", AT_FDCWD, path)
+WRAPPED(DIR *, NULL, opendir, (const char *path), (path), "list", AT_FDCWD, path)

@@ -1,0 +1,68 @@
+"""Let file operations of other processes fail, or hang, as a bad disk makes them; below Python, in the C library.
+
+    with DiskFaults(folder) as disk:
+        process = subprocess.Popen(command, env={**os.environ, **disk.environment})
+        disk.fail("write", "/data/run/*", errno.ENOSPC)  # from now on
+        disk.heal()
+
+Linux only, with a C compiler.
+"""
+
+import mmap
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+SOURCE = Path(__file__).with_suffix(".c")
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+RULES = 16
+RULE = struct.Struct("16s224siiii")
+OPERATIONS = ("open", "create", "read", "write", "fsync", "stat", "rename", "mkdir", "list")
+
+
+class DiskFaults:
+    """Rules for all processes that were started with ``environment``; they hold at once."""
+
+    def __init__(self, folder: Path) -> None:
+        assert COMPILER is not None, "needs a C compiler"
+        library, control = folder / "disk_faults.so", folder / "disk_faults"
+        subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
+        control.write_bytes(bytes(RULES * RULE.size))
+        with control.open("r+b") as file:
+            self.rules = mmap.mmap(file.fileno(), RULES * RULE.size)
+        self.count = 0
+        self.environment = {"LD_PRELOAD": str(library), "DISK_FAULTS": str(control)}
+
+    def fail(
+        self, operation: str, pattern: str | Path, error: int = 0, *, rank: int = -1, times: int = -1, seconds: int = 0
+    ) -> None:
+        """From now on let ``operation`` fail with the errno ``error`` where the path matches the shell's ``pattern``.
+
+        Args:
+            operation: one of ``OPERATIONS``: to open for reading, to open for writing, ..., to list a folder.
+            error: 0 lets it hang only.
+            rank: only in the process with this ``RANK``.
+            times: how often; -1 until ``heal``.
+            seconds: how long it hangs before.
+        """
+        assert operation in OPERATIONS
+        rule = RULE.pack(operation.encode(), str(pattern).encode(), error, rank, times, seconds)
+        start, self.count = self.count * RULE.size, self.count + 1
+        self.rules[start + 1 : start + RULE.size] = rule[1:]
+        self.rules[start : start + 1] = rule[:1]  # last: the rule holds when it is whole
+
+    def heal(self) -> None:
+        """Let all rules end; what hangs goes on within a second."""
+        self.rules[:] = bytes(len(self.rules))
+        self.count = 0
+
+    def __enter__(self) -> "DiskFaults":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.heal()
+        self.rules.close()

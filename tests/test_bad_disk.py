@@ -1,0 +1,331 @@
+"""Disks that are full, that fail or hang, under real runs: nothing is lost, and nothing is taken for what it is not."""
+
+import errno
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from disk_faults import DiskFaults
+from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+from gloo_pool import GlooPool
+from torch import Tensor
+
+from torchtrain import convert
+from torchtrain.checkpoint.history import saved_steps
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.config.schema import Checkpoint
+from torchtrain.errors import StorageError
+from torchtrain.reading import patiently
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one rank that is complete; not to be written to."""
+    folder = tmp_path_factory.mktemp("finished")
+    finish(folder, ranks=1)
+    return folder
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def run_ends_with(code: int, folder: Path, *options: str, ranks: int = 1) -> str:
+    run = ForkedRun(folder, *options, ranks=ranks)
+    assert run.wait() == [code] * ranks, run.output()
+    return run.output()
+
+
+def test_a_new_run_does_not_begin_where_all_checkpoints_are_damaged(copied: Path) -> None:
+    before = names(copied)
+    for file in copied.glob("checkpoint/step-*/__0_0.distcp"):
+        os.truncate(file, 100)
+    for _ in range(2):  # the second start finds what the first has left
+        output = run_ends_with(2, copied, "--training.steps", "14")
+        assert "none of these is a good checkpoint" in output
+        assert "step-12/__0_0.distcp has 100 bytes" in output
+        assert "take another job.dump_folder" in output
+    assert names(copied) == before
+
+
+class Numbers:
+    """A state of one tensor."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(8.0) * (1 + dist.get_rank())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"numbers.{dist.get_rank()}": self.numbers}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        pass
+
+
+def manager_in(folder: Path) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(enable=True, interval=1), folder / "checkpoint", {"state": Numbers()}, "")
+
+
+def save_two(folder: Path) -> None:
+    manager = manager_in(folder)
+    assert manager.step_to_load() is None
+    for step in (1, 2):
+        manager.maybe_save(step, last=True)
+    manager.close()
+
+
+def find(folder: Path) -> str:
+    manager = manager_in(folder)
+    try:
+        return str(manager.step_to_load())
+    except StorageError as error:
+        return f"{error.exit_code}: {error}"
+    finally:
+        manager.close()
+
+
+def load(folder: Path) -> str:
+    manager = manager_in(folder)
+    try:
+        manager.load(2)
+        return "loaded"
+    except StorageError as error:
+        return f"{error.exit_code}: {error}"
+    finally:
+        manager.close()
+
+
+@pytest.mark.parametrize(
+    ("operation", "pattern", "error", "told"),
+    [
+        # Of two ranks the second one verifies this file, alone.
+        ("open", "step-2/__0_0.distcp", errno.EACCES, "2: .*/step-2/__0_0.distcp cannot be read: Permission denied"),
+        ("read", "step-2/__0_0.distcp", errno.EIO, "74: .*/step-2/__0_0.distcp cannot be read: Input/output error"),
+        ("stat", "step-2/__0_0.distcp", errno.ESTALE, "74: .*/step-2/__0_0.distcp cannot be read: Stale file handle"),
+        ("open", "step-2/manifest.json", errno.EMFILE, "74: .*/manifest.json cannot be read: Too many open files"),
+        ("list", "", errno.EIO, "74: .*/checkpoint cannot be read: Input/output error"),
+    ],
+)
+def test_a_read_that_fails_is_no_damage(
+    gloo: GlooPool, disk: DiskFaults, tmp_path: Path, operation: str, pattern: str, error: int, told: str
+) -> None:
+    gloo.run(2, save_two, tmp_path)
+    before = names(tmp_path)
+    disk.fail(operation, tmp_path / "checkpoint" / pattern, error)
+    for found in gloo.run(2, find, tmp_path):
+        assert re.match(told, found), found
+    assert names(tmp_path) == before
+    disk.heal()
+    disk.fail(operation, tmp_path / "checkpoint" / pattern, error, times=1)
+    assert gloo.run(2, find, tmp_path) == ["2", "2"]  # an error that passes costs a moment
+
+
+def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
+    gloo.run(2, save_two, tmp_path)
+    disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO, times=1)
+    assert gloo.run(2, load, tmp_path) == ["loaded"] * 2
+    disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO)
+    for found in gloo.run(2, load, tmp_path):
+        assert found.startswith("74: ")
+        assert "Input/output error" in found
+
+
+def test_what_is_missing_is_not_asked_for_again(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        patiently(lambda: (tmp_path / "nothing").read_text(), tmp_path / "nothing")
+    assert time.monotonic() - started < 0.2
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[ForkedRun]:
+    """A run of one rank that goes on until it is stopped."""
+    options = ["--training.steps", "100000", "--metrics.enable_tensorboard", "--profiling.enable_profiling"]
+    run = ForkedRun(tmp_path, *options, "--checkpoint.interval", "100000", ranks=1)
+    yield run
+    run.end()
+
+
+def test_a_full_disk_does_not_end_the_run_that_reports(disk: DiskFaults, tmp_path: Path, long_run: ForkedRun) -> None:
+    long_run.wait_for(lambda: len(lines(tmp_path)) > 3)
+    for pattern in ("metrics.jsonl", "tensorboard/*", "traces/*"):
+        disk.fail("write", f"{tmp_path}/{pattern}", errno.ENOSPC)
+        disk.fail("create", f"{tmp_path}/{pattern}", errno.ENOSPC)
+    long_run.wait_for(lambda: "profiling: [Errno 28]" in long_run.output())
+    lost_from = lines(tmp_path)[-1]["step"] + 1
+    curves = sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*"))
+    time.sleep(0.5)
+    disk.heal()
+    long_run.wait_for(lambda: lines(tmp_path)[-1]["step"] > lost_from)
+    long_run.kill(number=signal.SIGTERM)
+    assert long_run.wait() == [75]
+    for reporter in ("metrics.jsonl", "TensorBoard", "profiling"):
+        said = re.findall(rf"{reporter}: \[Errno 28\] No space left on device.*; the run goes on", long_run.output())
+        assert len(said) == 1
+    assert "metrics.jsonl: works again" in long_run.output()
+    steps = [line["step"] for line in lines(tmp_path)]
+    gap = [step for step in range(1, steps[-1]) if step not in steps]
+    assert gap == list(range(lost_from, lost_from + len(gap)))
+    assert len(gap) > 0
+    assert sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*")) > curves
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
+    command = [sys.executable, "-m", "torchtrain.train", "--parallelism.tensor_parallel_degree", "3"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, stdout=full, timeout=100, check=False).returncode == 2
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    from torchtrain.metrics.writers import JsonLines
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2, "lo')
+    JsonLines(file).write({"step": 2})
+    assert file.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 2}']
+
+
+def test_failed_saves_leave_nothing_and_a_start_makes_room_first(disk: DiskFaults, copied: Path) -> None:
+    before = names(copied)
+    disk.fail("write", f"{copied}/checkpoint/step-*", errno.ENOSPC)
+    options = ["--training.steps", "30", "--checkpoint.max_failed_saves", "3"]
+    output = run_ends_with(2, copied, *options)
+    assert "step-14 could not be written: OSError(28, 'No space left on device') (rank 0)" in output
+    assert "that is 3 failed saves in a row" in output
+    assert names(copied) == before
+
+    disk.heal()
+    left_over = copied / "checkpoint/step-14.7.partial"
+    left_over.mkdir()
+    (left_over / "__0_0.distcp").write_bytes(bytes(1000))
+    old_claim = copied / "checkpoint/generation.json.0123"
+    old_claim.write_text("")
+    os.utime(old_claim, (0, 0))
+    disk.fail("create", f"{copied}/checkpoint/generation.json*", errno.ENOSPC)
+    output = run_ends_with(2, copied, *options)
+    assert "generation.json cannot be written (No space left on device), and so no checkpoint: make room" in output
+    assert names(copied) == before
+
+
+def test_a_save_that_hangs_is_reported_and_a_stop_ends_the_waiting(disk: DiskFaults, tmp_path: Path) -> None:
+    disk.fail("fsync", f"{tmp_path}/checkpoint/step-4.*/__1_0.distcp", seconds=3600, rank=1)
+    options = ["--comm.train_timeout_seconds", "2", "--faults.stop_grace_seconds", "2"]
+    run = ForkedRun(tmp_path, *options)
+    run.wait_for(lambda: "so ranks 0 are waiting for ranks 1" in run.output())
+    assert "save of step 6 takes more than 2 s" in run.output()
+    assert "ranks 1 are at manager.py" in run.output()
+    assert "; step-4: writes its part since " in run.output()
+    for rank in range(2):
+        report = (tmp_path / f"hangs/save-of-step-6-rank-{rank}.txt").read_text()
+        assert json.loads(report.split("\n", 1)[0])["doing"].startswith("step-4: ")
+    run.kill(number=signal.SIGTERM)
+    assert run.wait() == [75, 75], run.output()
+    assert "asked to stop, and the save of step 4 " in run.output()  # does not end, or another rank has left before
+    assert "it is given up; the last good checkpoint stays" in run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    disk.heal()
+    assert "resumed from" in finish(tmp_path)
+
+
+def test_a_generation_that_cannot_be_read_is_no_other_one(disk: DiskFaults, copied: Path, finished: Path) -> None:
+    disk.fail("read", f"{copied}/checkpoint/generation.json", errno.EIO)
+    run = ForkedRun(copied, "--training.steps", "18", "--checkpoint.max_failed_saves", "9", ranks=1)
+    try:
+        # The start reads it, too, and waits for it.
+        time.sleep(1)
+        disk.heal()
+        run.wait_for(lambda: "resumed from" in run.output())
+        disk.fail("read", f"{copied}/checkpoint/generation.json", errno.EIO)
+        run.wait_for(lambda: "could not be written" in run.output())
+        disk.heal()
+        assert run.wait() == [0], run.output()
+    finally:
+        run.end()
+    assert "generation.json cannot be read: Input/output error" in run.output()
+    assert "now saves in" not in run.output()
+    assert saved_steps(copied / "checkpoint")[-1] == 18
+    finish(finished.parent / "longer", "--training.steps", "18", ranks=1)
+    assert same_tensors(saved_tensors(copied, 18), saved_tensors(finished.parent / "longer", 18))
+
+
+@pytest.mark.parametrize("content", ["", "null", '{"generation": null}', "[]"])
+def test_a_spoilt_generation_file_is_written_anew(copied: Path, content: str) -> None:
+    (copied / "checkpoint/generation.json").write_text(content)
+    finish(copied, "--training.steps", "14", ranks=1)
+    assert json.loads((copied / "checkpoint/generation.json").read_text())["generation"] == 1
+
+
+def test_data_that_changed_are_noticed(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    documents = [json.dumps({"text": f"document {n} " * 40}) + "\n" for n in range(300)]
+    data.write_text("".join(documents))
+    options = ["--data.path", str(data), "--training.steps"]
+    finish(tmp_path / "run", *options, "4", ranks=1)
+    data.write_text("".join(documents[:100]))
+    refused = run_ends_with(2, tmp_path / "run", *options, "6")
+    assert "resuming would not go on with the same run: data.path = '1 file(s) of " in refused
+    assert "checkpoint.allow_changes = ['data.path']" in refused
+    data.write_text("".join(documents))  # another time of modification
+    assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
+    data.write_text("".join(documents[:200]))
+    allowed = finish(tmp_path / "run", *options, "8", "--checkpoint.allow_changes", "data.path", ranks=1)
+    assert "config differs from the checkpoint's (changes the run): data.path" in allowed
+
+
+def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]:
+    dist.destroy_process_group()  # of the pool: a door makes its own
+    errors = io.StringIO()
+    with redirect_stderr(errors), patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        code = convert.main([str(source), str(target), "--to", to])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return code, errors.getvalue()
+
+
+@pytest.mark.parametrize("to", ["hf", "torchtrain"])
+def test_a_conversion_onto_a_full_disk_leaves_nothing(
+    gloo: GlooPool, disk: DiskFaults, trained_run: Path, tmp_path: Path, to: str
+) -> None:
+    disk.fail("write", f"{tmp_path}/*", errno.ENOSPC)
+    ((code, errors),) = gloo.run(1, convert_on_this_rank, trained_run, tmp_path / "out", to)
+    assert code == 2
+    assert "out could not be written" in errors
+    assert len(errors.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_onto_a_full_disk_leaves_the_checkpoints(disk: DiskFaults, tmp_path: Path) -> None:
+    disk.fail("write", f"{tmp_path}/hf*", errno.ENOSPC)
+    output = run_ends_with(2, tmp_path, "--checkpoint.last_save_in_hf", "--training.steps", "2", ranks=2)
+    assert "hf could not be written" in output
+    assert "Traceback" not in output
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    assert not list(tmp_path.glob("hf*"))

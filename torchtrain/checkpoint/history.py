@@ -1,0 +1,124 @@
+"""The checkpoints in a run's folder: which there are, which of them are good, and what becomes of the others."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify_file
+from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.errors import CheckpointError
+from torchtrain.log import logger
+from torchtrain.reading import MISSING, names_in, read_file
+
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+# A name that a checkpoint has or had: complete, found damaged, or left behind by a run that went back.
+ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a folder under its final name, in order."""
+    return sorted(int(match[1]) for match in map(STEP.fullmatch, names_in(folder)) if match)
+
+
+class History:
+    """The checkpoints in ``folder``, which the ranks of ``group`` share. All methods are collective."""
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str | None) -> None:
+        """``run``: id of the run that saves in ``folder``, where it is known."""
+        self.folder = folder
+        self.group = group
+        self.run = run
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+
+    def newest_good(self, among: Callable[[int], bool] = lambda _: True) -> int | None:
+        """The newest checkpoint that is what its manifest says; damaged ones after it are set aside, with a warning.
+
+        Only of steps that are ``among`` those to look at. Where there is no good one, nothing is set aside.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(of_first_rank(lambda: saved_steps(self.folder), self.group)):
+            if among(step):
+                problem = self.problem(step)
+                if problem is None:
+                    of_first_rank(lambda: self._set_aside(damaged), self.group)
+                    return step
+                damaged[step] = problem
+        return None
+
+    def require_none(self) -> None:
+        """Raise CheckpointError if the folder holds anything that is or was a checkpoint: a run began here before."""
+        names = of_first_rank(lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group)
+        if not names:
+            return
+        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
+        why = f"; {self.problem(steps[-1])}" if steps else ""
+        raise CheckpointError(
+            f"{self.folder} holds {', '.join(names)}, and none of these is a good checkpoint{why}. A new run does not "
+            "begin over them: repair one, or take another job.dump_folder (or remove them, to begin anew here)"
+        )
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with the checkpoint of ``step``, or None. Each rank reads its share of the files.
+
+        Raises:
+            StorageError: on all ranks, if one of them cannot read its share.
+        """
+        problems = of_all_ranks(lambda: self._problem(step), self.group)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _problem(self, step: int) -> str | None:
+        folder = step_folder(self.folder, step)
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            return str(error)
+        origin = manifest.origin
+        if origin.step not in (None, step):
+            return f"{folder} is the checkpoint of step {origin.step} under another name"
+        if origin.run and self.run and origin.run != self.run:
+            return f"{folder} is that of another run"
+        found = (verify_file(folder, record) for record in manifest.files[self.rank :: self.ranks])
+        return next((problem for problem in found if problem is not None), None)
+
+    def config_toml(self, step: int) -> str:
+        """The config of the run that has made the checkpoint of ``step``; CheckpointError where it has none."""
+
+        def read() -> str:
+            file = step_folder(self.folder, step) / CONFIG
+            try:
+                return read_file(file).decode()
+            except (*MISSING, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read ({error}): this is no whole checkpoint") from error
+
+        return of_first_rank(read, self.group)
+
+    def manifest(self, step: int) -> Manifest:
+        return of_first_rank(lambda: read_manifest(step_folder(self.folder, step)), self.group)
+
+    def _set_aside(self, damaged: Mapping[int, str]) -> None:
+        for step, problem in damaged.items():
+            folder = step_folder(self.folder, step)
+            try:
+                name = set_aside(folder, "damaged").name
+            except OSError as error:
+                logger.warning(f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}")
+            else:
+                logger.warning(f"checkpoint of step {step} is damaged, now {name}: {problem}")
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Rename ``folder`` to ``<name>.<why>`` (``.<why>-2``, ... where that exists) and return the new path."""
+    aside = folder.with_name(f"{folder.name}.{why}")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = folder.with_name(f"{folder.name}.{why}-{count}")
+    return folder.rename(aside)

@@ -1,0 +1,30 @@
+"""What tells data from others, for a run that resumes: not their place, nor when they were written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+WHOLE_BYTES = 1 << 20  # up to this size a file is read whole
+BLOCK_BYTES = 1 << 16  # else three blocks of it
+
+
+def identity_of_files(files: Sequence[Path]) -> str:
+    """Number and size of ``files``, and a hash of their names, sizes and content; of large ones, of parts of it."""
+    digest, total = xxhash.xxh3_128(), 0
+    for path in files:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            total += size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            whole = size <= WHOLE_BYTES
+            for start in (0,) if whole else (0, (size - BLOCK_BYTES) // 2, size - BLOCK_BYTES):
+                file.seek(start)
+                digest.update(file.read(size if whole else BLOCK_BYTES))
+    return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
+
+
+def identity_of_names(names: Sequence[str]) -> str:
+    """For files that lie elsewhere, and whose names say their version."""
+    digest = xxhash.xxh3_128_hexdigest("\0".join(names).encode())
+    return f"{len(names)} file(s), hash of their names {digest[:16]}"
