@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
 from gloo_pool import GlooPool
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from torchtrain import convert as convert_door
+from torchtrain import generate
 from torchtrain.build import model_shape
 from torchtrain.checkpoint.hf import files_by_size, save_hf, write_hf_config
 from torchtrain.checkpoint.states import ModelState
@@ -162,7 +166,7 @@ def test_missing_weight_is_an_error(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["model.norm.weight"]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"Missing key .* model.norm.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks model.norm.weight, which model.safetensors.index.json says"):
         load_weights([Transformer(LLAMA2)], tmp_path / "hf", LLAMA2)
 
 
@@ -309,3 +313,104 @@ def test_missing_initial_weights_are_refused_before_the_start(tmp_path: Path) ->
     run = ForkedRun(tmp_path, "--checkpoint.initial_load_path", str(tmp_path / "nowhere"), ranks=1)
     assert run.wait() == [2]
     assert "nowhere does not exist" in run.output()
+
+
+def break_folder(folder: Path, how: str) -> None:
+    """A folder as transformers saves it, spoilt."""
+    (file,) = folder.glob("*.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "quantized":
+        config["quantization_config"] = {"quant_method": "fp8"}
+    elif how == "float8":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    elif how == "int8":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    elif how == "bias":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    elif how == "third layer":
+        tensors |= {name.replace(".1.", ".2."): tensor for name, tensor in tensors.items() if ".layers.1." in name}
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    elif how == "shape":
+        tensors["model.norm.weight"] = torch.ones(16)
+    elif how == "two files":
+        save_file({"model.norm.weight": torch.ones(32)}, folder / "zz_old.safetensors")
+    elif how == "bad index":
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
+    elif how == "list":
+        (folder / "config.json").write_text("[]")
+    elif how == "null":
+        (folder / "config.json").write_text("null")
+    elif how == "no width":
+        del config["hidden_size"]
+    if how not in ("truncated", "empty"):
+        save_file(tensors, file)
+    if how not in ("list", "null"):
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("truncated", "is damaged or cut short"),
+        ("empty", "is damaged or cut short"),
+        ("quantized", "it has a quantization_config"),
+        ("float8", "model.norm.weight in .* is F8_E4M3; weights must be F32, BF16, F16"),
+        ("int8", "model.norm.weight in .* is I8; weights must be F32, BF16, F16"),
+        ("bias", "does not have: model.layers.0.self_attn.q_proj.bias"),
+        ("third layer", "does not have: model.layers.2.input_layernorm.weight, .* and 4 more"),
+        ("shape", r"has shape \(16,\); by config.json it has \(32,\)"),
+        ("two files", "holds 2 safetensors files and no model.safetensors.index.json"),
+        ("bad index", "names '../../secret.safetensors', which is not in its folder"),
+        ("list", "it holds '\\[\\]', not an object"),
+        ("null", "it holds 'None', not an object"),
+        ("no width", "config.json lacks 'hidden_size'"),
+    ],
+)
+def test_a_folder_that_is_not_what_it_says_is_refused_at_every_entrance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, told: str
+) -> None:
+    folder = tmp_path / "hf"
+    LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2))).save_pretrained(folder)
+    write_hf_config(folder, LLAMA2, "float32", "")
+    break_folder(folder, how)
+    capsys.readouterr()  # transformers' progress bar
+    entrances = (
+        lambda: generate.main([str(folder), "--prompt", "a"]),
+        lambda: convert_door.main([str(folder), str(tmp_path / "out")]),
+    )
+    for enter in entrances:
+        code, errors = enter(), capsys.readouterr().err
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        assert code == 2
+        assert re.search(told, errors), errors
+        assert len(errors.splitlines()) == 1
+    run = ForkedRun(tmp_path / "run", "--checkpoint.initial_load_path", str(folder), shape=LLAMA2, ranks=1)
+    assert run.wait() == [2]
+    assert re.search(told, run.output()), run.output()
+    assert "Traceback" not in run.output()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
+    theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2), attn_implementation="eager"))
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    stale = {name: torch.zeros_like(tensor) for name, tensor in theirs.state_dict().items()}
+    save_file({**stale, "and.another": torch.zeros(1)}, tmp_path / "hf/zz_old.safetensors")
+    model = random_model(LLAMA2)
+    load_weights([model], tmp_path / "hf", LLAMA2)
+    assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
+
+
+def test_a_key_that_config_json_lacks_has_the_default_of_transformers() -> None:
+    keys = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+    there = {k: v for k, v in hf.hf_config(LLAMA2, "float32", 1, 2).items() if k not in keys and "rope" not in k}
+    config = LlamaConfig(**there)
+    ours = hf.config_from_hf(there)
+    assert (ours.norm_eps, ours.max_seq_len, ours.tied_embeddings) == tuple(getattr(config, key) for key in keys)
+    assert ours.rope_theta == config.rope_parameters["rope_theta"]

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, write_hf
-from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter, read_manifest, verify_file
+from torchtrain.checkpoint.hf import (
+    expected_tensors,
+    ignored_tensors,
+    is_hf_folder,
+    parameter_shapes,
+    read_hf_config,
+    write_hf,
+)
+from torchtrain.checkpoint.hf_files import find_tensors, read_tensor
+from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.states import load_tensors, save_tensors
+from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig, Model, Training
@@ -21,7 +29,7 @@ from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
 from torchtrain.models.llama.flavors import FLAVORS
 from torchtrain.models.llama.hf import META_SPLIT_DIM, config_from_meta, hf_name, meta_rows_to_ours
-from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 # The shape of the model that a config and its tokenizer describe.
@@ -44,13 +52,21 @@ def convert(
         dtype = getattr(torch, dtype_name)
         shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
         values = Lazy(shapes, lambda name: source.read(name).to(dtype))
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be made: {error.strerror}; name a folder that can") from error
         if to == "hf":
             write_hf(target, shapes, values, source.model, dtype_name, source.tokenizer_path)
         else:
             prefixed = {f"model.{name}": tensor for name, tensor in shapes.items()}
             prefixed_values = Lazy(prefixed, lambda name: values[name.removeprefix("model.")])
-            save_tensors(prefixed, prefixed_values, VerifiedWriter(target, source.config_toml()), target, None)
+            writer = VerifiedWriter(target, source.config_toml())
+            try:
+                save_tensors(prefixed, prefixed_values, writer, target, None)
+            except CheckpointError:
+                writer.remove()
+                raise
     finally:
         dist.destroy_process_group()
     logger.info("wrote %s", target)
@@ -106,7 +122,7 @@ def open_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
 def own_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
     """A checkpoint of ours."""
     folder = find_checkpoint(path)
-    for record in read_manifest(folder):
+    for record in read_manifest(folder).files:
         if problem := verify_file(folder, record):
             raise CheckpointError(problem)
     config = from_file(str(folder / CONFIG))
@@ -126,19 +142,12 @@ def own_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
 def hf_source(folder: Path, tokenizer_path: str) -> Source:
     """A Hugging Face folder."""
     shape = read_hf_config(folder)
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        file = safe_open(path, framework="pt")
-        files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+    found = find_tensors(folder, expected_tensors(shape), ignored_tensors(shape))
 
     def read(name: str) -> Tensor:
-        tensor: Tensor = files[hf_name(name)].get_tensor(hf_name(name))  # type: ignore[no-untyped-call]
-        return checked(tensor, shapes[name], name, folder)
+        return read_tensor(found[hf_name(name)], hf_name(name))
 
-    shapes = parameter_shapes(shape)
-    if missing := [hf_name(name) for name in shapes if hf_name(name) not in files]:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing[:5])}")
-    return Source(shape, shapes, read, source_tokenizer(folder, tokenizer_path))
+    return Source(shape, parameter_shapes(shape), read, source_tokenizer(folder, tokenizer_path))
 
 
 def meta_source(folder: Path, tokenizer_path: str) -> Source:
@@ -168,12 +177,6 @@ def meta_source(folder: Path, tokenizer_path: str) -> Source:
     if missing := [name for name in shapes if name not in files[0]]:
         raise CheckpointError(f"{paths[0]} lacks {', '.join(missing[:5])}")
     return Source(shape, shapes, read, tokenizer_path)
-
-
-def parameter_shapes(shape: TransformerConfig) -> dict[str, Tensor]:
-    """Meta tensors of the parameters of a model, by name, a tied one once."""
-    with torch.device("meta"):
-        return ModelState([Transformer(shape)], shape.tied_embeddings).state_dict()
 
 
 def source_tokenizer(folder: Path, tokenizer_path: str) -> str:

@@ -11,10 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from torchtrain.errors import TorchtrainError
-from torchtrain.log import init_logging, logger
-
-EXIT_USER_ERROR = 2
+from torchtrain.log import run_door
 
 
 @dataclass(frozen=True)
@@ -34,19 +31,18 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code of the process."""
-    init_logging()
-    options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
-    # Not above: --help needs no torch.
-    from torchtrain.build import model_shape
-    from torchtrain.conversion import convert
 
-    source, target = Path(options.source), Path(options.target)
-    try:
+    def run() -> int:
+        options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
+        # Not above: --help needs no torch.
+        from torchtrain.build import model_shape
+        from torchtrain.conversion import convert
+
+        source, target = Path(options.source), Path(options.target)
         convert(source, target, options.to, options.dtype, model_shape, options.tokenizer_path)
-    except TorchtrainError as error:
-        logger.error("error: %s", error)
-        return EXIT_USER_ERROR
-    return 0
+        return 0
+
+    return run_door(run)
 
 
 if __name__ == "__main__":

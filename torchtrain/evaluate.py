@@ -6,6 +6,7 @@ Arguments of the model: checkpoint, dtype and tokenizer_path, as for torchtrain.
 the model.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtrain.build import load_model
-from torchtrain.errors import TorchtrainError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import init_logging, logger
+from torchtrain.log import run_door
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -31,20 +31,17 @@ try:
 except ImportError as error:
     sys.exit(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})")
 
-EXIT_USER_ERROR = 2
-
 
 def main() -> int:
     """Run the harness; returns the exit code of the process."""
-    init_logging()
-    try:
+
+    def run() -> int:
         cli_evaluate()
-    except TorchtrainError as error:
-        logger.error("error: %s", error)
-        return EXIT_USER_ERROR
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+
+    return run_door(run, speaks=os.environ.get("RANK", "0") == "0")
 
 
 @register_model("torchtrain")

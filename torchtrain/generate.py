@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from torchtrain.errors import ConfigError, TorchtrainError
-from torchtrain.log import init_logging, logger
+from torchtrain.errors import ConfigError
+from torchtrain.log import logger, run_door
 
 if TYPE_CHECKING:
     from torchtrain.build import TrainedModel
     from torchtrain.generation import Sampling
     from torchtrain.tokenizers import Tokenizer
-
-EXIT_USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,10 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the generator; returns the exit code of the process."""
-    init_logging()
+    """Generate; returns the exit code of the process."""
     is_first = os.environ.get("RANK", "0") == "0"
-    try:
+
+    def parse_and_run() -> int:
         options = tyro.cli(
             Options,
             prog="torchtrain.generate",
@@ -79,11 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             console_outputs=is_first,
         )
         run(options, is_first)
-    except TorchtrainError as error:
-        if is_first:
-            logger.error("error: %s", error)
-        return EXIT_USER_ERROR
-    return 0
+        return 0
+
+    return run_door(parse_and_run, speaks=is_first)
 
 
 def run(options: Options, writes: bool) -> None:
@@ -94,6 +90,8 @@ def run(options: Options, writes: bool) -> None:
     from torchtrain.build import load_model
     from torchtrain.generation import Sampling
 
+    if options.output_file:
+        check_output(Path(options.output_file))
     prompts = read_prompts(Path(options.prompts_file)) if options.prompts_file else [options.prompt]
     trained = load_model(Path(options.checkpoint), options.device, options.dtype, options.tokenizer_path)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -113,6 +111,13 @@ def run(options: Options, writes: bool) -> None:
             if options.output_file:
                 logger.info("%d of %d prompts", first + len(results), len(prompts))
     dist.destroy_process_group()
+
+
+def check_output(file: Path) -> None:
+    """ConfigError where ``file`` cannot be written, before a model is loaded to find out."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = "is a folder" if file.is_dir() else "cannot be written, or lies in a folder that does not exist"
+        raise ConfigError(f"--output_file = {str(file)!r} {reason}; name a file in a folder that you may write to")
 
 
 def read_prompts(file: Path) -> list[str]:

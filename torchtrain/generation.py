@@ -82,7 +82,8 @@ def generate(
     places = torch.arange(capacity, device=device)
     # A generator a prompt: neighbors in the batch do not show.
     generators = [
-        torch.Generator().manual_seed(sampling.seed * 1_000_003 + first_prompt + i) for i in range(len(prompts))
+        torch.Generator().manual_seed((sampling.seed * 1_000_003 + first_prompt + i) % 2**63)
+        for i in range(len(prompts))
     ]
     ended = [False] * len(prompts)
 

@@ -16,6 +16,7 @@ import sentencepiece
 import tiktoken
 
 from torchtrain.errors import TokenizerError
+from torchtrain.reading import MISSING, read_file
 
 
 class Tokenizer(Protocol):
@@ -54,8 +55,8 @@ def load_tokenizer(path: str = "") -> Tokenizer:
     """
     file = tokenizer_file(path)
     try:
-        content = file.read_bytes()
-    except OSError as error:
+        content = read_file(file)
+    except MISSING as error:
         reason = "a folder; give the file in it" if Path(path).is_dir() else error.strerror
         raise TokenizerError(
             f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a SentencePiece model or a tiktoken "
@@ -148,6 +149,11 @@ class TiktokenTokenizer:
             raise TokenizerError(
                 f"model.tokenizer_path = {path!r}: the ranks of its {len(ranks)} tokens must be 0 to {len(ranks) - 1}, "
                 "each once; the file may be cut short: fetch it again"
+            )
+        if missing := [byte for byte in range(256) if bytes((byte,)) not in ranks]:
+            raise TokenizerError(
+                f"model.tokenizer_path = {path!r}: each of the 256 bytes must be one of its {len(ranks)} tokens, and "
+                f"{len(missing)} are not (such as {missing[0]}); the file may be cut short: fetch it again"
             )
         reserved = (f"<|reserved_special_token_{n}|>" for n in itertools.count(3))
         names = itertools.islice(itertools.chain(_LLAMA3_SPECIALS, reserved), _LLAMA3_SPECIAL_COUNT)

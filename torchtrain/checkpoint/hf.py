@@ -3,20 +3,24 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from torchtrain.checkpoint.hf_files import HFReader, find_tensors
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
-from torchtrain.checkpoint.states import load_tensors, local_part, save_tensors
+from torchtrain.checkpoint.states import ModelState, load_tensors, local_part, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
+from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.errors import CheckpointError
 from torchtrain.models.llama.hf import config_from_hf, hf_config, hf_name
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.reading import MISSING, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
@@ -30,9 +34,30 @@ def is_hf_folder(path: Path) -> bool:
 def read_hf_config(folder: Path) -> TransformerConfig:
     """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
     try:
-        return config_from_hf(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} describes no Llama that can be read here: {error!r}") from error
+        content = json.loads(read_file(folder / CONFIG_FILE))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
+        return config_from_hf(content)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
+    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} describes no Llama that can be read here: {error}") from error
+
+
+def expected_tensors(model: TransformerConfig) -> dict[str, torch.Size]:
+    """Names and shapes of the tensors of ``model`` in a Hugging Face folder, a tied one once."""
+    return {hf_name(name): tensor.shape for name, tensor in parameter_shapes(model).items()}
+
+
+def ignored_tensors(model: TransformerConfig) -> tuple[str, ...]:
+    """Ends of names that transformers ignores, too: RoPE tables of old exports, and a tied matrix by its other name."""
+    return ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
+
+
+def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
+    """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
+    with torch.device("meta"):
+        return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
 
 
 def check_same_shape(found: TransformerConfig, model: TransformerConfig, folder: Path) -> None:
@@ -47,18 +72,16 @@ def check_same_shape(found: TransformerConfig, model: TransformerConfig, folder:
         )
 
 
-def load_hf(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the weights in ``folder`` into ``tensors``, live ones under our names, of any layout and dtype.
+def load_hf(
+    tensors: Mapping[str, Tensor], folder: Path, model: TransformerConfig, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write the weights in ``folder`` into ``tensors``: live ones of ``model``, by our names, of any layout and dtype.
 
     Raises:
-        CheckpointError: a weight is missing, or has another shape.
+        CheckpointError: the folder does not hold the weights of ``model``, and nothing else.
     """
-    load_tensors(
-        {hf_name(name): tensor for name, tensor in tensors.items()},
-        HuggingFaceStorageReader(str(folder)),
-        folder,
-        group,
-    )
+    found = of_first_rank(lambda: find_tensors(folder, expected_tensors(model), ignored_tensors(model)), group)
+    load_tensors({hf_name(name): tensor for name, tensor in tensors.items()}, HFReader(folder, found), folder, group)
 
 
 def save_hf(
@@ -96,25 +119,45 @@ def write_hf(
     """``save_hf`` with this rank's ``values``, in ``dtype``, apart from ``shapes``, which may be on the meta device."""
     alone = dist.get_world_size(group) == 1
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
-    if dist.get_rank(group) == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+
+    def begin() -> None:
+        with _failing_as_checkpoint_error(folder):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def complete() -> None:
+        with _failing_as_checkpoint_error(folder):
+            shutil.rmtree(partial / "sharded", ignore_errors=True)
+            write_hf_config(partial, model, dtype, tokenizer_path)
+            fsync_folder(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+
     files = _files({hf_name(name): tensor for name, tensor in shapes.items()}, group)
-    writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=not alone, enable_consolidation=not alone)
-    save_tensors(
-        {hf_name(name): tensor for name, tensor in shapes.items()},
-        _Renamed(values, {hf_name(name): name for name in shapes}),
-        writer,
-        folder,
-        group,
-    )
-    if dist.get_rank(group) == 0:
-        shutil.rmtree(partial / "sharded", ignore_errors=True)
-        write_hf_config(partial, model, dtype, tokenizer_path)
-        fsync_folder(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    dist.barrier(group)
+    try:
+        of_first_rank(begin, group)
+        save_tensors(
+            {hf_name(name): tensor for name, tensor in shapes.items()},
+            _Renamed(values, {hf_name(name): name for name in shapes}),
+            HuggingFaceStorageWriter(str(partial), files, save_distributed=not alone, enable_consolidation=not alone),
+            folder,
+            group,
+        )
+        of_first_rank(complete, group)
+    except CheckpointError:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _failing_as_checkpoint_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} could not be written: {error.strerror or error}; make room, or let this user write there"
+        ) from error
 
 
 class _Renamed(Mapping[str, Tensor]):

@@ -4,6 +4,7 @@ A state follows DCP's ``Stateful``: ``state_dict()`` gives the live tensors (DTe
 writes into them in place, and ``load_state_dict`` is then called with the same dict.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,8 +28,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
-from torchtrain.errors import CheckpointError, SupersededError
+from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
+from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 
 # With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
@@ -53,7 +56,9 @@ class ModelState(Stateful):
             state = get_model_state_dict(part)
             for name, tensor in state.items():
                 if name in unique:
-                    tensors[ORIGINAL if self.tied and name == TIED else name] = tensor
+                    entry = ORIGINAL if self.tied and name == TIED else name
+                    # Else only one of them would be saved, or loaded.
+                    assert tensors.setdefault(entry, tensor) is tensor, f"{name} and {entry} must be one parameter"
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,26 +153,24 @@ def load_tensors(
 ) -> None:
     """Read ``tensors``, live ones of any layout, out of ``folder``. Collective.
 
-    Raises:
-        CheckpointError: on all ranks, if any of them cannot read the metadata, or misses a tensor or a part of one.
+    Raises, on all ranks:
+        CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
+        StorageError: the file system fails again and again.
     """
-    planner = CompleteLoadPlanner()
-    problem = ""
-    try:
-        reader.read_metadata()  # DCP would take an error in it for another kind of checkpoint
-    except CheckpointError as error:
-        problem = str(error)
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
-    if any(problems):
-        raise CheckpointError(f"{folder} cannot be loaded: {next(filter(None, problems))}")
-    try:
-        dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {cause_of(error)}") from error
-    everywhere: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, list(planner.unwritten()), group)
-    if unwritten := [name for names in everywhere for name in names]:
+    of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
+    for pause in (*PAUSES_SECONDS, None):
+        planner = CompleteLoadPlanner()
+        try:
+            dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
+            break
+        except CheckpointException as error:
+            cause = cause_of(error)
+            if not isinstance(cause, OSError) or isinstance(cause, MISSING):
+                raise CheckpointError(f"{folder} cannot be loaded: {_described(error)}") from error
+            if pause is None:
+                raise unreadable(folder, cause) from error
+            time.sleep(pause)
+    if unwritten := list(chain.from_iterable(of_all_ranks(lambda: list(planner.unwritten()), group))):
         raise CheckpointError(f"{folder} left tensors unwritten: {', '.join(unwritten[:5])}")
 
 
@@ -189,10 +192,16 @@ def save_tensors(
         for cause, _ in error.failures.values():
             if isinstance(cause, SupersededError):
                 raise cause from None
-        raise CheckpointError(f"{folder} could not be written: {cause_of(error)}") from error
+        raise CheckpointError(f"{folder} could not be written: {_described(error)}") from error
 
 
-def cause_of(error: CheckpointException) -> str:
+def cause_of(error: CheckpointException) -> BaseException:
+    """The first failure in DCP's error."""
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    return cause
+
+
+def _described(error: CheckpointException) -> str:
     """The first failure in DCP's error, in one line."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return str(cause) if isinstance(cause, CheckpointError) else f"{cause!r} (rank {rank})"
+    cause = cause_of(error)
+    return str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {next(iter(error.failures))})"

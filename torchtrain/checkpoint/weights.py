@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf, read_hf_config
-from torchtrain.checkpoint.manager import saved_steps, step_folder
+from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify_file
 from torchtrain.checkpoint.states import ModelState, flatten, load_tensors
-from torchtrain.checkpoint.storage import MANIFEST, VerifiedReader, read_manifest, verify_file
+from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.errors import CheckpointError
 from torchtrain.models.llama.model import TransformerConfig
 
@@ -40,14 +42,16 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerCon
     """
     state = ModelState(parts, model.tied_embeddings)
     if is_hf_folder(folder):
-        check_same_shape(read_hf_config(folder), model, folder)
-        load_hf(state.state_dict(), folder)
+        check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder)
+        load_hf(state.state_dict(), folder, model)
         return
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    problems: list[str | None] = [None] * ranks
-    own = (verify_file(folder, record) for record in read_manifest(folder)[rank::ranks])
-    dist.all_gather_object(problems, next((problem for problem in own if problem), None))
-    for problem in problems:
-        if problem:
-            raise CheckpointError(f"{problem}; give another step-N folder")
+
+    def problem() -> str | None:
+        own = (verify_file(folder, record) for record in read_manifest(folder).files[rank::ranks])
+        return next((problem for problem in own if problem), None)
+
+    for found in of_all_ranks(problem):
+        if found:
+            raise CheckpointError(f"{found}; give another step-N folder")
     load_tensors(flatten({"model": state}), VerifiedReader(folder), folder, None)

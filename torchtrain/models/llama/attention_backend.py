@@ -24,8 +24,8 @@ def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.d
     """Name of the kernel that causal attention of this shape gets."""
     if device.type not in ("cpu", "cuda"):
         return "unknown"
-    q, k = (
-        torch.empty(1, heads, model.max_seq_len, model.head_dim, dtype=dtype, device=device)
+    q, k = (  # of full size, and in the memory of one head's vector
+        torch.empty(model.head_dim, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, model.n_kv_heads)
     )
     choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))

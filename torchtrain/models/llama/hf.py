@@ -70,11 +70,16 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    """Our shape of the model whose ``config.json`` is ``hf``; ValueError says what of it we do not have."""
+    """Our shape of the model whose ``config.json`` is ``hf``; ValueError says what of it we do not have.
+
+    A key that is not there has transformers' default.
+    """
     unsupported = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, ours in unsupported.items():
         if hf.get(key, ours) != ours:
             raise ValueError(f"{key} = {hf[key]!r}; a Llama here has {ours!r}")
+    if hf.get("quantization_config"):
+        raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
     n_heads = hf["num_attention_heads"]
     if hf.get("head_dim") not in (None, hf["hidden_size"] // n_heads):
         raise ValueError(f"head_dim = {hf['head_dim']}; a Llama here has hidden_size / num_attention_heads")
@@ -98,9 +103,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         n_kv_heads=hf.get("num_key_value_heads") or n_heads,
         ffn_dim=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
-        max_seq_len=hf["max_position_embeddings"],
-        norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope["rope_theta"],
+        max_seq_len=hf.get("max_position_embeddings", 2048),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", 10000.0),
         rope_scaling=scaling,
         tied_embeddings=hf.get("tie_word_embeddings", False),
     )

@@ -109,7 +109,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 @functools.cache
 def compiled_flex_attention() -> Any:
     """Made when it is first needed: torch.compile imports half of torch."""
-    return torch.compile(flex_attention)
+    # As one operation that selective activation checkpointing sees, and keeps.
+    return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 class CausalAttention(nn.Module):
