@@ -139,6 +139,7 @@ class NoStop:
     """In place of a StopRequest, which takes over the signals of its process and opens sockets."""
 
     pending = False
+    agreed = False
 
 
 def admit_all(config: JobConfig) -> UpdateGuard:

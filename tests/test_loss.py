@@ -1,10 +1,13 @@
 """The chunked loss is the plain loss: value, gradients, and what FSDP makes of them."""
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from gloo_pool import GlooPool
+from parity import TINY, config_of, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,3 +133,24 @@ def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
         gradients = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
         results.append({"loss": loss.detach(), **gradients})
     return results
+
+
+def vocabulary_of_the_chunks(tensor_degree: int) -> set[int]:
+    """What the loss takes for the vocabulary when it chooses its chunks."""
+    seen = set()
+    chunks = OutputLoss.chunks
+
+    def noted(loss: OutputLoss, shape: torch.Size, vocab: int, device_type: str) -> int:
+        seen.add(vocab)
+        return chunks(loss, shape, vocab, device_type)
+
+    config = config_of(parallelism={"tensor_parallel_degree": tensor_degree}, training={"local_batch_size": 8})
+    with patch.object(OutputLoss, "chunks", noted):
+        train(config, replace(TINY, vocab_size=101), steps=1)
+    return seen
+
+
+def test_chunks_are_sized_by_the_logits_of_one_rank(gloo: GlooPool) -> None:
+    assert gloo.run(1, vocabulary_of_the_chunks, 1) == [{101}]
+    # 51 and 50 of the vocabulary: the same chunks on both, since each is a collective.
+    assert gloo.run(2, vocabulary_of_the_chunks, 2) == [{51}] * 2

@@ -6,20 +6,22 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, config_of, train
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.models.llama import TransformerConfig
+from torchtrain.models.llama import Transformer, TransformerConfig
 
 # As many key/value heads as the largest tensor degree, and twice as many query heads.
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=104)
@@ -120,6 +122,54 @@ def test_a_loss_in_chunks_gives_the_same_run(
     for curve in curves:  # before training has made the least difference larger
         assert curve.losses[0] == pytest.approx(references[model].losses[0], rel=1e-6)
         assert curve.grad_norms[0] == pytest.approx(references[model].grad_norms[0], rel=1e-6)
+
+
+def train_and_count_whole_gradients(config: JobConfig, shape: TransformerConfig) -> tuple[Curve, int, int]:
+    """Also of this rank's parameters: the most with an unsharded gradient when a forward begins, and how many."""
+    seen: list[tuple[int, int]] = []
+    forward = Transformer.forward
+
+    def counted(model: Transformer, *args: Any, **options: Any) -> Tensor:
+        groups = chain.from_iterable(
+            # torch 2.11 has one group at most.
+            state._fsdp_param_groups
+            if hasattr(state, "_fsdp_param_groups")
+            else filter(None, [state._fsdp_param_group])
+            for state in fully_shard.state(model)._state_ctx.all_states
+        )
+        parameters = list(chain.from_iterable(group.fsdp_params for group in groups))
+        whole = [
+            parameter.unsharded_accumulated_grad is not None
+            or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+            for parameter in parameters
+        ]
+        seen.append((sum(whole), len(whole)))
+        return forward(model, *args, **options)
+
+    with patch.object(Transformer, "forward", counted):
+        curve = train(config, shape)
+    return curve, max(whole for whole, _ in seen), max(count for _, count in seen)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@pytest.mark.parametrize("text", ["S2", "R2 S2", "S2 P2", "R2 P2", "R2 P2 Interleaved1F1B", "P2 InterleavedZeroBubble"])
+def test_what_microbatches_add_their_gradients_to(
+    gloo: GlooPool, references: dict[str, Curve], text: str, accumulation: str
+) -> None:
+    found: Any = run(
+        gloo,
+        text,
+        MODELS["deep"],
+        train_and_count_whole_gradients,  # type: ignore[arg-type]
+        training={"local_batch_size": 4 if "P" in text else 1},
+        parallelism={"fsdp_gradient_accumulation": accumulation},
+    )
+    assert_same_run([curve for curve, _, _ in found], references["deep"])
+    for _, whole, parameters in found:
+        if accumulation == "unsharded":
+            assert whole > parameters / 2
+        elif "ZeroBubble" not in text:  # whose weights' gradients come after the hooks that reduce
+            assert whole == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from torchtrain.build import plan_run
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
@@ -27,6 +27,7 @@ from torchtrain.models.llama.attention_backend import (
 )
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizer import build_optimizer, update
+from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
 from torchtrain.parallelisms.float8 import apply_float8, check_float8
@@ -205,3 +206,28 @@ def test_benchmark_starts_ours_as_the_launcher_does(tmp_path: Path) -> None:
     benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
     malloc = {name: value for name, value in environment.items() if name.startswith("MALLOC_")}
     assert malloc == (benchmark["LAUNCHER_ENVIRONMENT"] if not torch.cuda.is_available() else {})
+
+
+def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of forward, recomputation and backward, where attention is compiled by itself, as flex_attention is on CUDA."""
+    if not keep:
+        kept = activation_checkpoint.EXPENSIVE_OPS - {activation_checkpoint.inductor_compiled_code}
+        monkeypatch.setattr(activation_checkpoint, "EXPENSIVE_OPS", kept)
+    attention = torch.compile(lambda q, k: (q @ k.T).softmax(-1) @ k, options={"wrap_inductor_compiled_regions": True})
+    x, weight = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        q = (x @ weight).cos()
+        return attention(q, 2 * q).sin()
+
+    contexts = activation_checkpoint._selective_contexts
+    checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_selective_checkpointing_keeps_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert matrix_products_of_a_step(True, monkeypatch) == matrix_products_of_a_step(False, monkeypatch) - 2
+    assert torch.ops.higher_order.flex_attention in activation_checkpoint.EXPENSIVE_OPS  # in a compiled block

@@ -59,7 +59,9 @@ class OutputLoss:
 
         Call it where ``output.weight`` is whole: within the forward of the module that FSDP has sharded.
         """
-        chunks = self.chunks(labels.shape, output.get_parameter("weight").shape[0], hidden.device.type)
+        weight = output.get_parameter("weight")
+        ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that share the vocabulary
+        chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), hidden.device.type)
         if chunks == 1:
             return self.token_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):
@@ -78,7 +80,10 @@ class OutputLoss:
         return cross_entropy_sum(logits, labels) if isinstance(logits, DTensor) else self.compiled(logits, labels)
 
     def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
-        """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough."""
+        """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough.
+
+        ``vocab``: how much of the vocabulary one rank computes logits for.
+        """
         bs, seq = shape
         limit = MAX_LOGITS_BYTES_CPU if device_type == "cpu" else MAX_LOGITS_BYTES
         tokens = self.chunk_tokens if self.chunk_tokens >= 0 else max(MIN_CHUNK_TOKENS, limit // (4 * vocab))

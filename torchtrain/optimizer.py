@@ -116,18 +116,21 @@ def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence
     scalar, has the same value on every rank.
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
+    device = torch.device("cpu")
     # Each element of the gradient enters once, from one rank: so one sum over all ranks serves every layout.
     norms = [torch.zeros(1, device=parameters[0].device)]
     for parameter in parameters:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
+        device = torch.device(gradient.device_mesh.device_type)
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
             # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
             # a row are not, and take a quarter of the time of float64 throughout.
             norms.append(torch.linalg.vector_norm(gradient.to_local(), dim=-1).flatten())
-    squares = torch.cat(norms).double().square().sum()
+    # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
+    squares = torch.cat(norms).double().square().sum().to(device)
     all_reduce(squares)
-    norm = squares.sqrt().float()
+    norm = squares.sqrt().float().to(parameters[0].device)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops.wrap import inductor_compiled_code
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,6 +24,8 @@ EXPENSIVE_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops.higher_order.flex_attention,  # in a compiled block
+        inductor_compiled_code,  # in one that is not, where nothing else is compiled
     }
 )
 

@@ -68,6 +68,15 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, paralle
             cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 
 
+def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:
+    """Before a backward: whether it is of the last microbatch, and how those accumulate (``Parallelism``)."""
+    if accumulation == "unsharded":
+        model.set_requires_gradient_sync(is_last)
+    else:
+        # Each is reduced over the shards; over the replicas of HSDP their sum is.
+        model.set_requires_all_reduce(is_last)
+
+
 class _NoReduceScatter(ReduceScatter):
     """On one rank: the input is the output, and FSDP's copy from one to the other costs nothing."""
 

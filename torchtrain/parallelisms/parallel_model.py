@@ -13,6 +13,7 @@ from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Para
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
@@ -27,6 +28,7 @@ class ParallelModel:
     parts: Sequence[Transformer]  # the model, or the pipeline stages that this rank holds
     pipeline: Pipeline | None
     loss: OutputLoss
+    accumulation: str  # parallelism.fsdp_gradient_accumulation
 
     @property
     def has_loss(self) -> bool:
@@ -36,7 +38,8 @@ class ParallelModel:
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sum of its losses.
 
-        Gradients are reduced over ranks in the last microbatch of a step. The sum is 0 without ``has_loss``.
+        ``is_last``: of the microbatches of a step, after which gradients are those of all ranks. The sum is 0 without
+        ``has_loss``.
         """
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
@@ -44,7 +47,7 @@ class ParallelModel:
                 return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens)
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
-            model.set_requires_gradient_sync(is_last)
+            set_accumulation(model, self.accumulation, is_last)
             loss: Tensor = model(tokens, positions, mask, head=partial(self.loss, labels=labels))
             torch.autograd.backward(loss / global_tokens)
             return loss.detach()
@@ -84,8 +87,9 @@ def build_parallel_model(
             float8=float8,
         )
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
+        stage.tie_weights()  # to_empty has made two parameters of a shared one
     loss = OutputLoss(training.loss_chunk_tokens, compile=compile.enable)
     pipeline = None
     if mesh.degrees.pipeline > 1:
         pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)
-    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss)
+    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, parallelism.fsdp_gradient_accumulation)

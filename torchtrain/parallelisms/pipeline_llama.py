@@ -6,7 +6,7 @@ twice, by the first stage and the last: both begin with the same values and get 
 
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.parallelisms.fsdp import set_accumulation
 
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
@@ -117,6 +118,25 @@ def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: b
     return stage
 
 
+class ReducingStage(PipelineStage):
+    """A stage that reduces the gradients of each microbatch into their shards.
+
+    torch's keeps whole gradients until the last one: before each backward it switches the reduction off.
+    """
+
+    def __init__(self, stage: Transformer, *args: Any, **options: Any):
+        super().__init__(stage, *args, **options)
+        self._is_last = False
+        stage.set_requires_gradient_sync = self._set_accumulation  # type: ignore[assignment]
+
+    def _set_accumulation(self, requires_gradient_sync: bool) -> None:
+        set_accumulation(cast(FSDPModule, self.submod), "sharded", requires_gradient_sync or self._is_last)
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        self._is_last = last_backward
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
 def _hidden_states(h: Tensor, output: nn.Module) -> Tensor:  # noqa: ARG001
     """The last stage's head: the schedule hands the labels to its loss function alone."""
     return h
@@ -152,8 +172,9 @@ class Pipeline:
             dtype = getattr(torch, training.mixed_precision_param)
             hidden = torch.empty(bs, hidden_seq, model.dim, dtype=dtype, requires_grad=True)
             last_hidden = torch.empty(bs, seq, model.dim, dtype=dtype, requires_grad=True)
+        stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
         pipeline_stages = [
-            PipelineStage(
+            stage_type(
                 stage,
                 i,
                 count,
@@ -245,11 +266,11 @@ class Pipeline:
         assert holder is not None
         gradient = holder.get_parameter("tok_embeddings.weight").grad
         assert isinstance(gradient, DTensor)
-        own = gradient.to_local()
+        own = gradient.to_local().to(self.device)  # under CPU offload it lies elsewhere
         other = torch.empty_like(own)
         group = self.mesh.get_group()
         send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
         receive = dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-        own += other  # a + b and b + a have the same bits: the two copies stay equal
+        gradient.to_local().add_(other.to(gradient.to_local().device))  # a + b = b + a: the two copies stay equal
