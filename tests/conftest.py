@@ -6,7 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_faults import DiskFaults
+from forkserver import Server
 from gloo_pool import GlooPool
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return Server(tmp_path_factory.mktemp("forkserver"))
+
+
+@pytest.fixture
+def disk(forkserver: Server) -> Iterator[DiskFaults]:
+    """Makes the disk of forked processes fail."""
+    if forkserver.disk is None:
+        pytest.skip("needs a C compiler")
+    yield forkserver.disk
+    forkserver.disk.heal()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """A pool of processes that distributed tests share: torch is imported once, and each call makes a fresh gloo group."""
 
-import multiprocessing
 import multiprocessing.connection
 import tempfile
 import traceback
@@ -10,19 +9,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from forkserver import context
+
 TIMEOUT_SECONDS = 120
 # DTensor's caches keep the groups of past calls alive, and each has threads that wake up a hundred times a second. A
 # process that is forked with all modules loaded is cheaper than the hundreds of them that a whole run would leave.
 CALLS_OF_A_PROCESS = 8
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torchtrain.build", "torchtrain.train_step"]
 
 
 class GlooPool:
     """``pool.run(4, function, *args)`` calls a module-level function on 4 ranks and returns their 4 results."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context = context()
         self.calls = 0
         self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
 

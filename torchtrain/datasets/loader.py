@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,32 @@ class _Read(NamedTuple):
     full: bool
 
 
+class _Verdict(NamedTuple):
+    """What the ranks know together of a batch."""
+
+    failed: bool  # on any rank
+    late: bool  # on any rank
+    targets: int  # the most of a rank
+    ended: bool  # any rank has too few
+
+
+class _Agreement:
+    """The words of all ranks on a batch, on their way."""
+
+    def __init__(self, read: _Read | None, error: BaseException | None, group: dist.ProcessGroup | None):
+        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
+        self._words = torch.tensor(own, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        if group is not None:
+            self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self) -> _Verdict:
+        if self._work is not None:
+            self._work.wait()
+        failed, late, targets, ended = self._words.tolist()
+        return _Verdict(bool(failed), bool(late), targets, bool(ended))
+
+
 class Loader:
     """An iterator of batches. Made by ``build_loader``.
 
@@ -60,8 +86,12 @@ class Loader:
         prefetch: int,
         drop_last: bool,
         device: torch.device,
+        identity: Callable[[], Mapping[str, str]] = dict,
     ):
-        """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream."""
+        """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream.
+
+        ``identity()``: by option, what tells the data from others.
+        """
         self._streams = streams
         self._mixture = mixture
         self._rows = rows
@@ -70,6 +100,7 @@ class Loader:
         self._prefetch = prefetch
         self._drop_last = drop_last
         self._device = device
+        self.identity = identity
         self._step = 0
         self._turns = np.zeros(len(streams), dtype=np.int64)  # windows that each source has given to all rows
         self._state = self._snapshot()
@@ -77,12 +108,15 @@ class Loader:
         """How long the last batch was waited for, the other ranks' batches apart."""
         self._group: dist.ProcessGroup | None = None
         self._background: _Background | None = None
+        self._found: tuple[_Read | None, BaseException | None] = (None, None)  # the next batch, if it is there
+        self._agreement: _Agreement | None = None  # on that
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """From now on fail and end together with the loaders of all ranks in ``group``, a gloo group of its own.
+        """From now on fail and end together with the loaders of all ranks in ``group``, a gloo group.
 
-        A few words are exchanged for each batch, and every ``ROUND_SECONDS`` while the batch of any rank is late. So
-        data that are read ahead may take longer than the group's time-out, but a rank that says nothing may not.
+        A few words are exchanged for each batch: while the one before is trained on, if it was read ahead; else, every
+        ``ROUND_SECONDS``, until no rank's batch is late. So data may take longer than the group's time-out, but a rank
+        that sends nothing for that long is taken for dead. Whoever else uses ``group`` does so on the same thread.
         """
         self._group = group
 
@@ -94,24 +128,37 @@ class Loader:
             self._background = _Background(self._read, self._prefetch, self._device)
         self._background.ask()
         self.wait_seconds = 0.0
-        read: _Read | None = None
-        error: BaseException | None = None
-        late = True
-        while late:
-            if read is None:
-                start = time.perf_counter()
-                read, error = self._background.next(ROUND_SECONDS)
-                self.wait_seconds += time.perf_counter() - start
-            failed, late, targets, ended = self._agree(read, error)
-            if failed:
-                self.close()
-                self._raise_on_all_ranks(error)
+        if self._agreement is None:
+            self._look(ROUND_SECONDS)
+        while (verdict := self._agreed()).late and not verdict.failed:
+            self._look(ROUND_SECONDS)
+        read, error = self._found
+        if verdict.failed:
+            self.close()
+            self._raise_on_all_ranks(error)
         assert read is not None
-        if (ended and self._drop_last) or not targets:
+        if (verdict.ended and self._drop_last) or not verdict.targets:
             self.close()
             raise StopIteration
-        self._state = read.state
+        self._found, self._state = (None, None), read.state
+        if self._group is not None and self._prefetch > 0:
+            self._look(0.0)  # the next one: what the ranks find is there before they ask for it
         return read.batch
+
+    def _look(self, timeout_seconds: float) -> None:
+        """See whether the next batch is there, and tell the other ranks. Collective."""
+        if self._found[0] is None and self._found[1] is None:
+            assert self._background is not None
+            start = time.perf_counter()
+            self._found = self._background.next(timeout_seconds)
+            self.wait_seconds += time.perf_counter() - start
+        self._agreement = _Agreement(*self._found, self._group)
+
+    def _agreed(self) -> _Verdict:
+        """What all ranks have found, and told last."""
+        assert self._agreement is not None
+        agreement, self._agreement = self._agreement, None
+        return agreement.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """``{"rows": int64 tensor (rows, k)}``: where each row goes on after the batch that was returned last.
@@ -148,6 +195,7 @@ class Loader:
         if self._background is not None:
             self._background.close()
             self._background = None
+        self._found, self._agreement = (None, None), None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
         columns = [np.tile(np.array([self._step, *self._turns]), (len(self._rows), 1))]
@@ -177,25 +225,18 @@ class Loader:
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
 
-    def _agree(self, read: _Read | None, error: BaseException | None) -> tuple[bool, bool, int, bool]:
-        """Whether any rank has failed, whether any is late, the most targets of a rank, whether any has too few."""
-        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
-        if self._group is None:
-            return own
-        words = torch.tensor(own, dtype=torch.int64)
-        dist.all_reduce(words, dist.ReduceOp.MAX, group=self._group)
-        failed, late, targets, ended = words.tolist()
-        return bool(failed), bool(late), targets, bool(ended)
-
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
-        messages: list[str | None] = [None]
+        told = None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))
+        everywhere: list[tuple[str, int] | None] = [told]
         if self._group is not None:
-            messages *= dist.get_world_size(self._group)
-            dist.all_gather_object(messages, None if error is None else str(error) or repr(error), group=self._group)
+            everywhere *= dist.get_world_size(self._group)
+            dist.all_gather_object(everywhere, told, group=self._group)
         if error is not None:
             raise error
-        rank, message = next((rank, message) for rank, message in enumerate(messages) if message is not None)
-        raise DataError(f"rank {rank} cannot go on: {message}")
+        rank, (message, exit_code) = next((rank, told) for rank, told in enumerate(everywhere) if told is not None)
+        elsewhere = DataError(f"rank {rank} cannot go on: {message}")
+        elsewhere.exit_code = exit_code
+        raise elsewhere
 
 
 class _Background:

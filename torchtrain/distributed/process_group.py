@@ -1,8 +1,10 @@
 """Ranks: which device is mine, how we find each other, how long we wait."""
 
 import os
+import resource
 from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.errors import ConfigError
+
+GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
+OTHER_FILES = 256  # data, checkpoints, logs, libraries
 
 
 def world_size() -> int:
@@ -40,12 +45,21 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def init_process_group(device: torch.device, timeout_seconds: int) -> None:
-    """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one."""
+    """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
+
+    Raises:
+        ConfigError: this process may not open as many files as the ranks need connections.
+    """
     timeout = timedelta(seconds=timeout_seconds)
-    # gloo beside nccl: what lies in CPU memory is gathered without a detour over the GPU.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # NCCL alone: gloo beside it would connect all ranks of each group of the mesh, too. With the device NCCL
+        # connects at once, shares what it can between groups, and need not guess the device of a barrier.
+        options |= {"backend": "nccl", "device_id": device}
+        # Gloo's groups of all ranks then connect those alone that have something to tell each other.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    raise_file_limit(world_size())
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
@@ -53,9 +67,48 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
             # torchrun keeps one store through its restarts: without this, a rank could find the address of a dead one
             # there and wait for it. Agents of several nodes count differently; for them, see torchtrain.launch.
             store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(**options, store=HashStore(), rank=0, world_size=1)
+
+
+def raise_file_limit(ranks: int) -> None:
+    """Let this process open as many files as it may need connections to ``ranks``; ConfigError where it may not.
+
+    At worst, as for the first rank, one to each rank for each of ``GROUPS_OF_ALL_RANKS`` and for the store where they
+    meet (docs/cluster.md).
+    """
+    needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"{ranks} ranks may need {needed} open files and connections each, and the system allows {hard}; raise "
+                f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks for what lies in CPU memory. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    # Connect now who will talk to whom, where gloo connects lazily: if a rank dies before, others wait for ever
+    # (https://github.com/pytorch/gloo/issues/520).
+    flag = torch.zeros(1)
+    dist.all_reduce(flag, group=group)
+    dist.broadcast(flag, group=group, group_src=0)
+    dist.all_gather([torch.empty(1) for _ in range(group.size())], flag, group=group)
+    is_first = group.rank() == 0
+    dist.gather(flag, [torch.empty(1) for _ in range(group.size())] if is_first else None, group=group, group_dst=0)
+    dist.barrier(group)
+    return group
+
+
+def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
+    """For small messages in CPU memory, all from the main thread and so in one order. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world if device.type == "cpu" else new_gloo_group(timedelta(seconds=timeout_seconds))
 
 
 def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Reports on a step that takes too long: what each rank was doing, and who was waiting for whom."""
+"""Reports on a step, or a save, that takes too long: what each rank was doing, and who was waiting for whom."""
 
 import faulthandler
 import json
@@ -7,54 +7,96 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
-from torchtrain.log import logger
+import torch
+import torch.distributed as dist
+
+from torchtrain.log import BestEffort, logger
 
 # Ranks enter a step at slightly different times; give each the time to write down where it is.
 COLLECT_SECONDS = 3
 # How much longer than a step a collective must be allowed to take, for the report to be written before it fails.
 REPORT_SECONDS = 6
-# Files whose functions are collectives.
-COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "torchtrain/distributed/process_group.py")
+# Files whose functions wait for other ranks, for what the flight recorder does not know: a send or a receive on gloo.
+WAITING = (
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+    "distributed/pipelining/schedules.py",
+    "distributed/pipelining/stage.py",
+    "distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "torchtrain/distributed/process_group.py",
+    "torchtrain/distributed/agreement.py",
+)
 PACKAGE = Path(__file__).parent.parent
 
 
 def enable_flight_recorder(folder: Path) -> None:
-    """Let NCCL, when a collective times out, write the last ones of each rank to ``folder``. Before groups exist."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Let torch note the last collectives of each group, and NCCL write them to ``folder`` when one times out.
+
+    Call it before groups exist.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
 
 
-class HangWatch:
-    """While a step is under way longer than ``timeout_seconds``, writes ``folder/step-N-rank-R.txt`` on every rank.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. As JSON it is the first line of its report."""
 
-    The file holds the Python stacks of all threads, under a line of JSON that says where the main thread is. A little
-    later the lowest rank that could still write logs which ranks wait in a collective, which are elsewhere, and which
-    said nothing. It only reports: the collective's own time-out, ``REPORT_SECONDS`` later, ends the process.
+    where: str
+    """This package's innermost line in the main thread."""
+    waits_in: str
+    """The function in which the main thread waits for other ranks; '' where it does not."""
+    pending: dict[str, list[Any]]
+    """By group: the collective that is not done, its number in the group, and the group's ranks."""
+    begun: dict[str, int]
+    """By group: number of the last collective that this rank has begun."""
+    doing: str
+    """What else is under way on this rank, such as a save."""
+
+
+class HangWatch:
+    """While something is under way longer than ``timeout_seconds``, writes ``folder/WHAT-rank-R.txt`` on every rank.
+
+    The file holds the Python stacks of all threads, under a line of JSON that says where the rank is. Soon after, the
+    lowest rank that could still write logs which ranks wait for which others. It only reports: the collective's own
+    time-out, ``REPORT_SECONDS`` later, ends the process.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        doing: Callable[[], str] = str,
+    ) -> None:
+        """``doing``: says what is under way on this rank beside the main thread."""
         self.folder = folder
         self.rank = rank
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
+        self.doing = doing
+        self.best_effort = BestEffort(f"reports in {folder}")
         self._main = threading.main_thread().ident
-        self._step: int | None = None
+        self._what: str | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def watch(self, step: int) -> Iterator[None]:
-        """Expect the body to be done within ``timeout_seconds``."""
-        self._set(step)
+    def watch(self, what: str) -> Iterator[None]:
+        """Expect the body, ``what``, to be done within ``timeout_seconds``."""
+        self._set(what)
         try:
             yield
         finally:
@@ -70,76 +112,123 @@ class HangWatch:
             self._closed = True
             self._changed.notify()
 
-    def _set(self, step: int | None) -> None:
+    def _set(self, what: str | None) -> None:
         with self._changed:
-            self._step = step
+            self._what = what
             self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                step = self._step
-                changed = self._changed.wait(self.timeout_seconds if step is not None else None)
-                if not changed and step is not None:
+                what = self._what
+                changed = self._changed.wait(self.timeout_seconds if what is not None else None)
+                if not changed and what is not None:
                     self._changed.release()
                     try:
-                        self._report(step)
+                        self._report(what)
                     finally:
                         self._changed.acquire()
-                    while self._step == step and not self._closed:
+                    while self._what == what and not self._closed:
                         self._changed.wait()
 
-    def _report(self, step: int) -> None:
+    def _report(self, what: str) -> None:
+        own = _place(sys._current_frames().get(self._main or 0), self.doing())
+        with self.best_effort:
+            self._write(self._file(what, self.rank), own)
+        time.sleep(COLLECT_SECONDS)
+        places = {self.rank: own}
+        for rank in range(self.world_size):
+            with self.best_effort:
+                path = self._file(what, rank)
+                # An older one tells of an earlier attempt at this step.
+                if path.exists() and path.stat().st_mtime > time.time() - self.timeout_seconds - COLLECT_SECONDS:
+                    places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
+        if min(places) == self.rank:
+            logger.error("%s", self._summary(what, places))
+
+    def _write(self, path: Path, place: Place) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = self._file(step, self.rank)
-        with own.with_suffix(".part").open("w") as file:
-            frame = sys._current_frames().get(self._main or 0)
-            file.write(json.dumps(_place(frame)) + "\n")
+        part = path.with_suffix(".part")
+        with part.open("w") as file:
+            file.write(json.dumps(asdict(place)) + "\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        own.with_suffix(".part").rename(own)
-        time.sleep(COLLECT_SECONDS)
-        places = {}
-        for rank in range(self.world_size):
-            path = self._file(step, rank)
-            # An older one tells of an earlier attempt at this step.
-            if path.exists() and path.stat().st_mtime > own.stat().st_mtime - self.timeout_seconds:
-                places[rank] = json.loads(path.read_text().split("\n", 1)[0])
-        if min(places) == self.rank:
-            logger.error("%s", self._summary(step, places))
+        part.rename(path)
 
-    def _file(self, step: int, rank: int) -> Path:
-        return self.folder / f"step-{step}-rank-{rank}.txt"
+    def _file(self, what: str, rank: int) -> Path:
+        return self.folder / f"{what.replace(' ', '-')}-rank-{rank}.txt"
 
-    def _summary(self, step: int, places: dict[int, dict[str, str]]) -> str:
+    def _summary(self, what: str, places: dict[int, Place]) -> str:
         """Who waits for whom, in a few lines."""
+        lines = [f"{what} takes more than {self.timeout_seconds:.0f} s; stacks of all ranks lie in {self.folder}"]
         groups: dict[str, list[int]] = {}
         for rank in range(self.world_size):
-            place = places.get(rank)
-            if place is None:
-                what = "say nothing: dead, stopped, or not in this step"
-            elif place["collective"]:
-                what = f"wait in {place['collective']} at {place['where']}"
-            else:
-                what = f"are at {place['where']}"
-            groups.setdefault(what, []).append(rank)
-        waiting = sorted(rank for rank, place in places.items() if place["collective"])
-        awaited = sorted(set(range(self.world_size)) - set(waiting))
-        lines = [f"step {step} takes more than {self.timeout_seconds:.0f} s; stacks of all ranks lie in {self.folder}"]
-        lines += [f"  ranks {_ranges(ranks)} {what}" for what, ranks in groups.items()]
-        if waiting and awaited:
-            lines.append(f"  so ranks {_ranges(waiting)} are waiting for ranks {_ranges(awaited)}")
+            groups.setdefault(_described(places.get(rank)), []).append(rank)
+        lines += [f"  ranks {_ranges(ranks)} {described}" for described, ranks in groups.items()]
+        waits = {rank: _awaited(place, places, self.world_size) for rank, place in places.items()}
+        for awaited in sorted({tuple(sorted(ranks)) for ranks in waits.values() if ranks}):
+            waiting = [rank for rank, ranks in waits.items() if tuple(sorted(ranks)) == awaited]
+            lines.append(f"  so ranks {_ranges(sorted(waiting))} are waiting for ranks {_ranges(list(awaited))}")
         return "\n".join(lines)
 
 
-def _place(frame: FrameType | None) -> dict[str, str]:
-    """Where a thread is: this package's innermost line, and the collective it has called there, or ''."""
+def _place(frame: FrameType | None, doing: str) -> Place:
+    """Where this process is; ``frame``: of its main thread."""
+    pending, begun = _collectives()
     stack = traceback.extract_stack(frame)
-    collective = next((entry.name for entry in stack if entry.filename.endswith(COLLECTIVES)), "")
+    waits_in = next((entry.name for entry in reversed(stack) if entry.filename.endswith(WAITING)), "")
     package = [entry for entry in stack if Path(entry.filename).is_relative_to(PACKAGE)]
-    own = [entry for entry in package if not entry.filename.endswith(COLLECTIVES)]
+    own = [entry for entry in package if not entry.filename.endswith(WAITING)]
     entry = own[-1] if own else stack[-1]
-    return {"collective": collective, "where": f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"}
+    where = f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"
+    return Place(where, waits_in, pending, begun, doing)
+
+
+def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
+    """``Place``'s ``pending`` and ``begun``, from torch's flight recorder."""
+    pending: dict[str, list[Any]] = {}
+    of_helpers: dict[str, list[Any]] = {}
+    begun: dict[str, int] = {}
+    main = threading.main_thread()
+    helpers = {
+        str(t.ident) for t in threading.enumerate() if t is not main and not isinstance(t, threading._DummyThread)
+    }
+    c10d: Any = torch._C._distributed_c10d
+    record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    for entry in record.get("entries", ()):
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        if entry["is_p2p"] or name not in ranks:
+            continue
+        begun[name] = max(begun.get(name, 0), number)
+        if not entry["retired"] and entry["state"] != "completed":
+            which = of_helpers if entry["thread_id"] in helpers else pending
+            which.setdefault(name, [entry["profiling_name"].split(":", 1)[-1], number, ranks[name]])
+    # A save in the background may wait while the step goes on. Where it is all that waits, it is what counts.
+    return pending or of_helpers, begun
+
+
+def _described(place: Place | None) -> str:
+    if place is None:
+        return "say nothing: dead, stopped, or not in this step"
+    waits_in = place.waits_in or next((operation for operation, _, _ in place.pending.values()), "")
+    doing = f"; {place.doing}" if place.doing else ""
+    return (f"wait in {waits_in} at {place.where}" if waits_in else f"are at {place.where}") + doing
+
+
+def _awaited(place: Place, places: dict[int, Place], world_size: int) -> set[int]:
+    """The ranks that one at ``place`` waits for: those that have not begun what it has."""
+    if place.pending:
+        return {
+            rank
+            for name, (_, number, ranks) in place.pending.items()
+            for rank in ranks
+            if rank not in places or places[rank].begun.get(name, 0) < number
+        }
+    if not place.waits_in:
+        return set()
+    # A send or a receive, whose peer is not known: whoever does not wait.
+    return {rank for rank in range(world_size) if rank not in places or not (places[rank].waits_in or place.pending)}
 
 
 def _ranges(ranks: list[int]) -> str:

@@ -1,0 +1,99 @@
+"""How ranks are connected: by few connections, over no more open files than the system allows, and for how long."""
+
+import math
+import os
+import resource
+from datetime import timedelta
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+
+from torchtrain.distributed.process_group import (
+    OTHER_FILES,
+    init_process_group,
+    new_gloo_group,
+    raise_file_limit,
+    set_timeout,
+)
+from torchtrain.errors import ConfigError
+
+RANKS = 16
+
+
+def connections_of_a_group(lazy: bool) -> int:
+    """How many this process has more with one group more, after a collective of each kind that is used there."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
+    before = len(psutil.Process().net_connections("tcp"))
+    group = new_gloo_group(timedelta(seconds=60))
+    made = len(psutil.Process().net_connections("tcp")) - before
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, "some words", group=group)
+    dist.broadcast_object_list(values, src=0, group=group)
+    dist.gather_object("some words", values if dist.get_rank() == 0 else None, dst=0, group=group)
+    dist.scatter_object_list([None], values if dist.get_rank() == 0 else None, src=0, group=group)
+    dist.all_reduce(torch.ones(100), dist.ReduceOp.MAX, group=group)
+    dist.barrier(group)
+    assert len(psutil.Process().net_connections("tcp")) - before == made  # all were there from the beginning
+    del os.environ["TORCH_GLOO_LAZY_INIT"]
+    return made
+
+
+def test_lazy_connections_are_as_many_as_docs_cluster_says(gloo: GlooPool) -> None:
+    first, *others = gloo.run(RANKS, connections_of_a_group, True)
+    listening = 1  # a group's own socket, not a connection
+    assert first - listening <= RANKS - 1
+    assert max(others) - listening <= 2 * math.log2(RANKS) + 2
+    eager = gloo.run(4, connections_of_a_group, False)
+    assert {made - listening for made in eager} == {3}
+
+
+def limits_after(ranks: int, soft: int, hard: int) -> tuple[int, int]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, min(hard, before[1])))
+    raise_file_limit(ranks)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def refusal(ranks: int, hard: int) -> str:
+    try:
+        limits_after(ranks, hard, hard)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_limit_on_open_files_is_raised_or_refused(gloo: GlooPool) -> None:
+    assert gloo.run(1, limits_after, 512, 1024, 4096) == [(OTHER_FILES + 3 * 512, 4096)]
+    assert gloo.run(1, limits_after, 4, 1024, 4096) == [(1024, 4096)]
+    (message,) = gloo.run(1, refusal, 1024, 2048)
+    assert "1024 ranks may need 3328 open files and connections each, and the system allows 2048" in message
+    assert "ulimit -n 3328" in message
+
+
+def test_only_groups_of_the_step_get_its_timeout(gloo: GlooPool) -> None:
+    assert gloo.run(2, timeouts_after_the_first_step) == [(7.0, 3600.0)] * 2
+
+
+def timeouts_after_the_first_step() -> tuple[float, float]:
+    patient = new_gloo_group(timedelta(hours=1))
+    set_timeout(7, longer=[patient])
+    world = dist.group.WORLD
+    assert world is not None
+    return tuple(  # type: ignore[return-value]
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, patient)
+    )
+
+
+def test_cuda_gets_nccl_alone_its_device_and_lazy_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    device = torch.device("cuda", 0)
+    with patch.object(dist, "init_process_group") as init, patch.object(torch.cuda, "set_device"):
+        init_process_group(device, 60)
+    assert init.call_args.kwargs["backend"] == "nccl"
+    assert init.call_args.kwargs["device_id"] == device
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
