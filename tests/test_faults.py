@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import crash_test
 import psutil
 import pytest
 import torch
+from disk_faults import DiskFaults
 from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss, saved_tensors
 
-from torchtrain.checkpoint.manager import saved_steps, step_folder
-from torchtrain.checkpoint.storage import read_manifest, verify_file
-from torchtrain.faults.stopping import EXIT_STOPPED
+from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.errors import StoppedError
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
 STEPS = 12
@@ -42,7 +45,7 @@ def assert_same_end(folder: Path, undisturbed: Path) -> None:
 def assert_all_complete(folder: Path) -> None:
     for step in saved_steps(folder / "checkpoint"):
         checkpoint = step_folder(folder / "checkpoint", step)
-        for record in read_manifest(checkpoint):
+        for record in read_manifest(checkpoint).files:
             assert verify_file(checkpoint, record) is None
 
 
@@ -146,7 +149,7 @@ def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, 
     run = ForkedRun(tmp_path, "--checkpoint.interval", "100")
     run.wait_for(lambda: steps_done(tmp_path) >= 3)
     run.kill(*ranks, number=number)
-    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     stopped_at = steps_done(tmp_path)
     assert 3 <= stopped_at < STEPS
     assert saved_steps(tmp_path / "checkpoint") == [stopped_at]
@@ -213,20 +216,58 @@ def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
         "--faults.stop_grace_seconds",
         "3",
     )
-    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint")[-1] == steps_done(tmp_path)
 
 
-def test_no_save_is_begun_that_cannot_end_in_time(tmp_path: Path) -> None:
-    run = ForkedRun(
-        tmp_path, "--training.steps", "100000", "--checkpoint.interval", "3", "--faults.stop_grace_seconds", "0"
-    )
-    run.wait_for(lambda: bool(saved_steps(tmp_path / "checkpoint")))
+def test_a_stop_is_saved_where_the_grace_is_over_before_the_step_is(tmp_path: Path, undisturbed: Path) -> None:
+    # As while the first step compiles.
+    run = ForkedRun(tmp_path, "--faults.stop_grace_seconds", "1", hook=first_step_takes_4_seconds)
+    run.wait_for(lambda: "cpu (shard 2)" in run.output())
+    time.sleep(1)
     run.kill(number=signal.SIGTERM)
-    assert run.wait() == [EXIT_STOPPED] * 2, run.output()
-    stopped_at = steps_done(tmp_path)
-    assert saved_steps(tmp_path / "checkpoint")[-1] == stopped_at - stopped_at % 3
-    assert stopped_at % 3 == 0 or f"step {stopped_at} is not saved: that takes about" in run.output()
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [2]  # the ranks agree in the step after
+    finish(tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+
+
+def first_step_takes_4_seconds() -> Any:
+    def wait(call: int, loss: Any) -> Any:
+        if call <= MICROBATCHES:
+            time.sleep(2)
+        return loss
+
+    return patched_loss(wait)
+
+
+def slow_validation() -> Any:
+    from torchtrain.validation import Validator
+
+    original = Validator._sums_of
+
+    def slow(validator: Validator, batch: Any) -> Any:
+        time.sleep(0.3)
+        return original(validator, batch)
+
+    return patch.object(Validator, "_sums_of", slow)
+
+
+def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, undisturbed: Path) -> None:
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("some words that nobody has trained on\n" * 1000)
+    options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
+    run = ForkedRun(tmp_path / "run", *options, hook=slow_validation)
+    run.wait_for(lambda: steps_done(tmp_path / "run") == 4)
+    time.sleep(0.5)
+    run.kill(1, number=signal.SIGTERM)
+    asked = time.monotonic()
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+    assert time.monotonic() - asked < 5  # all of it takes longer
+    assert "validation after step 4 is cut short: asked to stop" in run.output()
+    assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
+    finish(tmp_path / "run")
+    assert_same_end(tmp_path / "run", undisturbed)
 
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -262,7 +303,8 @@ def inf_from_step_3() -> Any:
 def test_bad_numbers_are_skipped(tmp_path: Path) -> None:
     output = finish(tmp_path, hook=nan_in_step_5_of_rank_1)
     assert (
-        "bad numbers in step 5 (loss nan, gradient norm nan): not finite on 2 rank(s); its update is skipped" in output
+        "bad numbers in step 5 (loss nan, gradient norm nan): loss not finite on 1 rank(s); its update is skipped"
+        in output
     )
     events = [line for line in lines(tmp_path) if "event" in line]
     assert [(event["step"], event["event"]) for event in events] == [(5, "bad_numbers_skip")]
@@ -289,6 +331,44 @@ def test_bad_numbers_stop(tmp_path: Path) -> None:
     assert run.wait() == [2, 2]
     assert "bad numbers in step 5" in run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
+
+
+def nan_in_step(step: int) -> Any:
+    """In the first attempt at ``step``, on rank 1."""
+
+    def poison(call: int, loss: Any) -> Any:
+        return loss * float("nan") if os.environ["RANK"] == "1" and call == (step - 1) * MICROBATCHES + 1 else loss
+
+    return patched_loss(poison)
+
+
+def nan_in_step_6() -> Any:
+    return nan_in_step(6)
+
+
+def nan_in_the_last_step() -> Any:
+    return nan_in_step(STEPS)
+
+
+def test_a_rollback_does_not_go_back_to_the_bad_step(tmp_path: Path) -> None:
+    output = finish(tmp_path, "--faults.on_bad_numbers", "rollback", hook=nan_in_step_6)  # a checkpoint is due there
+    assert f"went back to {tmp_path}/checkpoint/step-4" in output
+    assert saved_tensors(tmp_path, 6)["optimizer.norm.weight.step"].item() == 6
+
+
+def test_stop_leaves_no_checkpoint_of_the_bad_step(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", "stop", hook=nan_in_step_6)
+    assert run.wait() == [2, 2]
+    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
+
+
+def test_a_bad_last_step_is_not_done(tmp_path: Path) -> None:
+    stopped = ForkedRun(tmp_path / "stop", "--faults.on_bad_numbers", "stop", hook=nan_in_the_last_step)
+    assert stopped.wait() == [2, 2]
+    assert saved_steps(tmp_path / "stop/checkpoint")[-1] == STEPS - 2
+    output = finish(tmp_path / "back", "--faults.on_bad_numbers", "rollback", hook=nan_in_the_last_step)
+    assert f"went back to {tmp_path}/back/checkpoint/step-{STEPS - 2}" in output
+    assert saved_tensors(tmp_path / "back", STEPS)["optimizer.norm.weight.step"].item() == STEPS
 
 
 def spike_in_step_8() -> Any:
@@ -329,20 +409,23 @@ def full_disk_of_rank_1_from_step_3_to_6() -> None:
 def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbed: Path) -> None:
     output = finish(tmp_path, hook=full_disk_of_rank_1_from_step_3_to_6)
     for step in (4, 6):
-        assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1); training goes on" in output
+        assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1)" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 8, 10, 12]
     assert_all_complete(tmp_path)
     assert_same_end(tmp_path, undisturbed)
 
 
-def stop_before(method: Any, name: str) -> Any:
-    """Rank 1's process is stopped when it calls a method for the fourth time: not dead, but silent."""
+def stop_before(method: Any, name: str, call: int = 4) -> Any:
+    """Rank 1's process is stopped when it calls a method for that time: not dead, but silent."""
+    import torchtrain.faults.hangs as hangs
+
+    hangs.COLLECT_SECONDS = 1
     original, calls = getattr(method, name), 0
 
     def stopped(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 4 and os.environ["RANK"] == "1":
+        if calls == call and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
         return original(*args, **options)
 
@@ -361,17 +444,61 @@ def stop_before_batch() -> Any:
     return stop_before(Loader, "__next__")
 
 
+def stop_in_a_block() -> Any:
+    """In the second of two blocks, for which FSDP gathers parameters, in step 4."""
+    from torchtrain.models.llama.model import TransformerBlock
+
+    return stop_before(TransformerBlock, "forward", 2 * MICROBATCHES * 3 + 1)
+
+
+def stop_in_a_stage() -> Any:
+    """In the forward of the last stage, for which the first one waits, in step 4."""
+    from torchtrain.models.llama.model import TransformerBlock
+
+    return stop_before(TransformerBlock, "forward", 4 * 3 + 2)
+
+
+PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
+
+
 @pytest.mark.parametrize(
-    ("hook", "place"), [(stop_before_update, "clip_grad_norm"), (stop_before_batch, "loader.py")], ids=["step", "batch"]
+    ("hook", "waits", "options"),
+    [
+        (stop_before_update, r"all_reduce at optimizer\.py", ()),
+        (stop_before_batch, r"all_reduce at train_step\.py", ()),
+        (stop_in_a_block, r"(\w+ at model|all_to_all_single at fsdp)\.py", ()),
+        (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
+    ],
+    ids=["step", "batch", "shards", "pipeline"],
 )
-def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, place: str) -> None:
-    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", hook=hook)
+def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, waits: str, options: Any) -> None:
+    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", *options, hook=hook)
     try:
-        run.wait_for(lambda: run.processes[0].exitcode is not None)
+        run.wait_for(lambda: "are waiting for" in run.output())
     finally:
         run.end()
     output = run.logs[0].read_text()
     assert "step 4 takes more than 2 s" in output, output
+    assert re.search(f"ranks 0 wait in {waits}", output), output
+    assert "ranks 1 say nothing" in output, output
     assert "so ranks 0 are waiting for ranks 1" in output, output
-    (report,) = tmp_path.glob("hangs/step-4-rank-0.txt")
-    assert place in report.read_text().split("\n", 1)[0]
+    assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
+
+
+class Forked(ForkedRun):
+    """The runs of scripts/crash_test.py, of a smaller model, and quick to start."""
+
+    def __init__(self, folder: Path, options: list[str]) -> None:
+        super().__init__(folder, *options)
+
+
+def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: DiskFaults, tmp_path: Path) -> None:
+    data = tmp_path / "validation.txt"
+    data.write_text("words that nobody trains on\n" * 5000)
+    run, undisturbed = (
+        crash_test.Trial(tmp_path / name, random.Random(0), disk, Forked, data) for name in ("run", "undisturbed")
+    )
+    steps = crash_test.disturb(run, [crash_test.kill, *crash_test.FAULTS, crash_test.kill])
+    tensors, compared = crash_test.compare(run, undisturbed, steps)
+    assert tensors > 50
+    assert compared > 10

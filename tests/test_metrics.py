@@ -28,6 +28,7 @@ def recorder_in(folder: str, first_step: int = 0, **options: Any) -> MetricsReco
         Path(folder),
         device=torch.device("cpu"),
         loss_group=dist.group.WORLD,
+        side_group=dist.group.WORLD,
         tokens_per_step=100,
         flops_per_token=6,
         peak_flops=None,
@@ -99,7 +100,11 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     if slow and kind == "compute":
         stragglers.probe = lambda operand: probe(operand) + (time.sleep(0.3) or 0.3)
     watch = StragglerWatch(
-        4, 2.0, torch.device("cpu"), lambda step, event, values: found.append({"step": step, "event": event, **values})
+        4,
+        2.0,
+        torch.device("cpu"),
+        dist.group.WORLD,
+        lambda step, event, values: found.append({"step": step, "event": event, **values}),
     )
     for step in range(1, 10):
         waited = 0.3 if slow and kind == "data wait" else 0.02

@@ -1,10 +1,10 @@
 """The joinery: the one place where the config meets the parts. Every door goes through it, so that none drifts."""
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
-from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
@@ -23,7 +23,7 @@ from torchtrain.config.schema import ActivationCheckpoint, Comm, Compile, JobCon
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
-from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
+from torchtrain.distributed.process_group import init_process_group, pick_device, rank, side_group, world_size
 from torchtrain.errors import CheckpointError, ConfigError, FaultError
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
@@ -62,13 +62,21 @@ class Run:
     microbatches: Microbatches
     optimizer: torch.optim.Optimizer
     checkpoint: CheckpointManager
+    side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
     step: int  # the last that is done
 
-    def roll_back(self) -> None:
-        """Go back to the newest good checkpoint, but not in the data: what was read since is passed over."""
-        step = self.checkpoint.newest_good_step()
+    def roll_back(self, bad_step: int) -> None:
+        """Go back to the newest good checkpoint before ``bad_step``, but not in the data: what was read is passed over.
+
+        Raises:
+            FaultError: there is none.
+        """
+        step = self.checkpoint.step_before(bad_step)
         if step is None:
-            raise FaultError("faults.on_bad_numbers = 'rollback', but there is no checkpoint yet to go back to")
+            raise FaultError(
+                f"faults.on_bad_numbers = 'rollback', but there is no good checkpoint before step {bad_step} to go "
+                "back to; a lower optimizer.lr, another seed or on_bad_numbers = 'skip' may get past it"
+            )
         self.checkpoint.load(step, only=("model", "optimizer"))
         self.step = step
 
@@ -124,7 +132,7 @@ def plan_run(config: JobConfig) -> Plan:
         fields = asdict(source)  # one source, with the loader's options of [data]
         once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
         validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
-    return Plan(
+    plan = Plan(
         device,
         degrees,
         model,
@@ -134,6 +142,22 @@ def plan_run(config: JobConfig) -> Plan:
         validation_loaders,
         tokenizer.bos_id if config.data.document_mask else None,
     )
+    make_dump_folder(Path(config.job.dump_folder))  # last: a run that is refused leaves nothing
+    return plan
+
+
+def make_dump_folder(folder: Path) -> None:
+    """ConfigError where there can be no such folder, or this user may not write to it."""
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = "it cannot be written to"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
+            problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
 
 
 def model_shape(config: JobConfig, tokenizer: Tokenizer) -> TransformerConfig:
@@ -158,10 +182,11 @@ def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     return wanted
 
 
-def build_run(config: JobConfig, plan: Plan) -> Run:
+def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     """Let the ranks meet, and make model, optimizer and place in the data: new, or as a checkpoint has them.
 
-    In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer.
+    In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer. ``stop``: whether the
+    run was asked to stop; None: it never is.
     """
     init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
@@ -182,14 +207,13 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     # The global batch in numbers: with other ranks, -1 would mean another one.
     training = replace(config.training, global_batch_size=plan.global_batch_size)
     config_toml = to_toml(replace(config, training=training))
-    checkpoint = CheckpointManager(config.checkpoint, folder, states, config_toml)
+    checkpoint = CheckpointManager(config.checkpoint, folder, states, config_toml, plan.loader.identity, stop)
     step = checkpoint.step_to_load()
     initial = config.checkpoint.initial_load_path
     if step is None and not initial:
         initialize(parts, config.training.seed, plan.device)
     else:
-        for part in parts:
-            part.init_buffers()  # the load overwrites all else
+        initialize_buffers(parts, plan.device)  # the load overwrites all else
     if initial and step is None:
         load_weights(parts, find_weights(Path(initial)), plan.model)
         logger.info("starts from the weights in %s", initial)
@@ -201,15 +225,15 @@ def build_run(config: JobConfig, plan: Plan) -> Run:
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales_after_updates(parts, optimizer)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
+    side = side_group(plan.device, config.comm.init_timeout_seconds)
     if world_size() > 1:
-        data_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds))
         for loader in (plan.loader, *plan.validation_loaders.values()):
-            loader.connect(data_group)
+            loader.connect(side)
     states["loader"] = LoaderState(plan.loader, mesh)
     if step is not None:
         checkpoint.load(step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    return Run(plan, model, microbatches, optimizer, checkpoint, step or 0)
+    return Run(plan, model, microbatches, optimizer, checkpoint, side, step or 0)
 
 
 def export_hf(config: JobConfig, run: Run) -> None:
@@ -225,8 +249,15 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
     with layout_independent_init(parts, seed):
         for part in parts:
             part.init_weights()
-    for buffer in chain.from_iterable(part.buffers() for part in parts):
-        buffer.data = buffer.data.to(device)  # under CPU offload only parameters stay behind
+    initialize_buffers(parts, device)
+
+
+def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
+    """Fill what no checkpoint holds, on ``device``: under CPU offload parameters stay behind, but not buffers."""
+    for part in parts:
+        for buffer in part.buffers():
+            buffer.data = buffer.data.to(device)
+        part.init_buffers()
 
 
 @dataclass(frozen=True)
@@ -282,6 +313,7 @@ def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
     model.to_empty(device=place)
+    model.tie_weights()  # to_empty has made two parameters of a shared one
     model.init_buffers()
     load_weights([model], folder, shape)
     return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from torchtrain.config.schema import Profiling
-from torchtrain.log import logger
+from torchtrain.log import BestEffort, logger
 
 WARMUP_STEPS, ACTIVE_STEPS = 1, 1
 MAX_SNAPSHOT_ENTRIES = 100_000
@@ -37,6 +37,7 @@ class Profiler(AbstractContextManager["Profiler"]):
                 on_trace_ready=self._write_trace,
                 acc_events=True,
             )
+        self.best_effort = BestEffort("profiling")
         self.stack = ExitStack()
 
     def __enter__(self) -> "Profiler":
@@ -68,11 +69,13 @@ class Profiler(AbstractContextManager["Profiler"]):
         return path
 
     def _write_trace(self, profile: torch.profiler.profile) -> None:
-        path = self._path("trace.json.gz")
-        profile.export_chrome_trace(str(path))
-        logger.info("wrote the profile of step %d to %s", self.step_number, path)
+        with self.best_effort:
+            path = self._path("trace.json.gz")
+            profile.export_chrome_trace(str(path))
+            logger.info("wrote the profile of step %d to %s", self.step_number, path)
 
     def _write_snapshot(self, name: str) -> None:
-        path = self._path(f"{name}.pickle")
-        path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
-        logger.info("wrote a memory snapshot to %s; open it with https://pytorch.org/memory_viz", path)
+        with self.best_effort:
+            path = self._path(f"{name}.pickle")
+            path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+            logger.info("wrote a memory snapshot to %s; open it with https://pytorch.org/memory_viz", path)

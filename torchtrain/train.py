@@ -5,27 +5,30 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.errors import TorchtrainError
-from torchtrain.log import init_logging, logger
-
-EXIT_USER_ERROR = 2  # also the code of a command line that tyro refuses
+from torchtrain.errors import StoppedError
+from torchtrain.log import BestEffort, logger, run_door
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code of the process."""
-    init_logging()
     is_first = os.environ.get("RANK", "0") == "0"
-    try:
+
+    def run() -> int:
         config = parse(sys.argv[1:] if argv is None else argv, print_errors=is_first)
-        return train(config)
-    except TorchtrainError as error:
-        if is_first:
-            logger.error("error: %s", error)
-        return EXIT_USER_ERROR
+        try:
+            return train(config)
+        except StoppedError as error:
+            from torchtrain.faults.stopping import exit_code_when_stopped
+
+            error.exit_code = exit_code_when_stopped()
+            raise
+
+    return run_door(run, speaks=is_first)
 
 
 def train(config: JobConfig) -> int:
@@ -52,15 +55,16 @@ def train(config: JobConfig) -> int:
     plan = plan_run(config)
     folder = Path(config.job.dump_folder)
     if rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        with BestEffort("config.toml"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    if plan.device.type == "cuda":
-        enable_flight_recorder(folder / "hangs")
-    run = build_run(config, plan)
+    enable_flight_recorder(folder / "hangs")
+    stop = StopRequest(config.faults)
+    run = build_run(config, plan, stop)
     describe(plan, config)
     steps, first_step = config.training.steps, run.step
     if run.step >= steps:
@@ -74,6 +78,7 @@ def train(config: JobConfig) -> int:
         folder,
         device=plan.device,
         loss_group=run.model.mesh.loss.get_group(),
+        side_group=run.side_group,
         tokens_per_step=plan.global_batch_size * config.training.seq_len,
         flops_per_token=flops_per_token(plan.model, config.training.seq_len),
         peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
@@ -81,9 +86,10 @@ def train(config: JobConfig) -> int:
         last_step=steps,
         config_toml=to_toml(config),
     )
-    stop = StopRequest(config.faults)
     guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
-    hangs = HangWatch(folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds)
+    hangs = HangWatch(
+        folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
+    )
     train_step = TrainStep(
         run.model,
         run.microbatches,
@@ -100,6 +106,8 @@ def train(config: JobConfig) -> int:
         run.microbatches,
         plan.tokenizer.token_bytes,
         metrics.record_validation,
+        must_stop=partial(stop.agree, run.side_group),
+        watch=hangs.watch,
     )
     profiler = Profiler(config.profiling, folder / "traces", rank(), plan.device, first_step)
     if config.compile.enable:
@@ -108,36 +116,42 @@ def train(config: JobConfig) -> int:
 
     with closing(plan.loader), metrics, profiler, stop, hangs, run.checkpoint:
         batches = metrics.time_waiting(plan.loader)
-        while run.step < steps:
-            with hangs.watch(run.step + 1):
+        while run.step < steps and not stop.agreed:
+            last = run.step + 1 == steps
+            with hangs.watch(f"step {run.step + 1}"):
                 batch = next(batches, None)
                 if batch is None:
                     break
                 run.step += 1
                 loss, grad_norm = train_step(run.step, batch)
-            if guard.must_roll_back:
-                run.roll_back()
+                if last or run.checkpoint.is_due(run.step):
+                    guard.settle()  # no checkpoint, and no end, at a step that is not known to be good
+            if guard.must_roll_back_before is not None:
+                run.roll_back(guard.must_roll_back_before)
+                guard.rolled_back()
                 metrics.restart(run.step)
                 continue
             metrics.record(run.step, loss, grad_norm, schedule.rate(run.step))
+            with hangs.watch(f"save of step {run.step}"):
+                run.checkpoint.maybe_save(run.step, last)
             with metrics.uncounted():
-                validator.maybe_run(run.step, last=run.step == steps)
-            run.checkpoint.maybe_save(run.step, last=run.step == steps)
+                validator.maybe_run(run.step, last)
             profiler.step()
             if run.step == first_step + 1:
                 hangs.timeout_seconds = config.comm.train_timeout_seconds
                 set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[run.checkpoint.group])
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
-            if guard.must_stop:
-                break
-        guard.settle()
+        guard.settle()  # where the run ends before its last step
+        if guard.must_roll_back_before is not None:
+            run.roll_back(guard.must_roll_back_before)
         if first_step < run.step < steps:
-            run.checkpoint.save_if_time(run.step, stop.seconds_left)
+            with hangs.watch(f"save of step {run.step}"):
+                run.checkpoint.maybe_save(run.step, last=True, required=not stop.agreed)
 
     if run.step == steps and config.checkpoint.last_save_in_hf:
         export_hf(config, run)
-    stopped = guard.must_stop and run.step < steps
+    stopped = stop.agreed and run.step < steps
     data_ended = run.step < steps and not stopped
     ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')" if data_ended else "done"
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchtrain.config.schema import Validation
 from torchtrain.datasets.loader import Batch, Loader
 from torchtrain.errors import DataError
+from torchtrain.log import logger
 from torchtrain.loss import IGNORE_INDEX
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
@@ -22,6 +24,8 @@ class Validator:
         loaders: by label; they end, and mask what is left of the last rows.
         token_bytes: for each token the bytes of text it stands for.
         report: called with the step and the results by name, on all ranks.
+        must_stop: asked before each batch, on all ranks, which get the same answer: whether to end without results.
+        watch: a context, named, for what should not take long: each batch.
     """
 
     def __init__(
@@ -32,6 +36,9 @@ class Validator:
         microbatches: Microbatches,
         token_bytes: Sequence[int],
         report: Callable[[int, dict[str, float]], None],
+        *,
+        must_stop: Callable[[], bool],
+        watch: Callable[[str], AbstractContextManager[None]],
     ):
         self.config = config
         self.loaders = loaders
@@ -40,12 +47,20 @@ class Validator:
         self.microbatches = microbatches
         self.token_bytes = torch.tensor(token_bytes, device=model.device)
         self.report = report
+        self.must_stop = must_stop
+        self.watch = watch
 
     def maybe_run(self, step: int, last: bool = False) -> None:
         """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run."""
         if not (self.loaders and (last or step % self.config.interval == 0)):
             return
-        sums = {label: self._sums(label) for label in self.loaders}
+        sums: dict[str, Tensor] = {}
+        for label in self.loaders:
+            found = self._sums(label, f"validation after step {step}")
+            if found is None:
+                logger.info("validation after step %d is cut short: asked to stop", step)
+                return
+            sums[label] = found
         results = _results(torch.stack(list(sums.values())).sum(dim=0), "")
         if len(sums) > 1:
             for label, own in sums.items():
@@ -53,15 +68,22 @@ class Validator:
         self.report(step, results)
 
     @torch.no_grad()
-    def _sums(self, label: str) -> Tensor:
-        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,)."""
+    def _sums(self, label: str, what: str) -> Tensor | None:
+        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,). None: must stop."""
         loader = self.loaders[label]
         loader.load_state_dict(self.beginnings[label])
         sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
-        for number, batch in enumerate(loader, 1):
-            sums += self._sums_of(batch)
-            if number == self.config.steps:
-                break
+        number = 0
+        while number != self.config.steps:
+            with self.watch(what):
+                if self.must_stop():
+                    loader.close()
+                    return None
+                batch = next(loader, None)
+                if batch is None:
+                    break
+                sums += self._sums_of(batch)
+                number += 1
         loader.close()
         dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
         return sums

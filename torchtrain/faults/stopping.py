@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by the clock. Ranks agree on it elsewhere, once a step (``UpdateGuard``)."""
+"""Being asked to stop: by a signal, or by the clock. Ranks agree on it once a step (``UpdateGuard``)."""
 
 import os
 import signal
@@ -8,11 +8,14 @@ import time
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from torchtrain.config.schema import Faults
+from torchtrain.distributed.process_group import all_reduce
+from torchtrain.errors import StoppedError
 from torchtrain.log import logger
 
-# sysexits.h calls it EX_TEMPFAIL: nothing is wrong, try again later.
-EXIT_STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # One request can arrive twice: from SLURM itself, and passed on by torchrun.
 ECHO_SECONDS = 3.0
@@ -29,6 +32,8 @@ class StopRequest:
     def __init__(self, config: Faults) -> None:
         self.config = config
         self.signal_name: str | None = None
+        self.agreed = False
+        """Whether all ranks know that one of them was asked."""
         self._signal_time = 0.0
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
@@ -74,8 +79,23 @@ class StopRequest:
         grace_end = self._signal_time + self.config.stop_grace_seconds if self.signal_name else float("inf")
         return min(grace_end, self._clock_deadline) - time.monotonic()
 
+    def may_wait(self, began: float) -> bool:
+        """Whether to go on waiting for what began at ``began``, by ``time.monotonic()``.
+
+        It gets the time of grace, also if that of the stop itself is over: who is still alive then may stay so.
+        """
+        grace_seconds = self.config.stop_grace_seconds
+        return not self.pending or max(self.seconds_left, began + grace_seconds - time.monotonic()) > 0
+
+    def agree(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether any rank of ``group`` knows of a reason to stop. Collective; all of them know it then."""
+        flag = torch.tensor(float(self.pending))
+        all_reduce(flag, group)
+        self.agreed = bool(flag > 0)
+        return self.agreed
+
 
 def exit_code_when_stopped() -> int:
-    """``EXIT_STOPPED``, or 0 where torchrun would take that for a crash and start the run again at once."""
+    """That of a run that stops as asked, or 0 where torchrun would take it for a crash and start again at once."""
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return 0 if restarts < most else EXIT_STOPPED
+    return 0 if restarts < most else StoppedError.exit_code

@@ -21,7 +21,7 @@ class _Verdict(NamedTuple):
     """What the device found about ``step``, on its way to the host; ``ready`` is None where it is there at once."""
 
     step: int
-    numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, ranks not finite, ranks stopping
+    numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, bad, bad losses, ranks stopping
     ready: torch.cuda.Event | None
 
 
@@ -29,8 +29,8 @@ class UpdateGuard:
     """Judges each step before its update, on all ranks alike, by one small all-reduce that also agrees on stopping.
 
     The device judges and the update obeys it there, so that the host never waits for it. What was found of a step is
-    read when the next is judged, told to ``record_event(step, event, values)``, and left in ``must_roll_back`` and
-    ``must_stop`` for the loop to act on.
+    read when the next is judged, told to ``record_event(step, event, values)``, and left in ``must_roll_back_before``
+    and ``stop.agreed`` for the loop to act on.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class UpdateGuard:
         self.stop = stop
         self.device = device
         self.record_event = record_event
-        self.must_roll_back = False
-        self.must_stop = False
+        self.must_roll_back_before: int | None = None
+        """The bad step before which the run must go back, if it must."""
         self._bad_in_a_row = 0
         self._worst_step = 0
         # The last good values, oldest first; NaN until there are enough: nothing compares with it.
@@ -64,20 +64,20 @@ class UpdateGuard:
         """
         self.settle()
         grad_norm = grad_norm.to(self.device).double()
-        not_finite = ~(loss.total.isfinite() & grad_norm.isfinite())
+        not_finite = ~loss.total.isfinite()
         # A scalar of the host's becomes a fill on the device: no copy to wait for.
         stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=self.device)
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
         all_reduce(flags)
-        total, tokens, bad_ranks, stopping_ranks = flags.unbind()
+        total, tokens, bad_losses, stopping_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
         means, deviations = self._window.mean(dim=1), self._window.std(dim=1, correction=0)
-        bad = bad_ranks > 0
+        bad = (bad_losses > 0) | ~grad_norm.isfinite()
         if self.config.spike_threshold > 0:
             bad = bad | (values > means + self.config.spike_threshold * deviations).any()
         shifted = torch.cat((self._window[:, 1:], values[:, None]), dim=1)
         self._window = torch.where(bad, self._window, shifted)
-        found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_ranks, stopping_ranks))))
+        found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
         self._last = self._send(step, found)
         return bad.float()
 
@@ -90,23 +90,24 @@ class UpdateGuard:
         return _Verdict(step, host, ready)
 
     def settle(self) -> None:
-        """Act on what was found of the step judged last. The loop calls it after its end, for the very last one."""
-        self.must_roll_back = False
+        """Act on what was found of the step judged last. The loop calls it where it cannot wait for the next one."""
         if self._last is None:
             return
         step, numbers, ready = self._last
         self._last = None
         if ready is not None:
             ready.synchronize()  # of a step ago: there is next to nothing to wait for
-        *found, bad, bad_ranks, stopping_ranks = numbers.tolist()
-        self.must_stop = stopping_ranks > 0
+        *found, bad, bad_losses, stopping_ranks = numbers.tolist()
+        self.stop.agreed = self.stop.agreed or stopping_ranks > 0
         if not bad:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
         values, means, deviations = (dict(zip(NAMES, found[i : i + 2], strict=True)) for i in (0, 2, 4))
-        if bad_ranks:
-            problem = f"not finite on {bad_ranks:.0f} rank(s)"
+        if bad_losses:
+            problem = f"loss not finite on {bad_losses:.0f} rank(s)"
+        elif not math.isfinite(values["gradient norm"]):
+            problem = "gradient not finite"
         else:
             name = next(n for n in NAMES if values[n] > means[n] + self.config.spike_threshold * deviations[n])
             problem = (
@@ -114,6 +115,10 @@ class UpdateGuard:
                 f"{means[name]:.4g} +- {deviations[name]:.2g}"
             )
         self._refused(step, problem, values)
+
+    def rolled_back(self) -> None:
+        """The run has gone back: what was found of later steps counts no more."""
+        self.must_roll_back_before = self._last = None
 
     def _refused(self, step: int, problem: str, numbers: dict[str, float]) -> None:
         policy = self.config.on_bad_numbers
@@ -130,5 +135,6 @@ class UpdateGuard:
                 f"{message}; that is {self._bad_in_a_row} in a row, and faults.max_bad_steps = "
                 f"{self.config.max_bad_steps}. A lower optimizer.lr, or a look at the data of these steps, may help"
             )
-        self.must_roll_back = policy == "rollback"
-        logger.warning("%s; %s", message, "rolling back" if self.must_roll_back else "its update is skipped")
+        if policy == "rollback" and self.must_roll_back_before is None:
+            self.must_roll_back_before = step
+        logger.warning("%s; %s", message, "rolling back" if policy == "rollback" else "its update is skipped")

@@ -49,6 +49,7 @@ class MetricsRecorder:
         *,
         device: torch.device,
         loss_group: dist.ProcessGroup,
+        side_group: dist.ProcessGroup,
         tokens_per_step: int,
         flops_per_token: int,
         peak_flops: float | None,
@@ -71,7 +72,9 @@ class MetricsRecorder:
         self.waiting_for_step = first_step
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and dist.get_world_size() > 1:
-            self.stragglers = StragglerWatch(config.straggler_freq, config.straggler_factor, device, self.record_event)
+            self.stragglers = StragglerWatch(
+                config.straggler_freq, config.straggler_factor, device, side_group, self.record_event
+            )
         self.stack = ExitStack()
         self.writers: Writers | None = None
         if dist.get_rank() == 0:

@@ -8,7 +8,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,14 +31,19 @@ class StragglerWatch:
     """
 
     def __init__(
-        self, freq: int, factor: float, device: torch.device, report: Callable[[int, str, dict[str, Any]], None]
+        self,
+        freq: int,
+        factor: float,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        report: Callable[[int, str, dict[str, Any]], None],
     ):
+        """``group``: of all ranks, whose messages wait for no GPU."""
         self.freq = freq
         self.factor = factor
         self.device = device
         self.report = report
-        # A group of its own: its messages pass by those of the training, and wait for no GPU.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self.group = group
         self.hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self.hosts, socket.gethostname(), group=self.group)
         size = PROBE_SIZE[device.type]

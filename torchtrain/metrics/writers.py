@@ -1,9 +1,14 @@
 """Where numbers go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases by config."""
 
 import importlib.util
+import io
 import json
 import math
+import os
+import socket
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,6 +17,7 @@ import tomli
 
 from torchtrain.config.schema import Metrics
 from torchtrain.errors import ConfigError
+from torchtrain.log import BestEffort
 
 # What belongs together stands together; a number that is not here goes to "other".
 GROUPS = {
@@ -52,50 +58,93 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+class AppendedFile:
+    """A file that grows by whole pieces: one for which there is no room leaves nothing behind.
+
+    Opened anew for each, so that it goes on by itself once a full disk has room or a lost one is back.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, piece: bytes, after: bytes = b"") -> None:
+        """Add ``piece``; what is there already is made to end with the byte ``after``, if one is given."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if after and size and os.pread(descriptor, 1, size - 1) != after:
+                piece = after + piece  # a process was killed while it wrote
+            try:
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+
 class JsonLines:
     """``metrics.jsonl``: a line is an object. A number that is not finite, which JSON cannot say, is null."""
 
-    def __init__(self, file: Path):
-        self.file = file.open("a", encoding="utf-8")
+    def __init__(self, path: Path):
+        self.file = AppendedFile(path)
 
     def write(self, line: dict[str, Any]) -> None:
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
+        self.file.append(json.dumps(finite).encode() + b"\n", after=b"\n")
 
     def close(self) -> None:
-        self.file.close()
+        pass
 
 
 class TensorBoard:
-    """Curves by group, events as running counts under faults/, the config as text and as hyperparameters."""
+    """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
+
+    Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
+    """
 
     def __init__(self, folder: Path, config_toml: str, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from torch.utils.tensorboard.summary import hparams, text
 
-        # Steps that an earlier process reached after the checkpoint that this one goes on from are not shown twice.
-        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        # TensorBoard reads all files of this name, in their order.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self.file = AppendedFile(folder / name)
         self.counts: dict[str, int] = {}
-        self.writer.add_text("config", f"```toml\n{config_toml}\n```", first_step)
-        # Not add_hparams, which opens a run of its own beside this one.
-        file_writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
+        self._add(Event(file_version="brain.Event:2"))
+        # Steps that an earlier process reached after the checkpoint that this one goes on from are not shown twice.
+        self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        as_text = text("config", f"```toml\n{config_toml}\n```")  # type: ignore[no-untyped-call]
+        self._add(Event(step=first_step, summary=as_text))
         for summary in hparams(flat(tomli.loads(config_toml)), {"loss/average": 0.0}):  # type: ignore[no-untyped-call]
-            file_writer.add_summary(summary)
+            self._add(Event(summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self.file.append(record.getvalue())
 
     def write(self, line: dict[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard.summary import scalar
+
+        values = grouped(line)
         if "event" in line:
             name = f"faults/{line['event']}"
             self.counts[name] = self.counts.get(name, 0) + 1
-            self.writer.add_scalar(name, self.counts[name], line["step"])
-            return
-        for name, value in grouped(line).items():
-            self.writer.add_scalar(name, value, line["step"])
+            values = {name: self.counts[name]}
+        for name, value in values.items():
+            self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        self.writer.close()
+        pass
 
 
 class WeightsAndBiases:
@@ -127,19 +176,26 @@ class WeightsAndBiases:
 
 
 class Writers:
-    """All writers that the config asks for; a context manager. Only the first rank has any."""
+    """All writers that the config asks for; a context manager. Only the first rank has any.
+
+    One that fails ends nothing: its lines are dropped until it works again.
+    """
 
     def __init__(self, config: Metrics, folder: Path, config_toml: str, first_step: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.writers: list[Writer] = [JsonLines(folder / "metrics.jsonl")]
+        self.open: dict[str, Callable[[], Writer]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
         if config.enable_tensorboard:
-            self.writers.append(TensorBoard(folder / "tensorboard", config_toml, first_step))
+            self.open["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", config_toml, first_step)
         if config.enable_wandb:
-            self.writers.append(WeightsAndBiases(folder, config, config_toml))
+            self.open["Weights & Biases"] = lambda: WeightsAndBiases(folder, config, config_toml)
+        self.efforts = {name: BestEffort(name) for name in self.open}
+        self.writers: dict[str, Writer] = {}  # those that could be opened
 
     def write(self, line: dict[str, Any]) -> None:
-        for writer in self.writers:
-            writer.write(line)
+        for name, effort in self.efforts.items():
+            with effort:
+                if name not in self.writers:
+                    self.writers[name] = self.open[name]()
+                self.writers[name].write(line)
 
     def __enter__(self) -> "Writers":
         return self
@@ -147,8 +203,9 @@ class Writers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for writer in self.writers:
-            writer.close()
+        for name, writer in self.writers.items():
+            with self.efforts[name]:
+                writer.close()
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
