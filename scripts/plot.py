@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import matplotlib as mpl
 
@@ -38,18 +38,27 @@ class Run:
     faults: list[tuple[int, str]]  # step, event
 
 
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def read_run(path: Path) -> Run:
     """The run in ``path``; exits with a message where there is none."""
     file = path if path.is_file() else path / "metrics.jsonl"
     if not file.is_file():
-        sys.exit(f"error: {path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model")
+        fail(f"{path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model")
     by_step: dict[int, dict[str, Any]] = {}
     restarts, faults = [], []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(file.read_bytes().splitlines(), 1):
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
-            print(f"{file}: line {number} is cut short, as by a kill; passed over", file=sys.stderr)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            print(
+                f"{file}: line {number} is cut short, as by a kill, or no line of a run; passed over", file=sys.stderr
+            )
             continue
         event = line.get("event")
         if event is None:
@@ -60,12 +69,12 @@ def read_run(path: Path) -> Run:
         else:
             faults.append((line["step"], event))
     if not by_step:
-        sys.exit(f"error: {file} has no step yet; wait for the first line of the log")
+        fail(f"{file} has no step yet; wait for the first line of the log")
     return Run(file.parent.resolve().name, [by_step[step] for step in sorted(by_step)], restarts, faults)
 
 
 def draw(axes: Axes, run: Run, key: str, color: str) -> None:
-    points = [(line["step"], line[key]) for line in run.lines if line.get(key) is not None]
+    points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
     steps, values = [step for step, _ in points], [value for _, value in points]
     axes.plot(steps, values, color=color, linewidth=1.6, label=run.name, marker="." if len(points) == 1 else "")
     for step in run.restarts:
@@ -108,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="default: curves.png")
     arguments = parser.parse_args(argv)
+    formats = Figure().canvas.get_supported_filetypes()
+    if arguments.output.suffix[1:].lower() not in formats:
+        fail(f"--output {arguments.output} must end in one of {', '.join(sorted(formats))}")
+    if not arguments.output.absolute().parent.is_dir():
+        fail(f"--output {arguments.output} lies in a folder that does not exist")
     plot([read_run(path) for path in arguments.runs], arguments.output)
     print(f"wrote {arguments.output}")
 

@@ -38,6 +38,7 @@ FLOORS = {
     "torchtrain.config": 0,
     "torchtrain.log": 0,
     "torchtrain.errors": 0,
+    "torchtrain.reading": 0,
 }
 # Pure files know neither config nor ranks; the model file knows torch alone.
 FORBIDDEN = {name: {"torchtrain.config"} for name, floor in FLOORS.items() if floor == 1}

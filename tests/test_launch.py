@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtrain.faults.stopping import EXIT_STOPPED
+from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
-from torchtrain.train import EXIT_USER_ERROR
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,4 +66,4 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
 
 
 def test_shared_endings_are_those_of_the_trainer() -> None:
-    assert set(SHARED_ENDINGS) == {EXIT_USER_ERROR, EXIT_STOPPED}
+    assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code}

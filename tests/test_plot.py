@@ -53,7 +53,7 @@ def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert (
         result.stderr
         == f"error: {tmp_path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model\n"

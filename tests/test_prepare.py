@@ -1,5 +1,6 @@
 """Prepared data: the bytes do not depend on how the work went, and nothing that is wrong is read."""
 
+import base64
 import json
 import multiprocessing
 import os
@@ -117,7 +118,7 @@ def prepared(tmp_path: Path) -> Path:
 
 def test_another_tokenizer_is_refused(prepared: Path, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer.model"
-    other.write_text("".join(f"{token} {n}\n" for n, token in enumerate(["YQ==", "Yg==", "Yw=="])))
+    other.write_text("".join(f"{base64.b64encode(bytes((n,))).decode()} {n}\n" for n in range(256)))
     with pytest.raises(DataError, match="begun with another tokenizer"):
         prepare(Source(path=str(tmp_path / "a.jsonl")), "data", str(other), prepared, processes=1)
     manifest = json.loads((prepared / "manifest.json").read_text())

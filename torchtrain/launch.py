@@ -4,7 +4,9 @@ torchrun ends with 1 whatever a rank ended with, under a page of traceback, and 
 ends with the exit code of the rank that failed first (128 + number for a signal) and leaves SIGUSR1 to the ranks.
 """
 
+import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,8 +21,8 @@ from torch.distributed.run import parse_args, run
 
 from torchtrain.log import init_logging, logger
 
-# Two endings come to all ranks within moments: an error of the user, and a stop that was asked for (docs/faults.md).
-SHARED_ENDINGS = (2, 75)
+# Endings that come to all ranks within moments: an error that all of them know, and a stop (docs/faults.md).
+SHARED_ENDINGS = (2, 74, 75)
 SHARED_ENDING_SECONDS = 5
 # torchrun, cut off from the node where all meet, waits for it for ever once its ranks have ended. Less than that, and a
 # node would not wait for the first rank of another one to finish what it does last.
@@ -33,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     init_logging()
     # A store of its own for each restart, not one with the addresses of dead ranks in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # The ranks inherit it, and are deaf until they listen: a warning that comes while they start is lost, not fatal.
+    # The ranks inherit it until they have a handler of their own: a warning that comes before is lost, and not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
     arguments = parse_args(sys.argv[1:] if argv is None else argv)  # type: ignore[no-untyped-call]
     if arguments.max_restarts == 0:  # else it may wait for nodes that join again
         threading.Thread(target=end_when_lonely, daemon=True).start()
@@ -58,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("error: the nodes did not meet, or lost each other: %s", error)
         return 1
     return 0
+
+
+def _is_a_failure(record: logging.LogRecord) -> bool:
+    """Not that a rank has ended with a code which it has explained itself."""
+    code = re.search(r"\(exitcode: (\d+)\)", record.getMessage())
+    return code is None or int(code[1]) not in SHARED_ENDINGS
 
 
 def end_ranks_left(number: int) -> None:

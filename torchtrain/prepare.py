@@ -10,24 +10,22 @@ from pathlib import Path
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
-from torchtrain.errors import ConfigError, TorchtrainError
-from torchtrain.log import init_logging, logger
-
-EXIT_USER_ERROR = 2
+from torchtrain.errors import ConfigError
+from torchtrain.log import logger, run_door
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
-    init_logging()
-    try:
-        run(parse(sys.argv[1:] if argv is None else argv))
-    except TorchtrainError as error:
-        logger.error("error: %s", error)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        logger.error("stopped; the same command goes on from here")
-        return 130
-    return 0
+
+    def run_until_done() -> int:
+        try:
+            run(parse(sys.argv[1:] if argv is None else argv))
+        except KeyboardInterrupt:
+            logger.error("stopped; the same command goes on from here")
+            return 130
+        return 0
+
+    return run_door(run_until_done)
 
 
 def run(config: JobConfig) -> None:
@@ -39,6 +37,13 @@ def run(config: JobConfig) -> None:
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)
+    if not config.prepare.verify:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"prepare.output = {config.prepare.output!r} cannot be a folder: {error.strerror}; name another"
+            ) from error
     several = config.data.sources
     folders = [output / str(number) for number in range(len(several))] if several else [output]
     if config.prepare.verify:

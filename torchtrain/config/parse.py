@@ -51,12 +51,13 @@ def parse(argv: Sequence[str], *, print_errors: bool = True) -> JobConfig:
 
 
 def config_file(argv: Sequence[str]) -> str:
-    """Value of ``--job.config_file`` in ``argv``, or ''."""
+    """Value of the last ``--job.config_file`` in ``argv``, or ''. A launcher puts its own before those of the user."""
+    found = ""
     for i, word in enumerate(argv):
         key, has_value, value = word.partition("=")
         if key.replace("-", "_") == "__job.config_file":
-            return value if has_value else "".join(argv[i + 1 : i + 2])
-    return ""
+            found = value if has_value else "".join(argv[i + 1 : i + 2])
+    return found
 
 
 def from_file(path: str) -> JobConfig:

@@ -4,6 +4,7 @@ The text under a field is its documentation, shown by ``--help``. A section's ``
 wrong by themselves; what depends on several sections or on the number of ranks is refused by ``check``.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,9 +19,10 @@ def require(holds: bool, rule: str) -> None:
 
 
 def require_at_least(section: str, minimum: float, **values: float) -> None:
-    """Raise ``ConfigError`` for the first of ``values`` (fields of ``section``) under ``minimum``."""
+    """Raise ``ConfigError`` for the first of ``values`` (fields of ``section``) under ``minimum``, or infinite."""
     for key, value in values.items():
         require(value >= minimum, f"{section}.{key} = {value} must be at least {minimum}")
+        require(value < math.inf, f"{section}.{key} = {value} must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class Source:
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
         )
         require(self.weight > 0, f"weight = {self.weight} of a data source must be above 0; leave out what has none")
+        require(self.weight < math.inf, f"weight = {self.weight} of a data source must be a finite number")
 
     @property
     def label(self) -> str:
@@ -205,7 +208,8 @@ class Data(Sources):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("data", 1, streams=self.streams)
-        require_at_least("data", 0, prefetch=self.prefetch, verify_gib=self.verify_gib)
+        require_at_least("data", 0, prefetch=self.prefetch)
+        require(self.verify_gib >= 0, f"data.verify_gib = {self.verify_gib} must be at least 0; inf verifies all")
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,10 @@ class Parallelism:
     """Free a block's gathered parameters after its forward. default: of all but the last, whose backward is next; with
     pipeline stages of none, since every microbatch would gather them again; on one rank of none, and on a CPU all
     blocks are then one group, which takes less time and more memory."""
+    fsdp_gradient_accumulation: Literal["sharded", "unsharded"] = "sharded"
+    """What the microbatches of a step, those of a pipeline too, add their gradients to. sharded: each reduces them into
+    the shards, and no gradient is kept whole. unsharded: whole float32 gradients are kept until the last microbatch,
+    which alone reduces: 4 bytes a parameter of this rank's layers, for small models and slow links."""
     tensor_parallel_degree: int = 1
     """Ranks over which each matrix is split."""
     enable_sequence_parallel: bool = True
@@ -398,6 +406,13 @@ class Faults:
             stop_grace_seconds=self.stop_grace_seconds,
         )
         require_at_least("faults", 2, spike_window=self.spike_window)
+        limit_seconds = 60 * self.wall_clock_limit_minutes
+        require(
+            limit_seconds == 0 or limit_seconds > self.stop_grace_seconds,
+            f"faults.wall_clock_limit_minutes = {self.wall_clock_limit_minutes} must be longer than "
+            f"faults.stop_grace_seconds = {self.stop_grace_seconds} ({self.stop_grace_seconds / 60:.3g} minutes), the "
+            "time before the limit at which the run stops; raise it, or set 0 for no limit",
+        )
 
 
 @dataclass(frozen=True)

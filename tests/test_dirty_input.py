@@ -1,0 +1,221 @@
+"""What users and machines get wrong, at each entrance: one message with the rule and the way out, and exit code 2."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from disk_faults import DiskFaults
+from forked_run import ForkedRun
+
+from torchtrain import convert, generate, prepare, train
+from torchtrain.config.parse import config_file, parse
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def refused(door: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that ``door`` says."""
+    assert door(arguments) == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1, errors
+    assert "error: " in errors
+    return errors
+
+
+def spm_without_bytes(folder: Path) -> str:
+    file = folder / "few.model"
+    file.write_text("AA== 0\nAQ== 1\n")
+    return f"--model.tokenizer_path {file}"
+
+
+def file_for_a_dump_folder(folder: Path) -> str:
+    (folder / "file").write_text("")
+    return f"--job.dump_folder {folder}/file/run"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--optimizer.lr inf", "optimizer.lr = inf must be a finite number"),
+        ("--data.weight inf", "weight = inf of a data source must be a finite number"),
+        (
+            "--faults.wall_clock_limit_minutes 0.2",
+            "faults.wall_clock_limit_minutes = 0.2 must be longer than faults.stop_grace_seconds = 30",
+        ),
+        (spm_without_bytes, "each of the 256 bytes must be one of its 2 tokens, and 254 are not"),
+        (lambda folder: f"--model.tokenizer_path {folder}", "a folder; give the file in it"),
+        (file_for_a_dump_folder, "/file/run' cannot be used: Not a directory; name another folder"),
+    ],
+)
+def test_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str | Callable[[Path], str], told: str
+) -> None:
+    words = (options if isinstance(options, str) else options(tmp_path)).split()
+    folder = [] if "--job.dump_folder" in words else ["--job.dump_folder", str(tmp_path / "out")]
+    assert told in refused(train.main, [*words, *folder], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")  # to open it would wait for ever
+    options = ["--model.tokenizer_path", str(tmp_path / "tokenizer.model"), "--job.dump_folder", str(tmp_path / "out")]
+    assert "is no regular file" in refused(train.main, options, capsys)
+
+
+def test_a_dump_folder_that_may_not_be_written_to(disk: DiskFaults, tmp_path: Path) -> None:
+    import errno
+
+    disk.fail("mkdir", f"{tmp_path}/read_only/*", errno.EROFS)
+    run = ForkedRun(tmp_path / "log", "--job.dump_folder", f"{tmp_path}/read_only/run", ranks=1)
+    assert run.wait() == [2]
+    assert "read_only/run' cannot be used: Read-only file system; name another folder" in run.output()
+
+
+def test_data_that_may_not_be_read(disk: DiskFaults, tmp_path: Path) -> None:
+    import errno
+
+    file = tmp_path / "secret.jsonl"
+    file.write_text('{"text": "a"}\n' * 100)
+    disk.fail("open", file, errno.EACCES)
+    run = ForkedRun(tmp_path / "run", "--data.path", str(file), ranks=1)
+    assert run.wait() == [2]
+    assert f"{file} cannot be opened: Permission denied; let this user read it" in run.output()
+
+
+def test_a_text_file_that_vanishes(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"text {number} " * 20)
+    options = ["--data.path", str(folder), "--training.steps", "100000", "--checkpoint.no-enable"]
+    run = ForkedRun(tmp_path / "run", *options)
+    try:
+        run.wait_for(lambda: "step   3/" in run.output() or "step      3/" in run.output())
+        shutil.rmtree(folder)
+        assert run.wait() == [2, 2], run.output()
+    finally:
+        run.end()
+    assert ".txt was there when the run began, and is not any more: put it back" in run.output()
+    assert "Traceback" not in run.output()
+
+
+def test_generation(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file, why in (
+        (tmp_path / "nowhere/out.jsonl", "lies in a folder that does not exist"),
+        (tmp_path, "is a fold"),
+    ):
+        options = [str(trained_run), "--prompt", "a", "--output_file", str(file)]
+        assert why in refused(generate.main, options, capsys)
+    seed = ["--seed", "99999999999999999999", "--max_new_tokens", "2"]
+    assert generate.main([str(trained_run), "--prompt", "a", *seed]) == 0
+
+
+def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    told = refused(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)
+    assert "/file' cannot be a folder: File exists; name another" in told
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda step: (step / "config.toml").unlink(), "has no config.toml and so is no checkpoint"),
+        (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda step: os.truncate(step / "__0_0.distcp", 10), "has 10 bytes; its manifest says"),
+    ],
+)
+@pytest.mark.parametrize("door", ["generate", "convert"])
+def test_a_checkpoint_that_is_not_whole(
+    trained_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    door: str,
+    spoil: Callable[[Path], None],
+    told: str,
+) -> None:
+    step = tmp_path / "step-8"
+    shutil.copytree(trained_run / "checkpoint/step-8", step)
+    spoil(step)
+    if door == "generate":
+        assert told in refused(generate.main, [str(step), "--prompt", "a"], capsys)
+    else:
+        found = refused(convert.main, [str(step), str(tmp_path / "out")], capsys)
+        assert told in found or "config.toml is missing" in found or "is not a file" in found
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(trained_run / "checkpoint/step-8", tmp_path / "step-8")
+    (tmp_path / "step-8/manifest.json").unlink()
+    os.mkfifo(tmp_path / "step-8/manifest.json")
+    told = refused(convert.main, [str(tmp_path / "step-8"), str(tmp_path / "out")], capsys)
+    assert "manifest.json is missing (is no regular file)" in told
+
+
+def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
+    from torchtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
+
+    run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
+    assert run.wait() == [0]
+    step = tmp_path / "checkpoint/step-2"
+    manifest = read_manifest(step)
+    write_manifest(step, Manifest([file for file in manifest.files if file.name != "config.toml"], manifest.origin))
+    (step / "config.toml").unlink()
+    again = ForkedRun(tmp_path, "--training.steps", "4", ranks=1)
+    assert again.wait() == [2]
+    assert "config.toml cannot be read" in again.output()
+    assert "Traceback" not in again.output()
+
+
+def test_plot(tmp_path: Path) -> None:
+    good = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens_per_second": 5.0, "memory_gib": 0.1}
+    lines = [json.dumps(good), "[]", "null", '{"loss": 3}', '{"step": "two"}', '{"step": 2, "lo']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+    plot = [sys.executable, "scripts/plot.py", str(tmp_path), "-o"]
+
+    def draw(name: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*plot, str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    drawn = draw("curves.svg")
+    assert drawn.returncode == 0, drawn.stderr
+    assert len(drawn.stderr.splitlines()) == 6
+    for name, why in (("curves.xyz", "must end in one of"), ("nowhere/curves.png", "in a folder that does not exist")):
+        failed = draw(name)
+        assert (failed.returncode, len(failed.stderr.splitlines())) == (2, 1), failed.stderr
+        assert why in failed.stderr
+
+
+def test_the_users_config_file_wins_over_that_of_a_launcher(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[training]\nsteps = 77\n")
+    # What the shell script would run.
+    said = subprocess.run(
+        [str(ROOT / "run_llama_train.sh"), "--job.config_file", str(mine), "--training.seq_len", "64"],
+        env={**os.environ, "PYTHON": "echo", "NGPU": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    arguments = said[said.index("torchtrain.train") + 1 :]
+    assert arguments.count("--job.config_file") == 2
+    assert config_file(arguments) == str(mine)
+    config = parse(arguments)
+    assert config.training.steps == 77
+    assert config.training.seq_len == 64
+    assert config.job.config_file == str(mine)
+    assert config.job.dump_folder == "outputs/mine"
+    script = (ROOT / "scripts/train.slurm").read_text()
+    assert 'arguments=(--job.config_file "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@")' in script
