@@ -1,12 +1,24 @@
-"""Kill a training run at random moments, again and again: ``python scripts/crash_test.py --kills 30``.
+"""Do to a run what clusters do to runs, again and again: ``python scripts/crash_test.py --kills 30 --faults 50``.
 
 Two ranks train the debug model with a checkpoint every second step, written in the background. Each round starts the
-run, lets it finish one save, and sends SIGKILL to one rank or to both: at any moment of the following steps, or, every
-other time, a moment after the next save has begun. In the end the weights must be bitwise those of a run that nobody
-disturbed, no checkpoint may have been found damaged, and whatever has a final name must be what its manifest says.
+run and does one thing to it, in random order:
+
+- kill: SIGKILL to one rank or to both, at any moment, or, every other time, a moment after a save has begun;
+- full disk: every write fails for a while;
+- read error: a file of the newest checkpoint cannot be read, by one rank;
+- all damaged: no checkpoint is good;
+- stop in validation: SIGTERM to one rank while the ranks validate;
+- hung save: the disk of one rank does not answer any more, and the run is asked to stop;
+- generation: the file that says which incarnation saves cannot be read for a while.
+
+Every exit code must be the one that docs/faults.md names, and whatever has a final name must be what its manifest says.
+In the end the run must be bitwise the one that nobody disturbed, and no process and no temporary file may be left.
+All rounds but the kills need Linux and a C compiler.
 """
 
 import argparse
+import errno
+import json
 import os
 import random
 import shutil
@@ -15,117 +27,316 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from disk_faults import DiskFaults
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.checkpoint.manager import saved_steps, step_folder
-from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, read_manifest, verify_file
+from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 
 RANKS = 2
+TIMEOUT_SECONDS = 600
+VALIDATION_INTERVAL = 6
+GRACE_SECONDS = 2
 OPTIONS = """
 --model.flavor debugmodel --job.device cpu --training.mixed_precision_param float32 --training.seq_len 32
---training.local_batch_size 1 --training.global_batch_size 4 --checkpoint.enable --checkpoint.interval 2
---checkpoint.keep_latest_k 4 --metrics.log_freq 1 --metrics.no-enable_tensorboard --lr_scheduler.warmup_steps 2
+--training.local_batch_size 1 --training.global_batch_size 4 --metrics.no-enable_tensorboard
 """
+# What the rounds count on, whatever the model.
+RUN = f"""
+--checkpoint.enable --checkpoint.interval 2 --checkpoint.keep_latest_k 4 --checkpoint.max_failed_saves 100
+--metrics.log_freq 1 --lr_scheduler.warmup_steps 2 --lr_scheduler.decay_type constant
+--faults.stop_grace_seconds {GRACE_SECONDS}
+--validation.enable --validation.interval {VALIDATION_INTERVAL} --validation.steps 8
+"""
+FOR_EVER = 10**9  # steps
+STOPPED, STORAGE, REFUSED = [75] * RANKS, [74] * RANKS, [2] * RANKS
 
 
-def start(folder: Path, steps: int) -> list["subprocess.Popen[bytes]"]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "torchtrain.train", *OPTIONS.split(), "--training.steps", str(steps)]
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    log = (folder / "log.txt").open("ab")
-    return [
-        subprocess.Popen(
-            [*command, "--job.dump_folder", str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=log,
-        )
-        for rank in range(RANKS)
-    ]
+class Run(Protocol):
+    """A run under way."""
+
+    def wait(self) -> list[int]:
+        """Exit codes of all ranks, which must end by themselves."""
+        ...
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds while the run goes on."""
+        ...
+
+    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None: ...
+
+    def end(self) -> None:
+        """Kill what is left."""
+        ...
+
+    def output(self) -> str: ...
 
 
-def newest_step(folder: Path) -> int:
-    return max(saved_steps(folder / "checkpoint"), default=0)
+class Processes:
+    """A run of ``RANKS`` processes that train into ``folder``."""
+
+    def __init__(self, folder: Path, options: list[str], environment: dict[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "torchtrain.train", *OPTIONS.split(), *options]
+        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder.with_name(f"{folder.name}.log")
+        self.begin = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self.processes = [
+                subprocess.Popen(
+                    [*command, "--job.dump_folder", str(folder)],
+                    env={**os.environ, **environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=log,
+                )
+                for rank in range(RANKS)
+            ]
+
+    def wait(self) -> list[int]:
+        try:
+            return [process.wait(timeout=TIMEOUT_SECONDS) for process in self.processes]
+        finally:
+            self.end()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            assert all(process.poll() is None for process in self.processes), self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.002)
+
+    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
+        for rank in ranks or range(RANKS):
+            self.processes[rank].send_signal(number)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def output(self) -> str:
+        return self.log.read_bytes()[self.begin :].decode(errors="replace")
 
 
-def begun_save(folder: Path) -> bool:
-    return any(folder.glob(f"checkpoint/*{PARTIAL_SUFFIX}"))
+@dataclass
+class Trial:
+    """A run that is disturbed, and what disturbs it."""
+
+    folder: Path
+    rng: random.Random
+    disk: DiskFaults | None
+    starts: Callable[[Path, list[str]], Run]
+    validation_data: Path
+    rounds: Counter[str] = field(default_factory=Counter)
+    inside_saves: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def start(self, steps: int = FOR_EVER) -> Run:
+        more = ["--training.steps", str(steps), "--validation.path", str(self.validation_data)]
+        return self.starts(self.folder, [*RUN.split(), *more])
+
+    def newest(self) -> int:
+        return max(saved_steps(self.checkpoints), default=0)
+
+    def start_and_save(self) -> Run:
+        """Start, and wait for one more checkpoint."""
+        before, run = self.newest(), self.start()
+        run.wait_for(lambda: self.newest() > before)
+        return run
+
+    def stop(self, run: Run, *ranks: int) -> None:
+        run.kill(*ranks, number=signal.SIGTERM)
+        expect(run, STOPPED)
+
+    def saving(self) -> bool:
+        return any(self.checkpoints.glob(f"*{PARTIAL_SUFFIX}"))
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = (self.folder / "metrics.jsonl").read_text() if (self.folder / "metrics.jsonl").exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
 
 
-def wait_for(condition: Callable[[], bool], processes: list["subprocess.Popen[bytes]"]) -> None:
-    while not condition():
-        assert all(process.poll() is None for process in processes), "a rank ended by itself: see log.txt"
-        time.sleep(0.002)
+def expect(run: Run, codes: list[int]) -> None:
+    found = run.wait()
+    assert found == codes, f"exit codes {found}, not {codes}\n{run.output()}"
 
 
-def run_and_kill(folder: Path, steps: int, rng: random.Random, aimed: bool) -> list[int]:
-    """Go on with the run for one save at least; returns the ranks that SIGKILL hit first. ``aimed``: at a save."""
-    before = newest_step(folder)
-    processes = start(folder, steps)
-    wait_for(lambda: newest_step(folder) > before, processes)
+def kill(trial: Trial) -> None:
+    aimed = trial.rounds["kill"] % 2 == 1
+    run = trial.start_and_save()
     if aimed:
-        wait_for(lambda: begun_save(folder), processes)
-    time.sleep(rng.random() * (0.1 if aimed else 0.5))
-    victims = rng.choice([[0], [1], [0, 1]])
-    for rank in victims:
-        processes[rank].send_signal(signal.SIGKILL)
-    for process in processes:
-        process.kill()
-        process.wait()
-    return victims
+        run.wait_for(trial.saving)
+    time.sleep(trial.rng.random() * (0.1 if aimed else 0.5))
+    run.kill(*trial.rng.choice([[0], [1], [0, 1]]))
+    run.end()
+    trial.inside_saves += trial.saving()  # nobody is left to finish it
+
+
+def full_disk(trial: Trial) -> None:
+    assert trial.disk is not None
+    run = trial.start_and_save()
+    for pattern in ("checkpoint/*", "metrics.jsonl", "config.toml", "hangs/*"):  # all but the log
+        for operation in ("write", "create"):
+            trial.disk.fail(operation, trial.folder / pattern, errno.ENOSPC)
+    run.wait_for(lambda: "could not be written" in run.output())
+    time.sleep(trial.rng.random() * 0.3)
+    trial.disk.heal()
+    before = trial.newest()
+    run.wait_for(lambda: trial.newest() > before)
+    trial.stop(run)
+
+
+def read_error(trial: Trial) -> None:
+    assert trial.disk is not None
+    operation, error = trial.rng.choice([("open", errno.EMFILE), ("read", errno.EIO), ("stat", errno.ESTALE)])
+    file = trial.rng.choice(["manifest.json", "config.toml", ".metadata", "__0_0.distcp", "__1_0.distcp"])
+    before = sorted(trial.checkpoints.glob("step-*"))
+    trial.disk.fail(operation, f"{step_folder(trial.checkpoints, trial.newest())}/{file}", error)
+    expect(trial.start(), STORAGE)
+    trial.disk.heal()
+    assert [path for path in before if path.suffix != PARTIAL_SUFFIX] == sorted(
+        path for path in trial.checkpoints.glob("step-*") if path.suffix != PARTIAL_SUFFIX
+    )
+
+
+def all_damaged(trial: Trial) -> None:
+    aside = trial.folder.with_name("aside")
+    shutil.copytree(trial.checkpoints, aside)
+    for step in saved_steps(trial.checkpoints):
+        file = step_folder(trial.checkpoints, step) / trial.rng.choice(["manifest.json", ".metadata", "__0_0.distcp"])
+        os.truncate(file, file.stat().st_size // 2)
+    run = trial.start()
+    expect(run, REFUSED)
+    assert "none of these is a good checkpoint" in run.output(), run.output()
+    shutil.rmtree(trial.checkpoints)
+    aside.rename(trial.checkpoints)
+
+
+def stop_in_validation(trial: Trial) -> None:
+    run = trial.start_and_save()
+
+    def validates() -> bool:
+        lines = trial.lines()
+        return bool(lines) and lines[-1]["step"] % VALIDATION_INTERVAL == 0 and "loss" in lines[-1]
+
+    run.wait_for(validates)
+    due = trial.lines()[-1]["step"]
+    trial.stop(run, trial.rng.randrange(RANKS))
+    assert trial.newest() >= due, run.output()
+
+
+def hung_save(trial: Trial) -> None:
+    assert trial.disk is not None
+    rank = trial.rng.randrange(RANKS)
+    run = trial.start_and_save()
+    operation = trial.rng.choice(["write", "fsync"])
+    trial.disk.fail(operation, f"{trial.checkpoints}/step-*/__{rank}_0.distcp", seconds=3600, rank=rank)
+    before = trial.newest()
+    time.sleep(2)  # a save that had begun before may still end; the next one hangs, and then the training
+    asked = time.monotonic()
+    trial.stop(run)
+    assert time.monotonic() - asked < GRACE_SECONDS + 10, run.output()
+    assert trial.newest() <= before + 2
+    trial.disk.heal()
+
+
+def generation(trial: Trial) -> None:
+    assert trial.disk is not None
+    run = trial.start_and_save()
+    trial.disk.fail("read", f"{trial.checkpoints}/generation.json", errno.EIO)
+    time.sleep(trial.rng.random() * 4)
+    trial.disk.heal()
+    before = trial.newest()
+    run.wait_for(lambda: trial.newest() > before)
+    trial.stop(run)
+
+
+FAULTS = (full_disk, read_error, all_damaged, stop_in_validation, hung_save, generation)
+
+
+def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:
+    """Make all ``rounds``; returns the step that the run has come to when it is finished a little later."""
+    for number, make in enumerate(rounds, 1):
+        name = make.__name__
+        make(trial)
+        trial.rounds[name] += 1
+        for step in saved_steps(trial.checkpoints):
+            folder = step_folder(trial.checkpoints, step)
+            for record in read_manifest(folder).files:
+                assert verify_file(folder, record) is None, (name, step)
+        print(f"{number}/{len(rounds)} {name}: newest step {trial.newest()}", flush=True)
+    steps = trial.newest() + 4
+    expect(trial.start(steps), [0] * RANKS)
+    left = [path.name for path in trial.checkpoints.iterdir() if not path.name.removeprefix("step-").isdecimal()]
+    assert left == ["generation.json"], left
+    return steps
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    dcp_to_torch_save(folder / f"checkpoint/step-{step}", folder / "all.pt")
-    loaded: dict[str, torch.Tensor] = torch.load(folder / "all.pt", weights_only=True)
+    file = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder / f"checkpoint/step-{step}", file)
+    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     return loaded
 
 
-def finish(folder: Path, steps: int) -> None:
-    codes = [process.wait() for process in start(folder, steps)]
-    assert codes == [0] * RANKS, (codes, (folder / "log.txt").read_text())
+def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
+    """Number of tensors and of steps, all of which must be alike bitwise."""
+    expect(undisturbed.start(steps), [0] * RANKS)
+    ours, theirs = tensors(trial.folder, steps), tensors(undisturbed.folder, steps)
+    assert ours.keys() == theirs.keys()
+    assert not (different := [name for name in theirs if not torch.equal(ours[name], theirs[name])]), different
+    numbers = [{line["step"]: line["loss"] for line in run.lines() if "loss" in line} for run in (trial, undisturbed)]
+    # On a full disk lines are dropped.
+    assert not (different_steps := [step for step, loss in numbers[0].items() if numbers[1][step] != loss]), (
+        different_steps
+    )
+    return len(ours), len(numbers[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("outputs/crash_test"))
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    steps = 8 * options.kills  # more than the rounds can get through before they are killed
-    shutil.rmtree(options.folder, ignore_errors=True)
-    killed, undisturbed = options.folder / "killed", options.folder / "undisturbed"
-    for folder in (killed, undisturbed):
-        folder.mkdir(parents=True)
+    folder = options.folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    validation_data = folder / "validation.txt"
+    validation_data.write_text("".join(f"{rng.random()} and other words that nobody trains on\n" for _ in range(5000)))
+    disk = DiskFaults(folder) if options.faults else None
 
-    inside_saves = 0
-    for kill in range(1, options.kills + 1):
-        victims = run_and_kill(killed, steps, rng, aimed=kill % 2 == 0)
-        inside = begun_save(killed)  # nobody is left to finish it
-        inside_saves += inside
-        for step in saved_steps(killed / "checkpoint"):
-            folder = step_folder(killed / "checkpoint", step)
-            for record in read_manifest(folder):
-                assert verify_file(folder, record) is None, (kill, step)
-        newest = newest_step(killed)
-        print(f"kill {kill}: ranks {victims}{', inside a save' if inside else ''}; newest step {newest}", flush=True)
+    def start(where: Path, words: list[str]) -> Run:
+        return Processes(where, words, disk.environment if disk else {})
 
-    finish(killed, steps)
-    finish(undisturbed, steps)
-    ours, theirs = tensors(killed, steps), tensors(undisturbed, steps)
-    assert ours.keys() == theirs.keys()
-    different = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
-    assert not different, different
-    assert not list(killed.glob("checkpoint/*.damaged"))
-    assert inside_saves, "no kill fell inside a save"
-    print(f"{options.kills} kills, {inside_saves} of them inside saves: {len(ours)} tensors bitwise equal")
+    disturbed, undisturbed = (
+        Trial(folder / name, rng, disk, start, validation_data) for name in ("run", "undisturbed")
+    )
+    rounds = [kill] * options.kills + [FAULTS[number % len(FAULTS)] for number in range(options.faults)]
+    rng.shuffle(rounds)
+    rounds.insert(0, kill)  # some rounds need checkpoints
+    steps = disturb(disturbed, rounds)
+    assert disturbed.inside_saves or options.kills < 10, "no kill fell inside a save"
+    equal, compared = compare(disturbed, undisturbed, steps)
+    made = ", ".join(f"{count} x {name}" for name, count in sorted(disturbed.rounds.items()))
+    print(f"{made} ({disturbed.inside_saves} kills inside saves); {steps} steps: {equal} tensors bitwise equal")
+    print(f"0 of {compared} steps differ")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 A run is ``torchtrain.train`` as a user starts it, but for a model small enough to save in no time.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from forkserver import context
 
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import TransformerConfig
@@ -49,7 +50,7 @@ def _nothing() -> None:
     return None
 
 
-def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Path) -> None:
+def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Path, shape: TransformerConfig) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -62,12 +63,12 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Pa
     from torchtrain.train import main
 
     torch.set_num_threads(1)
-    context = hook()
-    with patch.object(build, "flavor_config", lambda *_: TINY):
-        if context is None:
+    changed = hook()
+    with patch.object(build, "flavor_config", lambda *_: shape):
+        if changed is None:
             code = main(argv)
         else:
-            with context:
+            with changed:
                 code = main(argv)
     sys.stderr.flush()
     os._exit(code)
@@ -76,10 +77,14 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Pa
 class ForkedRun:
     """``ranks`` processes that train into ``folder``; their output is in ``folder/rank-N.log``."""
 
-    context = multiprocessing.get_context("forkserver")
-
-    def __init__(self, folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing) -> None:
-        self.context.set_forkserver_preload(["torch", "torchtrain.build", "torchtrain.train_step"])
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        ranks: int = 2,
+        hook: Hook = _nothing,
+        shape: TransformerConfig = TINY,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "test.toml"
         config.write_text(CONFIG)
@@ -89,7 +94,7 @@ class ForkedRun:
         argv = ["--job.config_file", str(config), "--job.dump_folder", str(folder), *options]
         self.logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         self.processes = [
-            self.context.Process(target=_main, args=(rank, ranks, port, argv, hook, self.logs[rank]), daemon=True)
+            context().Process(target=_main, args=(rank, ranks, port, argv, hook, self.logs[rank], shape), daemon=True)
             for rank in range(ranks)
         ]
         for process in self.processes:
@@ -129,9 +134,9 @@ class ForkedRun:
             time.sleep(0.005)
 
 
-def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing) -> str:
+def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing, shape: TransformerConfig = TINY) -> str:
     """Run to the end; returns the output."""
-    run = ForkedRun(folder, *options, ranks=ranks, hook=hook)
+    run = ForkedRun(folder, *options, ranks=ranks, hook=hook, shape=shape)
     codes = run.wait()
     assert codes == [0] * ranks, run.output()
     return run.output()
@@ -146,6 +151,13 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Any]:
     dcp_to_torch_save(folder / f"checkpoint/step-{step}", file)
     tensors: dict[str, Any] = torch.load(file, weights_only=True)
     return tensors
+
+
+def same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two checkpoints hold bitwise the same."""
+    import torch
+
+    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 @contextmanager
