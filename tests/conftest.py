@@ -1,12 +1,12 @@
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from disk_faults import DiskFaults
+from filelock import FileLock
+from forked_door import checked_door
 from forkserver import Server
 from gloo_pool import GlooPool
 
@@ -33,17 +33,19 @@ def gloo() -> Iterator[GlooPool]:
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run that has learned a little; not to be written to."""
-    folder = tmp_path_factory.mktemp("trained_run")
+def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) -> Path:  # noqa: ARG001
+    """Folder of a run that has learned a little; not to be written to. The workers of pytest-xdist share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained_run"
     options = [
         *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
         *("--training.steps", "8", "--training.seq_len", "64", "--training.local_batch_size", "4"),
         *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1"),
     ]
-    subprocess.run(
-        [sys.executable, "-m", "torchtrain.train", *options], cwd=Path(__file__).parent.parent, check=True, timeout=200
-    )
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            checked_door("torchtrain.train", *options)
+            (folder / "done").touch()
     return folder
 
 

@@ -5,7 +5,6 @@ A run is ``torchtrain.train`` as a user starts it, but for a model small enough 
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forkserver import context
+from forkserver import context, free_port
 
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import TransformerConfig
@@ -88,9 +87,7 @@ class ForkedRun:
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "test.toml"
         config.write_text(CONFIG)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         argv = ["--job.config_file", str(config), "--job.dump_folder", str(folder), *options]
         self.logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         self.processes = [

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,8 @@ from forked_run import ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from torch import Tensor
 
-from torchtrain import convert
+from torchtrain import convert, reading
+from torchtrain.checkpoint import states
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import Checkpoint
@@ -96,6 +98,15 @@ def save_two(folder: Path) -> None:
     manager.close()
 
 
+@contextmanager
+def quick_pauses() -> Iterator[None]:
+    """Between two attempts to read a tenth of the time."""
+    brief = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
+    with patch.object(reading, "time", brief), patch.object(states, "time", brief):
+        yield
+
+
+@quick_pauses()
 def find(folder: Path) -> str:
     manager = manager_in(folder)
     try:
@@ -106,6 +117,7 @@ def find(folder: Path) -> str:
         manager.close()
 
 
+@quick_pauses()
 def load(folder: Path) -> str:
     manager = manager_in(folder)
     try:

@@ -1,16 +1,13 @@
 """lm-evaluation-harness on a checkpoint gives the scores that it gives on the exported model by its own path."""
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_door import checked_door
 
-ROOT = Path(__file__).parent.parent
 pytest.importorskip("lm_eval")
 
 CHOICES = [
@@ -53,14 +50,12 @@ metric_list:
 
 def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
-    command = [
-        *(sys.executable, "-m", module, "--model", model, "--model_args", arguments, "--device", "cpu"),
+    checked_door(
+        *(module, "--model", model, "--model_args", arguments, "--device", "cpu"),
         *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
         *("--output_path", str(output)),
-    ]
-    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+    )
     scores = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
     samples = {}
     for task in TASKS:
@@ -77,8 +72,7 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
         source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
         (tmp_path / f"{name}.yaml").write_text(text + source)
     export = tmp_path / "hf"
-    convert = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(export), "--dtype", "float32"]
-    subprocess.run(convert, cwd=ROOT, check=True, timeout=200)
+    checked_door("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
     with ThreadPoolExecutor(2) as both:
         models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={trained_run}"}
         theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)

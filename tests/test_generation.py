@@ -1,11 +1,9 @@
 """Generated tokens against transformers' generate, and the command that writes them."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from forked_door import ROOT, checked_door, run_door
 from test_llama import SHAPES, reference_of
 
 from torchtrain.generation import Sampling, choose, generate
@@ -113,16 +112,8 @@ def test_the_ends_of_the_interval_choose_tokens_that_may_be_chosen(uniform: floa
     assert token == (1 if uniform == 0 else 3)
 
 
-def generate_command(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torchtrain.launch", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launch, "-m", "torchtrain.generate", *arguments],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def generate_door(*arguments: str, ranks: int = 1) -> "subprocess.CompletedProcess[str]":
+    return run_door("torchtrain.generate", *arguments, ranks=ranks)
 
 
 def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trained_run: Path, tmp_path: Path) -> None:
@@ -132,7 +123,7 @@ def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trai
 
     def write(ranks: int, batch_size: int) -> list[dict[str, Any]]:
         output = tmp_path / f"{ranks}-{batch_size}.jsonl"
-        result = generate_command(
+        result = generate_door(
             *(str(trained_run), "--prompts_file", str(tmp_path / "prompts.jsonl"), *options),
             *("--batch_size", str(batch_size), "--output_file", str(output)),
             ranks=ranks,
@@ -142,16 +133,16 @@ def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trai
         assert "3 of 3 prompts" in result.stderr
         return [json.loads(line) for line in output.read_text().splitlines()]
 
-    with ThreadPoolExecutor(2) as two_at_once:  # most of each is a start
-        alone, together, two_ranks = two_at_once.map(write, (1, 1, 2), (1, 8, 8))
+    alone, together, two_ranks = map(write, (1, 1, 2), (1, 8, 8))
     assert [line["prompt"] for line in together] == prompts
     assert together == alone == two_ranks
-    streamed = generate_command(str(trained_run), "--prompt", prompts[0], *options)
+    command = [sys.executable, "-m", "torchtrain.generate", str(trained_run), "--prompt", prompts[0], *options]
+    streamed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert streamed.stdout == prompts[0] + together[0]["text"] + "\n"
 
 
 def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp_path: Path) -> None:
-    missing = generate_command(str(tmp_path / "nowhere"), "--prompt", "x")
+    missing = generate_door(str(tmp_path / "nowhere"), "--prompt", "x")
     assert missing.returncode == 2
     assert "nowhere does not exist; give a run's folder" in missing.stderr
     damaged = tmp_path / "step-8"
@@ -160,7 +151,7 @@ def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    result = generate_command(str(damaged), "--prompt", "x")
+    result = generate_door(str(damaged), "--prompt", "x")
     assert result.returncode == 2
     assert "was damaged after it was written; give another step-N folder" in result.stderr
     assert "Traceback" not in missing.stderr + result.stderr
@@ -168,8 +159,7 @@ def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp
 
 def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "hf"
-    convert = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(export), "--dtype", "float32"]
-    subprocess.run(convert, cwd=Path(__file__).parent.parent, check=True, timeout=200)
+    checked_door("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(export)
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     prompt = "import os\n\ndef main("
@@ -179,7 +169,7 @@ def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_pa
 
     def write(source: Path) -> list[int]:
         output = tmp_path / f"{source.name}.jsonl"
-        result = generate_command(
+        result = generate_door(
             *(str(source), "--prompts_file", str(tmp_path / "prompts.jsonl"), "--temperature", "0"),
             *("--max_new_tokens", "30", "--output_file", str(output)),
         )
@@ -187,5 +177,4 @@ def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_pa
         tokens: list[int] = json.loads(output.read_text())["tokens"]
         return tokens
 
-    with ThreadPoolExecutor(2) as two_at_once:
-        assert list(two_at_once.map(write, (trained_run, export))) == [out, out]
+    assert [write(trained_run), write(export)] == [out, out]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_door import checked_door
 from slurm import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -50,8 +51,7 @@ def test_two_agents_train_as_one_process_does(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     agents = [start_agent(node, endpoint, tmp_path / "two", "--training.steps", "6") for node in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
-    command = [sys.executable, "-m", "torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS]
-    subprocess.run([*command, "--training.steps", "6"], cwd=ROOT, check=True, timeout=200)
+    checked_door("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, "--training.steps", "6")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 

@@ -1,7 +1,6 @@
 """scripts/train.slurm on a real SLURM of two virtual nodes: what is asked for, and what befalls a job."""
 
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -13,6 +12,7 @@ import psutil
 import pytest
 import slurm
 import torch
+from forked_door import checked_door
 from forked_run import saved_tensors
 from slurm import Slurm
 
@@ -67,11 +67,8 @@ def output_of(folder: Path) -> str:
 
 def train_here(folder: Path, *options: str) -> None:
     """The same run on two ranks without SLURM."""
-    command = [
-        *(sys.executable, "-m", "torchtrain.launch", "--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train"),
-        *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder), *OPTIONS, *options),
-    ]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=400)
+    config = ("--job.config_file", "train_configs/debug_model.toml")
+    checked_door("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
 
 
 def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:

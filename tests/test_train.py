@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked_door import checked_door, run_door
 from forked_run import ForkedRun, finish
 
 from torchtrain.train import main
@@ -101,9 +103,10 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     assert "steps = 20" in (folder / "config.toml").read_text()
     assert str(folder) in output.splitlines()[-1]
 
-    again = run(1, "--job.dump_folder", str(folder), "--training.steps", "20")
+    same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), "--training.steps"]
+    again = checked_door("torchtrain.train", *same, "20").stderr
     assert "the run is complete: step 20 of 20" in again
-    run(1, "--job.dump_folder", str(folder), "--training.steps", "22")
+    checked_door("torchtrain.train", *same, "22")
     assert [line["step"] for line in lines(folder)][3:] == [21, 22]
 
 
@@ -111,14 +114,15 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
     arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
+    train = partial(checked_door, "torchtrain.train", ranks=2)
     with ThreadPoolExecutor() as beside:
-        other = beside.submit(run, 2, *arguments, "--job.dump_folder", str(undisturbed))
+        other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
         for step in (4, 10):
             kill_after(step, 2, killed, *arguments)
             assert not (killed / "checkpoint" / "step-18").exists()
-        output = run(2, *arguments, "--job.dump_folder", str(killed))
+        output = train(*arguments, "--job.dump_folder", str(killed))
         other.result()
-    assert "resumed from" in output
+    assert "resumed from" in output.stderr
     assert tensors(killed / "checkpoint" / "step-18") == tensors(undisturbed / "checkpoint" / "step-18")
     losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
     assert losses == {line["step"]: line["loss"] for line in lines(killed)}
@@ -187,10 +191,9 @@ def test_nonsense_gives_one_screen_and_exit_code_2(
 
 
 def test_all_ranks_refuse_and_one_speaks() -> None:
-    process = launch(2, "--parallelism.data_parallel_shard_degree", "3")
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert output.count("the number of ranks, 2") == 1
+    refused = run_door("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
+    assert refused.returncode == 2
+    assert refused.stderr.count("the number of ranks, 2") == 1
 
 
 def test_help_needs_no_torch() -> None:

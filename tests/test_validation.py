@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
+from forked_door import checked_door
 from gloo_pool import GlooPool
 from parity import TINY, joinery_of
 
@@ -163,8 +162,7 @@ def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
         *("--validation.enable", "--validation.path", str(folder / "text.jsonl"), "--validation.interval", "2"),
         *("--validation.steps", "1", "--data.document_mask", "--checkpoint.no-enable"),
     ]
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-m", "torchtrain.train", *options], cwd=root, check=True, timeout=200)
+    checked_door("torchtrain.train", *options)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     results = {line["step"]: line for line in lines if "validation_loss" in line}
     assert list(results) == [2, 3]

@@ -1,0 +1,87 @@
+"""``python -m`` and ``torchrun -m``, for tests that need not see an interpreter start: forked with torch loaded."""
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+from forkserver import context, free_port
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_SECONDS = 200
+
+
+def start_door(
+    module: str, *arguments: str, environment: dict[str, str] | None = None, stdout: Path, stderr: Path
+) -> Any:
+    """The process of ``python -m module arguments`` in the repository; its output goes into files."""
+    process = context().Process(target=_run, args=(module, arguments, environment or {}, stdout, stderr))
+    process.start()
+    return process
+
+
+def run_door(
+    module: str, *arguments: str, ranks: int = 1, environment: dict[str, str] | None = None
+) -> "CompletedProcess[str]":
+    """``python -m module arguments``, or the same on ``ranks`` ranks; the exit code is that of the first that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        of_rank: list[dict[str, str]] = [{}]
+        if ranks > 1:
+            common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+            of_rank = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        processes = [
+            start_door(module, *arguments, environment={**(environment or {}), **own}, stdout=files[0], stderr=files[1])
+            for own in of_rank
+        ]
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            assert all(process.exitcode is not None for process in processes), files[1].read_text()
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        code = next(filter(None, (process.exitcode for process in processes)), 0)
+        return CompletedProcess([module, *arguments], code, *(file.read_text() for file in files))
+
+
+def checked_door(module: str, *arguments: str, **options: Any) -> "CompletedProcess[str]":
+    """The same, which must end well."""
+    result = run_door(module, *arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def _run(module: str, arguments: Sequence[str], environment: dict[str, str], *files: Path) -> None:
+    import torch
+
+    for descriptor, file in enumerate(files, start=1):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    sys.argv[1:] = arguments
+    code: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exit_:
+        code = exit_.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)
