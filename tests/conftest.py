@@ -49,7 +49,16 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
     return folder
 
 
-def pytest_configure() -> None:
+# The workers of pytest-xdist take whole files: the longest first, or one worker has them left when the others are done.
+LONGEST_FILES = [
+    *("test_slurm.py", "test_parallelism.py", "test_faults.py", "test_compile.py", "test_data_parallel.py"),
+    *("test_resume_elsewhere.py", "test_train.py", "test_speed_options.py", "test_bad_disk.py", "test_prepare.py"),
+    *("test_hf.py", "test_evaluate.py", "test_generation.py", "test_validation.py", "test_multinode.py"),
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # by the number of tests in them
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
@@ -66,6 +75,8 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torchtrain.config.schema import JobConfig
 
 STEPS = 20
+TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows
 
 
@@ -28,28 +29,28 @@ def train_and_count(config: JobConfig, document_start: int | None = None) -> tup
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, mode: str) -> None:
-    config = config_of(
-        training={"loss_chunk_tokens": 8}, compile={"enable": True}, activation_checkpoint={"mode": mode}
-    )
+    config = config_of(training=TRAINING, compile={"enable": True}, activation_checkpoint={"mode": mode})
     [(compiled, counts)] = gloo.run(1, train_and_count, config)
     assert counts == {"graphs": 2, "breaks": {}}
-    [eager] = gloo.run(1, train, config_of(), TINY, STEPS)
+    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
     assert_same_run([compiled], eager)
 
 
 def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool) -> None:
-    config = config_of(training={"loss_chunk_tokens": 8}, compile={"enable": True})
+    config = config_of(training=TRAINING, compile={"enable": True})
     [(compiled, counts)] = gloo.run(1, train_and_count, config, DOCUMENT_START)
     assert counts == {"graphs": 2, "breaks": {}}
-    [eager] = gloo.run(1, train, config_of(), TINY, STEPS, DOCUMENT_START)
+    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS, DOCUMENT_START)
     assert_same_run([compiled], eager)
-    [apart_from_nothing] = gloo.run(1, train, config_of(), TINY, STEPS)
+    [apart_from_nothing] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
     assert eager.losses != apart_from_nothing.losses
 
 
 def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
-    config = config_of(parallelism={"tensor_parallel_degree": 2}, compile={"enable": True})
-    [eager] = gloo.run(1, train, config_of(), TINY, STEPS)
+    config = config_of(
+        training={"local_batch_size": 4}, parallelism={"tensor_parallel_degree": 2}, compile={"enable": True}
+    )
+    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
     for compiled, counts in gloo.run(2, train_and_count, config):
         assert counts == {"graphs": 1, "breaks": {}}  # the loss of split logits is not compiled
         assert_same_run([compiled], eager)

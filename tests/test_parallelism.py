@@ -70,6 +70,8 @@ def run(
     rows = 8 // (options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1))
     training = {"local_batch_size": rows, **changes.pop("training", {})}
     parallelism = {**options, **changes.pop("parallelism", {})}
+    if rows == 8 and "P" in text and ("T" in text or "C" in text):  # where each microbatch takes long
+        parallelism.setdefault("pipeline_parallel_microbatches", 4)
     config = config_of(training=training, parallelism=parallelism, **changes)
     return gloo.run(ranks, function, config, model)  # type: ignore[return-value]
 
@@ -200,10 +202,10 @@ def _train_compiled(config: JobConfig, model: TransformerConfig) -> Curve:
         return train(config, model)
 
 
-@pytest.mark.parametrize("text", ["T2", "C2"])
-def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve], text: str) -> None:
+# Of a tensor-parallel group: test_compile.py.
+def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve]) -> None:
     changes = {"compile": {"enable": True}}
-    assert_same_run(run(gloo, text, PLAIN, function=_train_compiled, **changes), references["plain"])
+    assert_same_run(run(gloo, "C2", PLAIN, function=_train_compiled, **changes), references["plain"])
 
 
 BFLOAT16_SEEDS = (1, 2, 3)
