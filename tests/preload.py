@@ -1,11 +1,22 @@
 """What the fork server does before it forks, so that no process forked from it has to: import, and parse options."""
 
 import gc
+from contextlib import suppress
+from importlib import import_module
 
-import parity  # noqa: F401
-
-from torchtrain.config.parse import parse
-
-parse([])
+for name in (
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "torchtrain.faults.hangs",
+    "torchtrain.generation",
+    "torchtrain.metrics",
+    "torchtrain.profiling",
+    "torchtrain.validation",
+    "parity",
+):
+    import_module(name)
+with suppress(ImportError):  # no dependency of ours
+    import_module("scipy.io")  # datasets does, when it opens files
+import_module("torchtrain.config.parse").parse([])
 gc.collect()
 gc.freeze()  # this memory stays shared: forked processes do not look through it
