@@ -6,9 +6,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import MappingProxyType
 from typing import Any
 
 from forkserver import context, free_port
@@ -17,19 +18,21 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 200
 
 
-def start_door(
-    module: str, *arguments: str, environment: dict[str, str] | None = None, stdout: Path, stderr: Path
-) -> Any:
-    """The process of ``python -m module arguments`` in the repository; its output goes into files."""
-    process = context().Process(target=_run, args=(module, arguments, environment or {}, stdout, stderr))
-    process.start()
-    return process
+def _nothing() -> None:
+    pass
 
 
 def run_door(
-    module: str, *arguments: str, ranks: int = 1, environment: dict[str, str] | None = None
+    module: str,
+    *arguments: str,
+    ranks: int = 1,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    hook: Callable[[], object] = _nothing,
 ) -> "CompletedProcess[str]":
-    """``python -m module arguments``, or the same on ``ranks`` ranks; the exit code is that of the first that fails."""
+    """``python -m module arguments`` in the repository, or the same on ``ranks`` ranks.
+
+    The exit code is that of the first rank that fails. ``hook`` is called in each process before.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         of_rank: list[dict[str, str]] = [{}]
@@ -37,11 +40,13 @@ def run_door(
             common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
             of_rank = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         processes = [
-            start_door(module, *arguments, environment={**(environment or {}), **own}, stdout=files[0], stderr=files[1])
+            context().Process(target=_run, args=(module, arguments, {**environment, **own}, hook, files))
             for own in of_rank
         ]
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
+            for process in processes:
+                process.start()
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             assert all(process.exitcode is not None for process in processes), files[1].read_text()
@@ -60,7 +65,9 @@ def checked_door(module: str, *arguments: str, **options: Any) -> "CompletedProc
     return result
 
 
-def _run(module: str, arguments: Sequence[str], environment: dict[str, str], *files: Path) -> None:
+def _run(
+    module: str, arguments: Sequence[str], environment: dict[str, str], hook: Callable[[], object], files: list[Path]
+) -> None:
     import torch
 
     for descriptor, file in enumerate(files, start=1):
@@ -73,6 +80,7 @@ def _run(module: str, arguments: Sequence[str], environment: dict[str, str], *fi
     sys.argv[1:] = arguments
     code: object = 0
     try:
+        hook()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exit_:
         code = exit_.code
