@@ -1,74 +1,83 @@
 """Between two lines of the log the host waits for nothing: the device always has its next work queued."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-
-# Runs the trainer, counts by step what would wait for the device, and prints the counts as its last line.
-COUNT_WAITS = """
-import json, sys
-from unittest.mock import patch
 import torch
+from forked_run import finish
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from torchtrain.datasets.loader import Loader
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.profiling import Profiler
-from torchtrain.train import main
 
-waiting_ops = {"aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select", "aten.unique_dim"}
+ROOT = Path(__file__).parent.parent
+
 # A rank alone has nobody to wait for, the loader neither: these count in what is excused below, too.
-all_reduces, count, counts = 0, 0, []
+WAITING_OPS = {"aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select", "aten.unique_dim"}
+
 
 class CountWaits(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        global all_reduces, count
-        count += str(func).rsplit(".", 1)[0] in waiting_ops
-        all_reduces += str(func).startswith("c10d.allreduce_")
+    """Of each step, what would wait for the device, and the all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = self.all_reduces = 0
+        self.of_steps: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += str(func).rsplit(".", 1)[0] in WAITING_OPS
+        self.all_reduces += str(func).startswith("c10d.allreduce_")
         return func(*args, **(kwargs or {}))
 
-def counting(function):
-    def counted(*args, **kwargs):
-        global count
-        count += 1
-        return function(*args, **kwargs)
-    return counted
+    def counting(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.waits += 1
+            return function(*args, **kwargs)
 
-def end_step(self):
-    global all_reduces, count
-    counts.append(count + all_reduces)
-    all_reduces = count = 0
+        return counted
 
-def excused(function):
-    def uncounted(*args, **kwargs):
-        global count
-        before = count
-        result = function(*args, **kwargs)
-        count = before
-        return result
-    return uncounted
+    def excused(self, function: Any) -> Any:
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            before = self.waits
+            result = function(*args, **kwargs)
+            self.waits = before
+            return result
 
-with (
-    patch.object(torch.Tensor, "tolist", counting(torch.Tensor.tolist)),
-    patch.object(torch.Tensor, "numpy", counting(torch.Tensor.numpy)),
-    patch.object(torch.Tensor, "cpu", counting(torch.Tensor.cpu)),
-    # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
-    patch.object(UpdateGuard, "settle", excused(UpdateGuard.settle)),
-    patch.object(Loader, "__next__", excused(Loader.__next__)),
-    patch.object(Profiler, "step", end_step),
-    CountWaits(),
-):
-    code = main(sys.argv[1:])
-print(json.dumps(counts))
-sys.exit(code)
-"""
+        return uncounted
 
-# The same on a GPU, where torch itself knows what waits.
+    def end_step(self) -> None:
+        self.of_steps.append(self.waits + self.all_reduces)
+        self.waits = self.all_reduces = 0
+
+
+@contextmanager
+def count_waits() -> Iterator[None]:
+    """Within, the trainer's waits are counted by step; the counts are the last line of its output."""
+    counts = CountWaits()
+    with (
+        patch.object(torch.Tensor, "tolist", counts.counting(torch.Tensor.tolist)),
+        patch.object(torch.Tensor, "numpy", counts.counting(torch.Tensor.numpy)),
+        patch.object(torch.Tensor, "cpu", counts.counting(torch.Tensor.cpu)),
+        # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
+        patch.object(UpdateGuard, "settle", counts.excused(UpdateGuard.settle)),
+        patch.object(Loader, "__next__", counts.excused(Loader.__next__)),
+        patch.object(Profiler, "step", lambda _: counts.end_step()),
+        counts,
+    ):
+        yield
+    os.write(1, f"{json.dumps(counts.of_steps)}\n".encode())
+
+
+# On a GPU torch itself knows what waits.
 REFUSE_WAITS = """
 import sys
 from unittest.mock import patch
@@ -94,25 +103,15 @@ OPTIONS = [
 ]
 
 
-def run(program: str, folder: Path, *options: str) -> Any:
-    return subprocess.run(
-        [sys.executable, "-c", program, "--job.dump_folder", str(folder), *OPTIONS, *options],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-
-
 def test_host_waits_only_to_log_and_to_save(tmp_path: Path) -> None:
-    result = run(COUNT_WAITS, tmp_path)
-    assert result.returncode == 0, result.stderr
-    by_step = dict(enumerate(json.loads(result.stdout.splitlines()[-1]), start=1))
+    output = finish(tmp_path, *OPTIONS, ranks=1, hook=count_waits)
+    by_step = dict(enumerate(json.loads(output.splitlines()[-1]), start=1))
     assert by_step[10] > 0  # it does count
     assert {by_step[step] for step in range(2, 10)} == {0}
 
 
 @pytest.mark.gpu
 def test_cuda_sees_no_synchronization_between_logs(tmp_path: Path) -> None:
-    result = run(REFUSE_WAITS, tmp_path)
+    command = [sys.executable, "-c", REFUSE_WAITS, "--job.dump_folder", str(tmp_path), *OPTIONS]
+    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
