@@ -10,6 +10,8 @@ from forked_door import checked_door
 from forkserver import Server
 from gloo_pool import GlooPool
 
+from torchtrain.log import logger
+
 
 @pytest.fixture(autouse=True, scope="session")
 def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Server:
@@ -72,6 +74,16 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HF_DATASETS_CACHE", folder)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_it_was() -> Iterator[None]:
+    """A door that is called in this process sets the logger up: the next test finds it as it was."""
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
