@@ -93,8 +93,9 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return convert(arguments[0], value, name)
-    if origin in (types.UnionType, typing.Union):  # X | None: TOML has no None, so a value is an X
-        return convert(arguments[0], value, name)
+    if origin in (types.UnionType, typing.Union):  # X | None, TOML has no None; or X | a list of X
+        is_list = isinstance(value, list) and typing.get_origin(arguments[1]) is tuple
+        return convert(arguments[is_list], value, name)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")

@@ -139,9 +139,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Source:
-    path: str = ""
-    """Local .jsonl, .json (both also .gz or .zst), .parquet, .arrow or .txt file, a folder of them, a pattern such as
-    'books/*.jsonl', or a folder that torchtrain.prepare wrote."""
+    path: str | tuple[str, ...] = ""
+    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
+    them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
@@ -166,7 +166,13 @@ class Source:
     @property
     def label(self) -> str:
         """A short name, for curves."""
-        return Path(self.path).name.split(".")[0] if self.path else self.name.split("/")[-1]
+        return Path(self.paths[0]).name.split(".")[0] if self.path else self.name.split("/")[-1]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """``path`` as a list."""
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        return paths if self.path else ()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import pyarrow.parquet
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets.files import open_dataset
+from torchtrain.datasets.formats import as_text, require_column
 from torchtrain.datasets.identity import identity_of_names
-from torchtrain.datasets.text import LocalText, StreamedText, as_text, require_column
+from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError
 
 

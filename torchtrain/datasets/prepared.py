@@ -17,6 +17,7 @@ import xxhash
 from torchtrain.errors import DataError
 
 MANIFEST = "manifest.json"
+UNFINISHED = "unfinished.json"  # what stands there as long as work goes on
 _FORMAT = 1
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -51,6 +52,7 @@ class LocalText(TextSource):
     Args:
         dataset: one row a document.
         text_of: the document of a row; None if it is not text.
+        files: that it comes from, where it is their content.
     """
 
     def __init__(
@@ -59,15 +61,12 @@ class LocalText(TextSource):
         text_of: Callable[[Mapping[str, Any]], str | None],
         name: str,
         identity: Callable[[], str],
+        files: Sequence[Path] = (),
     ):
         super().__init__(len(dataset), name, identity)
+        self.files = files
         self._dataset = dataset
         self._text_of = text_of
-
-    @property
-    def fingerprint(self) -> str:
-        """Another one when the data are others."""
-        return str(self._dataset._fingerprint)
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
@@ -122,13 +121,3 @@ class StreamedText(TextSource):
                     raise DataError(f"cannot go on reading {self.name} at {place}: {error!r}") from error
                 logger.error(f"reading {self.name} failed, next attempt in {pause} s: {error!r}")
                 time.sleep(pause)
-
-
-def require_column(column: str, columns: Sequence[str] | Mapping[str, object], label: str) -> None:
-    """Raise ``DataError`` that names the columns there are."""
-    if column not in columns:
-        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
-
-
-def as_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
