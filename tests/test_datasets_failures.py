@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,10 @@ class Windows:
     def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
         self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
 
-    def fill(self, window: npt.NDArray[np.int64], turn: int) -> int:
+    def fill(self, windows: Sequence[npt.NDArray[np.int64]], turns: Sequence[int]) -> list[int]:
+        return [self.fill_one(window, turn) for window, turn in zip(windows, turns, strict=True)]
+
+    def fill_one(self, window: npt.NDArray[np.int64], turn: int) -> int:
         time.sleep(self.pause)
         if turn // 2 == self.fail_at:
             raise OSError("the disk is gone")

@@ -1,11 +1,16 @@
-"""Prepared data: documents tokenized once, read by memory map.
+"""Prepared data: documents tokenized once, of which a run reads the windows that it needs, and nothing else.
 
 A folder holds ``manifest.json`` and, for each shard, ``<shard>.tokens`` (little-endian uint16, or uint32 for a
 vocabulary above 65,536: bos, text, eos of one document after the other) and ``<shard>.documents`` (little-endian
 int64: where each document begins, and at last the number of tokens).
 """
 
+import contextlib
+import functools
 import json
+import os
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.datasets.text import RETRY_SECONDS
 from torchtrain.errors import DataError
+from torchtrain.reading import MISSING, patiently
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # what stands there as long as work goes on
 _FORMAT = 1
+_OPEN_FILES = 256  # of a source, at most
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class PreparedTokens:
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
         self.documents = sum(shard.documents for shard in manifest.shards)
-        self._shards: list[npt.NDArray[Any]] = []
+        self._folder = folder
         for shard in manifest.shards:
             path = folder / f"{shard.name}.tokens"
             expected = shard.tokens * manifest.dtype.itemsize
@@ -92,10 +100,8 @@ class PreparedTokens:
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
-            # An empty file cannot be mapped. asarray: slices of a plain array are made faster than those of a memmap.
-            shard_tokens = np.asarray(np.memmap(path, manifest.dtype, "r")) if size else np.empty(0, manifest.dtype)
-            self._shards.append(shard_tokens)
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
+        self._file = functools.lru_cache(_OPEN_FILES)(_File)
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
 
@@ -107,18 +113,64 @@ class PreparedTokens:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill ``out`` with the tokens from number ``start`` on."""
+    def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Fill each of ``outs`` with the tokens from its start on.
+
+        The file system is asked for all of them at once, and for nothing else: a memory map would read ahead, from a
+        cold disk hundreds of times what is used.
+
+        Raises:
+            StorageError: the file system fails for minutes.
+            DataError: a file is not what it was when it was opened.
+        """
+        size = self._manifest.dtype.itemsize
+        parts = [part for start, out in zip(starts, outs, strict=True) for part in self._parts(start, out)]
+        if hasattr(os, "posix_fadvise"):
+            for path, first, out in parts:
+                with contextlib.suppress(OSError):  # it will come again when it is read
+                    descriptor = self._file(path).descriptor
+                    os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
+        for path, first, out in parts:
+            read = functools.partial(self._pread, path, first * size, len(out) * size)
+            try:
+                out[:] = np.frombuffer(patiently(read, path, RETRY_SECONDS), self._manifest.dtype)
+            except MISSING as error:
+                raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+
+    def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[Path, int, npt.NDArray[np.int64]]]:
+        """``out`` cut by shards: the file, the number of its first token, and where it goes."""
         assert start + len(out) <= len(self)
-        shard = int(np.searchsorted(self._ends, start, side="right"))
-        filled = 0
+        shard, filled = int(np.searchsorted(self._ends, start, side="right")), 0
         while filled < len(out):
-            tokens = self._shards[shard]
-            first = start + filled - (int(self._ends[shard]) - len(tokens))
-            taken = tokens[first : first + len(out) - filled]
-            out[filled : filled + len(taken)] = taken
-            filled += len(taken)
-            shard += 1
+            tokens = self._manifest.shards[shard].tokens
+            first = start + filled - (int(self._ends[shard]) - tokens)
+            part = out[filled : filled + tokens - first]
+            if len(part):
+                yield self._folder / f"{self._manifest.shards[shard].name}.tokens", first, part
+            filled, shard = filled + len(part), shard + 1
+
+    def _pread(self, path: Path, offset: int, size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            try:
+                block = os.pread(self._file(path).descriptor, size - len(content), offset + len(content))
+            except OSError:
+                self._file.cache_clear()  # the next attempt opens it again
+                raise
+            if not block:
+                raise DataError(f"{path} is shorter than when the run began: put back what was there")
+            content += block
+        return content
+
+
+class _File:
+    """An open file, closed when nothing refers to it."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
 
 
 def verify(folder: Path, label: str) -> Manifest:
