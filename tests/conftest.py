@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from disk_faults import DiskFaults
 from forkserver import Server
 from gloo_pool import GlooPool
+from hub_server import Hub, free_port
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,6 +35,20 @@ def gloo() -> Iterator[GlooPool]:
 
 
 @pytest.fixture(scope="session")
+def hub_of_session() -> Iterator[Hub]:
+    server = Hub(int(os.environ["HF_ENDPOINT"].rpartition(":")[2]))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(hub_of_session: Hub) -> Iterator[Hub]:
+    """What this process and those that it starts take for the Hugging Face hub."""
+    yield hub_of_session
+    hub_of_session.clear()
+
+
+@pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run that has learned a little; not to be written to."""
     folder = tmp_path_factory.mktemp("trained_run")
@@ -51,6 +67,10 @@ def pytest_configure() -> None:
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.
+    os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
+    os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,7 +23,7 @@ from torchtrain.datasets import text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.text import StreamedText
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, StorageError
 
 
 class Windows:
@@ -180,8 +180,9 @@ def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> 
     source = StreamedText(
         [flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'", identity=str
     )
-    with pytest.raises(DataError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
+    with pytest.raises(StorageError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
         list(source.read(0, 0))
+    assert StorageError.exit_code == 74  # later, the same command may work
     assert pauses == list(text.RETRY_SECONDS)
     assert sum(pauses) > 200
 

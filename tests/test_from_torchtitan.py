@@ -54,7 +54,8 @@ KEYS_0_2 = {
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
     "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
     "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload "
-    "dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug seed deterministic debug_moe_force_load_balance",
+    "dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug seed deterministic "
+    "debug_moe_force_load_balance",
     "training.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
     "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
     "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree "

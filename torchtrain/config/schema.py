@@ -148,6 +148,9 @@ class Source:
     """Configuration of the hub dataset, where it has several."""
     split: str = "train"
     """Split of the hub dataset."""
+    revision: str | None = None
+    """Commit, branch or tag of the hub dataset. Default: the newest commit when the run begins, which is written into
+    its checkpoints: a run that resumes keeps to it."""
     download: bool = False
     """Download the hub dataset before training; else it is streamed."""
     text_column: str = "text"

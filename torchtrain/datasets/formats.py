@@ -37,11 +37,12 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def documents(
-    raw: BinaryIO, name: str, column: str, start: int = 0, *, text_by_line: bool = False
+    raw: BinaryIO, name: str, column: str, start: int = 0, *, text_by_line: bool = False, head: int | None = None
 ) -> Iterator[str | None]:
     """The documents of the file ``name`` with the content ``raw``, from number ``start`` on.
 
-    ``text_by_line``: each line of a text file is a document, as the library ``datasets`` has it.
+    ``text_by_line``: each line of a text file is a document, as the library ``datasets`` has it. ``head``: read, and
+    judge, so many lines alone.
 
     Raises:
         DataError: it is not what its name says, or has no text in ``column``. What a damaged file makes the readers of
@@ -53,18 +54,16 @@ def documents(
     if kind == "arrow":
         return itertools.islice(_arrow(raw, column), start, None)
     blocks = _unpacked(raw, packing)
-    if kind in ("txt", "md"):
-        return itertools.islice(_decoded(_lines(blocks)) if text_by_line else _pieces(blocks), start, None)
-    if kind in ("csv", "tsv"):
-        return itertools.islice(_table(_decoded(_lines(blocks)), column, "," if kind == "csv" else "\t"), start, None)
-    lines = _lines(blocks)
     if kind == "json":
-        head = list(itertools.islice(lines, 1))
-        while head and not head[-1].removeprefix(b"\xef\xbb\xbf").strip() and (more := next(lines, None)) is not None:
-            head.append(more)
-        lines = itertools.chain(head, lines)
-        if head and head[-1].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            return itertools.islice(_json_array(lines, column), start, None)
+        block = next(blocks, b"")
+        blocks = itertools.chain([block], blocks)
+        if block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            return itertools.islice(_json_array(_lines(blocks), column), start, None)
+    lines = itertools.islice(_lines(blocks), head)
+    if kind in ("txt", "md"):
+        return itertools.islice(_decoded(lines) if text_by_line else _pieces(blocks), start, None)
+    if kind in ("csv", "tsv"):
+        return itertools.islice(_table(_decoded(lines), column, "," if kind == "csv" else "\t"), start, None)
     return _json_lines(lines, column, start)
 
 
@@ -98,7 +97,7 @@ def place_to_cut(block: bytes) -> int:
 def _unpacked(raw: BinaryIO, packing: str) -> Iterator[bytes]:
     """The content in blocks. A file that ends in the middle of what is packed is an error."""
     if packing != "zst":
-        file: Any = gzip.GzipFile(fileobj=raw) if packing == "gz" else raw
+        file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if packing == "gz" else raw
         yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
         return
     frame = None

@@ -1,77 +1,249 @@
-"""Datasets of the Hugging Face hub, streamed or downloaded."""
+"""Datasets of the Hugging Face hub, streamed or downloaded.
 
-from collections.abc import Callable, Iterator
+Of a streamed one, a single rank asks the hub what its files are. Every rank then reads its own in ranges, from the
+revision that was found.
+"""
+
+import contextlib
+import io
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import datasets
 import fsspec
-import pyarrow.parquet
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from torchtrain.config.schema import Source
+from torchtrain.datasets import text
 from torchtrain.datasets.files import open_dataset
-from torchtrain.datasets.formats import as_text, require_column
+from torchtrain.datasets.formats import SUFFIXES, documents, kind_of
 from torchtrain.datasets.identity import identity_of_names
 from torchtrain.datasets.text import LocalText, StreamedText
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.log import logger
+
+T = TypeVar("T")
+
+_RANGE_BYTES = 1 << 23  # of a file that is read from its start
+_HEAD_ROWS = 100  # of the first file, in which its column must be
+_PATHS_AT_ONCE = 500
+
+
+class Ask(Protocol):
+    """Gives what a question gives, and may put it on one rank for all."""
+
+    def __call__(self, question: Callable[[], T], /) -> T: ...
+
+
+def alone(question: Callable[[], T], /) -> T:
+    """Each rank for itself."""
+    return question()
+
+
+def find_revision(source: Source, label: str) -> str | None:
+    """The commit that the dataset stands at now; None for one that lies in a local folder.
+
+    Raises:
+        DataError: there is no such dataset, or it is not open to this user.
+        StorageError: the hub does not answer.
+    """
+    if Path(source.name).exists():
+        return None
+    api, seconds = huggingface_hub.HfApi(), huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+    ask = partial(api.dataset_info, source.name, revision=source.revision, timeout=seconds)
+    return cast(str, patiently_asked(ask, label).sha)
 
 
 def open_downloaded(source: Source, label: str) -> LocalText:
     """A dataset of the hub, fetched in full the first time."""
     datasets.disable_progress_bars()  # they would come from every rank
-    try:
-        dataset = datasets.load_dataset(source.name, source.subset or None, split=source.split)
-    except Exception as error:  # The hub's client raises dozens of kinds; its message says what is wrong.
-        raise DataError(f"cannot download {label}: {error}") from error
+    load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
+    dataset = patiently_asked(lambda: load(split=source.split), label)
     # The hub's revision is in it, and no path.
     return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
 
 
-def open_streamed(source: Source, lanes: int, label: str) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers."""
-    column, split = source.text_column, source.split
-    try:
-        builder = datasets.load_dataset_builder(source.name, source.subset or None)
-        urls = [str(url) for url in (builder.config.data_files or {}).get(split, ())]
-        files: list[Callable[[int], Iterator[str | None]]]
-        if urls and all(url.endswith(".parquet") for url in urls):
-            with fsspec.open(urls[0]) as file:
-                columns = pyarrow.parquet.read_schema(file).names
-            files = [_parquet_reader(url, column) for url in urls]
-        else:
-            dataset = datasets.load_dataset(source.name, source.subset or None, split=split, streaming=True)
-            columns = dataset.column_names or list(next(iter(dataset), {}))
-            files = [_stream_reader(dataset, number, column) for number in range(dataset.n_shards)]
-    except Exception as error:  # As above; the message says what is wrong.
-        raise DataError(f"cannot open {label}: {error}") from error
-    if not columns:
+def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
+    """A dataset of the hub, to be streamed by ``lanes`` readers.
+
+    Raises:
+        DataError: it is not what ``source`` says.
+        StorageError: the hub does not answer.
+    """
+    files = ask(partial(_list_files, source, label))
+    readers = [partial(_read, url, size, source.text_column, label) for url, size in files]
+    return StreamedText(readers, lanes, label, partial(identity_of_names, [url for url, _ in files]))
+
+
+def patiently_asked(question: Callable[[], T], label: str) -> T:
+    """``question()``, tried again with growing pauses, or as long as the hub says, while the network fails."""
+    pauses = iter(text.RETRY_SECONDS)
+    while True:
+        try:
+            return question()
+        except TorchtrainError:
+            raise
+        except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
+            chain = _chain(error)
+            causes = ", because of ".join(dict.fromkeys(str(cause) or repr(cause) for cause in chain))
+            if not _may_pass(chain):
+                raise DataError(f"cannot open {label}: {causes}") from error
+            pause = next(pauses, None)
+            if pause is None:
+                raise StorageError(
+                    f"{label}: the hub or the network does not answer: {causes}. Start again later; nothing is lost"
+                ) from error
+            seconds = max(pause, *map(_retry_after, chain))
+            logger.error("%s: next attempt in %g s: %s", label, seconds, causes)
+            time.sleep(seconds)
+
+
+def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
+    """Address and size in bytes of each file."""
+    with contextlib.suppress(EntryNotFoundError):
+        if not Path(source.name).exists():
+            # The library ``datasets`` takes a card that does not come for one that is not there.
+            fetch = partial(huggingface_hub.hf_hub_download, source.name, "README.md", repo_type="dataset")
+            patiently_asked(lambda: _if_there(partial(fetch, revision=source.revision)), label)
+    build = partial(datasets.load_dataset_builder, source.name, source.subset or None, revision=source.revision)
+    data_files = patiently_asked(build, label).config.data_files or {}
+    if source.split not in data_files:
+        raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
+    urls = [str(url) for url in data_files[source.split]]
+    if bad := [url for url in urls if not kind_of(url)[0]]:
+        raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
+    files = list(zip(urls, patiently_asked(lambda: _sizes(urls), label), strict=True))
+    head: list[Any] = []
+    for url, size in files[:1]:
+        name = url.rpartition("/")[2]
+        with _open(url, size, label) as raw:
+            read = documents(raw, name, source.text_column, text_by_line=True, head=_HEAD_ROWS)
+            try:
+                head = list(itertools.islice(read, _HEAD_ROWS + 1))
+            except DataError as error:
+                raise DataError(f"{label}: {name}: {error}") from None
+    if not head:
         raise DataError(f"{label} has no documents")
-    require_column(column, columns, label)
-    return StreamedText(files, lanes, label, partial(identity_of_names, urls))
+    return files
 
 
-def _parquet_reader(url: str, column: str) -> Callable[[int], Iterator[str | None]]:
-    """Fetches the one column alone, and begins at the row group in question."""
-
-    def read(start: int) -> Iterator[str | None]:
-        with fsspec.open(url) as file:
-            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=True)
-            for group in range(parquet.num_row_groups):
-                rows = parquet.metadata.row_group(group).num_rows
-                if start >= rows:
-                    start -= rows
-                    continue
-                for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
-                    yield from map(as_text, batch.column(0).slice(start).to_pylist())
-                    start = max(0, start - len(batch))
-
-    return read
+def _if_there(fetch: Callable[[], T]) -> T | None:
+    try:
+        return fetch()
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError):  # what it is called when the hub does not answer
+            raise ConnectionError(str(error)) from error
+        return None
 
 
-def _stream_reader(
-    dataset: datasets.IterableDataset, number: int, column: str
-) -> Callable[[int], Iterator[str | None]]:
-    def read(start: int) -> Iterator[str | None]:
-        for row in dataset.shard(num_shards=dataset.n_shards, index=number).skip(start):
-            yield as_text(row.get(column))
+def _sizes(urls: Sequence[str]) -> list[int]:
+    if not urls[0].startswith("hf://"):
+        return [fsspec.core.url_to_fs(url)[0].size(url) for url in urls]
+    found: dict[str, int] = {}
+    for first in range(0, len(urls), _PATHS_AT_ONCE):
+        parts = [_parts(url) for url in urls[first : first + _PATHS_AT_ONCE]]
+        repository, revision, _ = parts[0]
+        paths = [path for *_, path in parts]
+        for file in huggingface_hub.HfApi().get_paths_info(repository, paths, revision=revision, repo_type="dataset"):
+            found[file.path] = getattr(file, "size", 0)
+    return [found[_parts(url)[2]] for url in urls]
 
-    return read
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """Repository, revision and path of hf://datasets/REPOSITORY@REVISION/PATH."""
+    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
+    revision, _, path = rest.partition("/")
+    return repository, revision, path
+
+
+def _read(url: str, size: int, column: str, label: str, start: int) -> Iterator[str | None]:
+    with _open(url, size, label) as raw:
+        yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True)
+
+
+def _open(url: str, size: int, label: str) -> Any:
+    if not url.startswith("hf://"):
+        return fsspec.open(url)
+    file = _RemoteFile(url, size, f"{label}: {url}")
+    # Of parquet exactly what is asked for is fetched.
+    return file if kind_of(url)[0] == "parquet" else io.BufferedReader(file, _RANGE_BYTES)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file of the hub, fetched in ranges. One request for each read: its size is known, and its revision fixed."""
+
+    def __init__(self, url: str, size: int, label: str):
+        repository, revision, path = _parts(url)
+        self._url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
+        self._size = size
+        self._label = label
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + (0, self._place, self._size)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._place))
+        if count:
+            buffer[:count] = patiently_asked(lambda: self._fetch(self._place, count), self._label)
+            self._place += count
+        return count
+
+    def _fetch(self, start: int, count: int) -> bytes:
+        response = http_backoff(
+            "GET",
+            self._url,
+            headers={**build_hf_headers(), "range": f"bytes={start}-{start + count - 1}"},
+            timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            max_retries=0,
+        )
+        hf_raise_for_status(response)
+        content = response.content
+        if response.status_code == 200:  # the whole file, from a server that knows no ranges
+            content = content[start : start + count]
+        if len(content) != count:
+            raise ConnectionError(f"{len(content)} bytes came instead of {count}")
+        return content
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error and those below it."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _may_pass(chain: Sequence[BaseException]) -> bool:
+    """Whether it is the hub or the network, and not what was asked of it."""
+    for error in chain:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status in (408, 425, 429) or status >= 500
+    # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
+    kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}
+    return bool(kinds & {"ConnectionError", "TimeoutError", "HTTPError", "RequestException", "ClientError"})
+
+
+def _retry_after(error: BaseException) -> float:
+    """Seconds that the hub asks to wait; 0 where it says nothing."""
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+        return float(error.response.headers["Retry-After"])  # type: ignore[attr-defined]
+    return 0.0
