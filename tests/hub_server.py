@@ -201,7 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
         revision = self.revision(repository, wanted)
         content = self.server_hub.repositories.get(repository, {}).get(revision or "", {}).get(path)
         if revision is None or content is None:
-            self.send(404, b"", {"X-Error-Code": "EntryNotFound" if revision else "RevisionNotFound"})
+            known = "RevisionNotFound" if repository in self.server_hub.repositories else "RepoNotFound"
+            self.send(404, b"", {"X-Error-Code": "EntryNotFound" if revision else known})
             return
         headers = {
             "ETag": f'"{hashlib.sha1(content).hexdigest()}"',

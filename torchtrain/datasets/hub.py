@@ -91,7 +91,7 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
             raise
         except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
             chain = _chain(error)
-            causes = ", because of ".join(dict.fromkeys(str(cause) or repr(cause) for cause in chain))
+            causes = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
             if not _may_pass(chain):
                 raise DataError(f"cannot open {label}: {causes}") from error
             pause = next(pauses, None)
