@@ -1,6 +1,5 @@
 """The joinery: the one place where the config meets the parts. Every door goes through it, so that none drifts."""
 
-import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
-from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import CONFIG
@@ -23,7 +22,6 @@ from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import (
     ActivationCheckpoint,
-    Checkpoint,
     Comm,
     Compile,
     Data,
@@ -138,7 +136,7 @@ def plan_run(config: JobConfig) -> Plan:
         # The ranks meet before: one of them asks the hub for all.
         init_process_group(device, config.comm.init_timeout_seconds)
         ask = of_first_rank_in_its_time
-        config = _with_revisions(config, ask)
+        config = _with_revisions(config)
     rows_per_part = global_batch_size // degrees.batch
     first_row = degrees.batch_rank(rank()) * rows_per_part
     open_loader = partial(
@@ -173,23 +171,15 @@ def plan_run(config: JobConfig) -> Plan:
     return plan
 
 
-def _with_revisions(config: JobConfig, ask: Ask) -> JobConfig:
+def _with_revisions(config: JobConfig) -> JobConfig:
     """``config`` with the revision of each dataset of the hub: as the run's newest checkpoint has it, or else now."""
-    saved = ask(lambda: _saved_config(config.checkpoint, Path(config.job.dump_folder) / "checkpoint"))
-    data = with_revisions(config.data, saved.data if saved else None, "data", ask)
-    validation = config.validation
+    ask, folder = of_first_rank_in_its_time, Path(config.job.dump_folder) / "checkpoint"
+    saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
+    data, validation = config.data, config.validation
+    data = with_revisions(data, saved.data if saved else None, "data", ask)
     if validation.enable:
         validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
     return replace(config, data=data, validation=validation)
-
-
-def _saved_config(checkpoint: Checkpoint, folder: Path) -> JobConfig | None:
-    """The config of the checkpoint that the run will look at first; whether it is good, is seen when it is loaded."""
-    for step in reversed(saved_steps(folder) if checkpoint.enable else []):
-        if checkpoint.load_step in (-1, step):
-            with contextlib.suppress(ConfigError):
-                return from_file(str(step_folder(folder, step) / CONFIG))
-    return None
 
 
 def make_dump_folder(folder: Path) -> None:

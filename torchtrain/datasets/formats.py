@@ -165,7 +165,7 @@ class _Rows:
 def _json_lines(lines: Iterator[bytes], column: str, start: int) -> Iterator[str | None]:
     """Lines are parsed one by one: a column's type may change from line to line, and a bad line costs itself alone."""
     rows, first = _Rows(column), ""
-    for line in _decoded(lines) if start == 0 else map(bytes.decode, itertools.islice(lines, start, None)):
+    for line in itertools.islice(_decoded(lines), start, None):
         if not line.strip():
             yield ""
             continue
@@ -207,24 +207,17 @@ def _table(lines: Iterator[str], column: str, delimiter: str) -> Iterator[str | 
 
 
 def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
-    """The documents of a text file: the same whether it is packed or not."""
-    buffer, begin = bytearray(), 0  # begin: place of the buffer in the file
-    ended = False
-    while not ended and len(buffer) <= LARGEST_TEXT_FILE_BYTES:
-        block = next(blocks, None)
-        ended, buffer = block is None, buffer + (block or b"")
-    border = PIECE_BYTES if len(buffer) > LARGEST_TEXT_FILE_BYTES else sys.maxsize
-    while True:
-        while not ended and begin + len(buffer) < border + PIECE_BYTES:
-            block = next(blocks, None)
-            ended, buffer = block is None, buffer + (block or b"")
-        if begin + len(buffer) <= border:
-            break
-        cut = border - begin + place_to_cut(bytes(buffer[border - begin : border - begin + PIECE_BYTES]))
-        yield decode_piece(bytes(buffer[:cut]), begin)
-        begin, buffer, border = begin + cut, buffer[cut:], border + PIECE_BYTES
+    """The documents of a packed text file."""
+    buffer, begin, largest = b"", 0, LARGEST_TEXT_FILE_BYTES
+    for block in blocks:
+        buffer += block
+        while len(buffer) > largest:
+            largest = 2 * PIECE_BYTES
+            cut = PIECE_BYTES + place_to_cut(buffer[PIECE_BYTES:largest])
+            yield decode_piece(buffer[:cut], begin)
+            buffer, begin = buffer[cut:], begin + cut
     if buffer:
-        yield decode_piece(bytes(buffer), begin)
+        yield decode_piece(buffer, begin)
 
 
 def decode_piece(piece: bytes, begin: int) -> str:

@@ -5,13 +5,12 @@ revision that was found.
 """
 
 import contextlib
-import io
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import datasets
 import fsspec
@@ -35,13 +34,10 @@ _HEAD_ROWS = 100  # of the first file, in which its column must be
 _PATHS_AT_ONCE = 500
 
 
-class Ask(Protocol):
-    """Gives what a question gives, and may put it on one rank for all."""
-
-    def __call__(self, question: Callable[[], T], /) -> T: ...
+Ask = Callable[[Callable[[], Any]], Any]  # gives what a question gives, and may put it on one rank for all
 
 
-def alone(question: Callable[[], T], /) -> T:
+def alone(question: Callable[[], T]) -> T:
     """Each rank for itself."""
     return question()
 
@@ -63,6 +59,7 @@ def find_revision(source: Source, label: str) -> str | None:
 def open_downloaded(source: Source, label: str) -> LocalText:
     """A dataset of the hub, fetched in full the first time."""
     datasets.disable_progress_bars()  # they would come from every rank
+    _fetch_card(source, label)
     load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
     dataset = patiently_asked(lambda: load(split=source.split), label)
     # The hub's revision is in it, and no path.
@@ -76,8 +73,8 @@ def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> S
         DataError: it is not what ``source`` says.
         StorageError: the hub does not answer.
     """
-    files = ask(partial(_list_files, source, label))
-    readers = [partial(_read, url, size, source.text_column, label) for url, size in files]
+    files: list[tuple[str, int]] = ask(partial(_list_files, source, label))
+    readers = [partial(_read, url, size, source.text_column) for url, size in files]
     return StreamedText(readers, lanes, label, partial(identity_of_names, [url for url, _ in files]))
 
 
@@ -106,11 +103,7 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
 
 def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     """Address and size in bytes of each file."""
-    with contextlib.suppress(EntryNotFoundError):
-        if not Path(source.name).exists():
-            # The library ``datasets`` takes a card that does not come for one that is not there.
-            fetch = partial(huggingface_hub.hf_hub_download, source.name, "README.md", repo_type="dataset")
-            patiently_asked(lambda: _if_there(partial(fetch, revision=source.revision)), label)
+    _fetch_card(source, label)
     build = partial(datasets.load_dataset_builder, source.name, source.subset or None, revision=source.revision)
     data_files = patiently_asked(build, label).config.data_files or {}
     if source.split not in data_files:
@@ -122,7 +115,7 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     head: list[Any] = []
     for url, size in files[:1]:
         name = url.rpartition("/")[2]
-        with _open(url, size, label) as raw:
+        with _open(url, size) as raw:
             read = documents(raw, name, source.text_column, text_by_line=True, head=_HEAD_ROWS)
             try:
                 head = list(itertools.islice(read, _HEAD_ROWS + 1))
@@ -133,13 +126,19 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     return files
 
 
-def _if_there(fetch: Callable[[], T]) -> T | None:
-    try:
-        return fetch()
-    except EntryNotFoundError as error:
-        if isinstance(error, LocalEntryNotFoundError):  # what it is called when the hub does not answer
+def _fetch_card(source: Source, label: str) -> None:
+    """Into the cache: the library ``datasets`` takes a card that does not come for one that is not there."""
+
+    def fetch() -> None:
+        try:
+            huggingface_hub.hf_hub_download(source.name, "README.md", repo_type="dataset", revision=source.revision)
+        except LocalEntryNotFoundError as error:  # what it is called when the hub does not answer
             raise ConnectionError(str(error)) from error
-        return None
+        except EntryNotFoundError:
+            pass
+
+    if not Path(source.name).exists():
+        patiently_asked(fetch, label)
 
 
 def _sizes(urls: Sequence[str]) -> list[int]:
@@ -162,63 +161,41 @@ def _parts(url: str) -> tuple[str, str, str]:
     return repository, revision, path
 
 
-def _read(url: str, size: int, column: str, label: str, start: int) -> Iterator[str | None]:
-    with _open(url, size, label) as raw:
+def _read(url: str, size: int, column: str, start: int) -> Iterator[str | None]:
+    with _open(url, size) as raw:
         yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True)
 
 
-def _open(url: str, size: int, label: str) -> Any:
-    if not url.startswith("hf://"):
-        return fsspec.open(url)
-    file = _RemoteFile(url, size, f"{label}: {url}")
-    # Of parquet exactly what is asked for is fetched.
-    return file if kind_of(url)[0] == "parquet" else io.BufferedReader(file, _RANGE_BYTES)
+def _open(url: str, size: int) -> Any:
+    return _RemoteFile(url, size) if url.startswith("hf://") else fsspec.open(url)
 
 
-class _RemoteFile(io.RawIOBase):
-    """A file of the hub, fetched in ranges. One request for each read: its size is known, and its revision fixed."""
+class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+    """A file of the hub, fetched in ranges. Nothing else is asked: its size is known, and its revision fixed."""
 
-    def __init__(self, url: str, size: int, label: str):
+    def __init__(self, url: str, size: int):
         repository, revision, path = _parts(url)
-        self._url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
-        self._size = size
-        self._label = label
-        self._place = 0
+        self.url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
+        # Of parquet exactly what is asked for is fetched.
+        cache = "none" if kind_of(path)[0] == "parquet" else "readahead"
+        super().__init__(None, path, block_size=_RANGE_BYTES, cache_type=cache, size=size)
 
-    def readable(self) -> bool:
-        return True
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return patiently_asked(lambda: self._fetch(start, end), self.path)
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._place))
-        if count:
-            buffer[:count] = patiently_asked(lambda: self._fetch(self._place, count), self._label)
-            self._place += count
-        return count
-
-    def _fetch(self, start: int, count: int) -> bytes:
+    def _fetch(self, start: int, end: int) -> bytes:
         response = http_backoff(
             "GET",
-            self._url,
-            headers={**build_hf_headers(), "range": f"bytes={start}-{start + count - 1}"},
+            self.url,
+            headers={**build_hf_headers(), "range": f"bytes={start}-{end - 1}"},
             timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT,
             max_retries=0,
         )
         hf_raise_for_status(response)
-        content = response.content
-        if response.status_code == 200:  # the whole file, from a server that knows no ranges
-            content = content[start : start + count]
-        if len(content) != count:
-            raise ConnectionError(f"{len(content)} bytes came instead of {count}")
+        # 200: the whole file, from a server that knows no ranges
+        content: bytes = response.content[start:end] if response.status_code == 200 else response.content
+        if len(content) != end - start:
+            raise ConnectionError(f"{len(content)} bytes came instead of {end - start}")
         return content
 
 

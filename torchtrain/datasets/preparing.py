@@ -57,7 +57,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, content)
     tasks = _deal(documents.units)
     folder.mkdir(parents=True, exist_ok=True)
-    with _room_wanted(folder), _locked(folder):
+    with _writing(folder), _locked(folder):
         for name in (MANIFEST, UNFINISHED):
             if (folder / name).exists():
                 _require_same(plan, Manifest.read(folder / name, str(folder)), folder)
@@ -104,18 +104,14 @@ def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
 
 
 @contextmanager
-def _room_wanted(folder: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
-        "complete is kept, and the same command goes on from there"
-    )
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
+            "complete is kept, and the same command goes on from there"
+        ) from error
 
 
 @contextmanager
@@ -186,10 +182,9 @@ def _work(writer: "_ShardWriter", tasks: Sequence[_Task], next_task: Any, pipe: 
             if number >= len(tasks):
                 return
             if not _is_complete(writer.folder, tasks[number].name):
-                writer.write(tasks[number])
+                with _writing(writer.folder):
+                    writer.write(tasks[number])
             pipe.send(len(tasks[number].documents))
-    except OSError as error:
-        pipe.send(str(_cannot_write(writer.folder, error)))
     except TorchtrainError as error:
         pipe.send(str(error))
 
