@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
 from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
@@ -160,6 +160,14 @@ def test_a_readme_beside_data_is_none(tmp_path: Path) -> None:
 def test_a_first_line_is_as_any_other(tmp_path: Path, first: str) -> None:
     (tmp_path / "a.jsonl").write_text(first + LINES, encoding="utf-8")
     assert texts(tmp_path / "a.jsonl") == DOCUMENTS
+
+
+def test_a_lone_surrogate_is_replaced_as_tokenizers_do(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "broken \\ud83d emoji"}\n')
+    assert texts(tmp_path / "a.jsonl") == ["broken ? emoji"]
+    assert TOKENIZER.encode("broken \ud83d emoji", bos=True, eos=True) == TOKENIZER.encode(
+        "broken ? emoji", bos=True, eos=True
+    )
 
 
 def test_a_list_of_paths(tmp_path: Path) -> None:

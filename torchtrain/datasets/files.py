@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from torchtrain.log import logger
 from torchtrain.reading import MISSING, names_in, patiently, unreadable
 
 _CONVERSION = 1  # another one where it gives other documents for the same files
-_ROWS, _ROWS_BYTES = 1000, 1 << 24  # that are converted at once
+_ROWS = 1000  # that are converted at once
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -94,27 +95,14 @@ class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:  # noqa: ARG002
         return [datasets.SplitGenerator(name="train")]
 
-    def _generate_tables(self) -> Iterator[tuple[Any, pyarrow.Table]]:
-        for number, file in enumerate(self.files):
-            rows: list[str | None] = []
-            count = size = 0
-            for text in _documents_of(file, self.column):
-                rows.append(text)
-                size += len(text or "")
-                if len(rows) == _ROWS or size > _ROWS_BYTES:
-                    yield _key(number, count), pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_string())})
-                    rows, count, size = [], count + 1, 0
-            if rows:
-                yield _key(number, count), pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_string())})
-
-
-def _key(file: int, table: int) -> Any:
-    """That of a table; before datasets 4.4 nothing looked at it."""
-    try:
-        from datasets.builder import Key
-    except ImportError:
-        return f"{file}_{table}"
-    return Key(file, table)
+    def _generate_tables(self) -> Iterator[tuple[str, pyarrow.Table]]:
+        for file in self.files:
+            texts, first = _documents_of(file, self.column), 0
+            while rows := list(itertools.islice(texts, _ROWS)):
+                # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
+                rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
+                yield f"{file} {first}", pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_string())})
+                first += _ROWS
 
 
 def _documents_of(file: Path, column: str) -> Iterator[str | None]:
