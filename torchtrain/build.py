@@ -98,7 +98,10 @@ class Run:
 
 
 def plan_run(config: JobConfig) -> Plan:
-    """Refuse what cannot work, open the tokenizer and the data. No process group yet, and so one clear error."""
+    """Refuse what cannot work, open the tokenizer and the data; so early that there is one clear error.
+
+    There is no process group yet, unless data come from the hub.
+    """
     device = pick_device(config.job.device)
     check_writers(config.metrics)
     if config.training.enable_cpu_offload and device.type == "cpu":
@@ -133,7 +136,7 @@ def plan_run(config: JobConfig) -> Plan:
     choose_attention_backend(config.training.attention_backend, device)
     ask: Ask = alone
     if any(source.name for source in (*config.data.all, *(config.validation.all if config.validation.enable else ()))):
-        # The ranks meet before: one of them asks the hub for all.
+        # One of the ranks asks for all.
         init_process_group(device, config.comm.init_timeout_seconds)
         ask = of_first_rank_in_its_time
         config = _with_revisions(config)
