@@ -1,4 +1,6 @@
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,6 +72,7 @@ def pytest_configure() -> None:
     # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.
     os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
     os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
+    atexit.register(shutil.rmtree, os.environ["HF_HUB_CACHE"], ignore_errors=True)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 

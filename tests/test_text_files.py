@@ -152,6 +152,8 @@ def test_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> Non
 def test_a_readme_beside_data_is_none(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# about")
     assert texts(tmp_path) == ["# about"]
+    (tmp_path / "metadata.csv").write_text("text\nabout\n")
+    assert texts(tmp_path) == ["about"]
     (tmp_path / "a.jsonl").write_text(LINES)
     assert texts(tmp_path) == DOCUMENTS
 

@@ -143,8 +143,8 @@ def _find_files(pattern: str, label: str) -> list[Path]:
         files = [path]
     elif path.is_dir():
         files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
-        if any(kind_of(file.name)[0] != "md" for file in files):  # a README beside data
-            files = [file for file in files if kind_of(file.name)[0] != "md"]
+        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a list beside data
+            files = [file for file in files if kind_of(file.name)[0] not in beside] or files
     else:
         files = sorted(file for file in _matches(Path(path.anchor), path.parts[bool(path.anchor) :]) if file.is_file())
         if not files:
