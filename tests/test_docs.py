@@ -121,7 +121,7 @@ def test_links_and_options_exist(page: Path) -> None:
     sections = to_dict(JobConfig())
     for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
-            known = {**sections[section], "total_steps": None, "decay_ratio": None}
+            known = {**sections[section], "total_steps": None, "decay_ratio": None, "revision": None}
             name = key.removeprefix("no-")
             assert name in known or key in ("py", "jsonl"), f"{page.name}: {section}.{key} is no option"
 
