@@ -182,6 +182,10 @@ def test_a_damaged_file_is_told_at_once(hub: Hub, pauses: list[float]) -> None:
     hub.add("allenai/c4", {**c4(), name: c4()[name][:-20]})
     with pytest.raises(DataError, match=r"cannot go on reading .* at file 3 of 4, document \d+: EOFError"):
         take(make_loader(LAYOUTS["c4"][1]), 12)
+    first = "en/c4-train.00000-of-00004.json.gz"
+    hub.add("allenai/c4", {**c4(), first: b"no gzip"})
+    with pytest.raises(DataError, match=r"cannot open data.name = 'allenai/c4' .*: Not a gzipped file"):
+        make_loader(LAYOUTS["c4"][1])
     assert pauses == []
 
 

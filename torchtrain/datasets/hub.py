@@ -112,18 +112,20 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     if bad := [url for url in urls if not kind_of(url)[0]]:
         raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
     files = list(zip(urls, patiently_asked(lambda: _sizes(urls), label), strict=True))
-    head: list[Any] = []
-    for url, size in files[:1]:
-        name = url.rpartition("/")[2]
-        with _open(url, size) as raw:
-            read = documents(raw, name, source.text_column, text_by_line=True, head=_HEAD_ROWS)
-            try:
-                head = list(itertools.islice(read, _HEAD_ROWS + 1))
-            except DataError as error:
-                raise DataError(f"{label}: {name}: {error}") from None
-    if not head:
+    if not urls or not patiently_asked(partial(_head, *files[0], source.text_column, label), label):
         raise DataError(f"{label} has no documents")
     return files
+
+
+def _head(url: str, size: int, column: str, label: str) -> list[str | None]:
+    name = url.rpartition("/")[2]
+    try:
+        with _open(url, size) as raw:
+            return list(
+                itertools.islice(documents(raw, name, column, text_by_line=True, head=_HEAD_ROWS), _HEAD_ROWS + 1)
+            )
+    except DataError as error:
+        raise DataError(f"{label}: {name}: {error}") from None
 
 
 def _fetch_card(source: Source, label: str) -> None:
