@@ -92,7 +92,7 @@ class PreparedTokens:
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
         self.documents = sum(shard.documents for shard in manifest.shards)
-        self._folder = folder
+        self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
         for shard in manifest.shards:
             path = folder / f"{shard.name}.tokens"
             expected = shard.tokens * manifest.dtype.itemsize
@@ -101,7 +101,7 @@ class PreparedTokens:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
-        self._file = functools.lru_cache(_OPEN_FILES)(_File)
+        self._file = functools.lru_cache(_OPEN_FILES)(lambda shard: _File(self._paths[shard]))
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
 
@@ -126,19 +126,22 @@ class PreparedTokens:
         size = self._manifest.dtype.itemsize
         parts = [part for start, out in zip(starts, outs, strict=True) for part in self._parts(start, out)]
         if hasattr(os, "posix_fadvise"):
-            for path, first, out in parts:
+            for shard, first, out in parts:
                 with contextlib.suppress(OSError):  # it will come again when it is read
-                    descriptor = self._file(path).descriptor
+                    descriptor = self._file(shard).descriptor
                     os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
-        for path, first, out in parts:
-            read = functools.partial(self._pread, path, first * size, len(out) * size)
+        for shard, first, out in parts:
+            read = functools.partial(self._pread, shard, first * size, len(out) * size)
             try:
-                out[:] = np.frombuffer(patiently(read, path, RETRY_SECONDS), self._manifest.dtype)
+                content = patiently(read, self._paths[shard], RETRY_SECONDS)
             except MISSING as error:
-                raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+                raise DataError(
+                    f"{self._paths[shard]} was there when the run began, and is not any more: put it back"
+                ) from error
+            out[:] = np.frombuffer(content, self._manifest.dtype)
 
-    def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[Path, int, npt.NDArray[np.int64]]]:
-        """``out`` cut by shards: the file, the number of its first token, and where it goes."""
+    def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
+        """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""
         assert start + len(out) <= len(self)
         shard, filled = int(np.searchsorted(self._ends, start, side="right")), 0
         while filled < len(out):
@@ -146,20 +149,20 @@ class PreparedTokens:
             first = start + filled - (int(self._ends[shard]) - tokens)
             part = out[filled : filled + tokens - first]
             if len(part):
-                yield self._folder / f"{self._manifest.shards[shard].name}.tokens", first, part
+                yield shard, first, part
             filled, shard = filled + len(part), shard + 1
 
-    def _pread(self, path: Path, offset: int, size: int) -> bytes:
+    def _pread(self, shard: int, offset: int, size: int) -> bytes:
         content = b""
         while len(content) < size:
             try:
-                block = os.pread(self._file(path).descriptor, size - len(content), offset + len(content))
+                block = os.pread(self._file(shard).descriptor, size - len(content), offset + len(content))
             except OSError:
                 self._file.cache_clear()  # the next attempt opens it again
                 raise
             if not block:
-                raise DataError(f"{path} is shorter than when the run began: put back what was there")
-            content += block
+                raise DataError(f"{self._paths[shard]} is shorter than when the run began: put back what was there")
+            content = content + block if content else block
         return content
 
 
