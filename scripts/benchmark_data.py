@@ -1,18 +1,24 @@
 """How fast data come, beside the plain library calls, measured in turn in the same run.
 
-    python scripts/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file tokenizer.model]
+    python scripts/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file tokenizer.model] [--only_cold]
 
 The text is the embedded one, ``copies`` times. Each line gives the median of ``rounds``, in million tokens a second,
 for torchtrain and for the plain call, and how many times as long torchtrain takes, and as many CPU seconds of all its
 processes, which tell more on a busy machine. The library ``datasets`` converts text before it is prepared for the first
-time. The last lines give the share of its time that a training run of the debug model waits for data.
+time. Then windows of prepared data are read in random order from a cold disk (Linux): the milliseconds a batch takes,
+and the bytes that come from the disk for each byte used, beside a memory map and the same windows as rows of the
+library ``datasets``; ``--only_cold`` takes these lines alone. The last lines give the share of its time that a training
+run of the debug model waits for data.
 """
 
 import argparse
 import base64
 import contextlib
+import ctypes
+import gc
 import io
 import json
+import mmap
 import multiprocessing
 import os
 import platform
@@ -22,11 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import sentencepiece
 import tiktoken
 import torch
@@ -35,6 +43,7 @@ from torchtrain.config.schema import Data, Source
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.files import open_standard_library
 from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard
 from torchtrain.datasets.preparing import prepare
 from torchtrain.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
@@ -95,13 +104,13 @@ def prepare_quietly(source: Source, tokenizer_path: str, output: Path, processes
         prepare(source, "data", tokenizer_path, output, processes)
 
 
-def loader_of(config: Data, tokenizer: Tokenizer) -> Loader:
+def loader_of(config: Data, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: int = ROWS) -> Loader:
     return build_loader(
         config,
         tokenizer,
-        seq_len=SEQ_LEN,
-        global_batch_size=ROWS,
-        rows=range(ROWS),
+        seq_len=seq_len,
+        global_batch_size=rows,
+        rows=range(rows),
         seed=0,
         device=torch.device("cpu"),
     )
@@ -119,6 +128,97 @@ def plain_reading(tokens: "np.memmap[Any, Any]", steps: int) -> None:
         starts = rng.integers(0, len(tokens) - SEQ_LEN - 1, ROWS)
         torch.stack([torch.from_numpy(tokens[start : start + SEQ_LEN].astype(np.int64)) for start in starts])
         torch.stack([torch.from_numpy(tokens[start + 1 : start + SEQ_LEN + 1].astype(np.int64)) for start in starts])
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Let the files in ``folder`` be read from the disk the next time. Nobody may have them mapped."""
+    gc.collect()
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cached_bytes(path: Path) -> int:
+    """How much of a file lies in the page cache, in whole pages."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
+        if ctypes.CDLL(None, use_errno=True).mincore(address, ctypes.c_size_t(size), pages):
+            raise OSError(ctypes.get_errno(), "mincore")
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def bytes_from_disk() -> int:
+    """Of this process since it began."""
+    return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+
+
+def write_random_tokens(folder: Path, shards: int, tokens: int) -> np.ndarray[Any, Any]:
+    """A folder of prepared data; returns all its tokens."""
+    folder.mkdir()
+    rng, tokenizer = np.random.default_rng(0), load_tokenizer()
+    parts = [rng.integers(0, tokenizer.vocab_size, tokens).astype("<u2") for _ in range(shards)]
+    for number, part in enumerate(parts):
+        part.tofile(folder / f"shard-{number:05}.tokens")
+    listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "") for number in range(shards))
+    manifest = Manifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", listed)
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest)))
+    return np.concatenate(parts)
+
+
+def read_cold(folder: Path, rounds: int) -> None:
+    """Print what random windows cost that are not in the page cache."""
+    seq_len, rows, steps, shards = 8192, 16, 20, 64  # 1 GiB
+    length = seq_len + 1
+    tokens = write_random_tokens(folder / "cold", shards, (1 << 23) + 1)
+    for name in ("memmap", "arrow"):
+        (folder / name).mkdir()
+    tokens.tofile(folder / "memmap/tokens")
+    windows = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(tokens[: len(tokens) // length * length]), length)
+    with datasets.arrow_writer.ArrowWriter(path=str(folder / "arrow/data.arrow")) as writer:
+        for first in range(0, len(windows), 100):
+            writer.write_table(pyarrow.table({"tokens": windows[first : first + 100]}))
+        writer.finalize()
+    count, used = len(windows), steps * rows * length * 2
+    del tokens, windows
+
+    def ours() -> Callable[[Any], object]:
+        loader = loader_of(Data(path=str(folder / "cold"), prefetch=0, verify_gib=0), load_tokenizer(), seq_len, rows)
+        return lambda _: next(loader)
+
+    def memmap() -> Callable[[Any], object]:
+        mapped = np.memmap(folder / "memmap/tokens", "<u2", "r")
+        return lambda batch: [mapped[n * length : (n + 1) * length].astype(np.int64) for n in batch]
+
+    def arrow() -> Callable[[Any], object]:
+        dataset = datasets.Dataset.from_file(str(folder / "arrow/data.arrow")).with_format("numpy")
+        return lambda batch: [dataset[n]["tokens"] for n in batch]
+
+    def measure(make: Callable[[], Callable[[Any], object]], seed: int) -> None:
+        batches = np.random.default_rng(seed).integers(0, count, (steps, rows)).tolist()
+        before = bytes_from_disk()
+        read_batch = make()  # which touches much of an Arrow file
+        start = time.perf_counter()
+        for batch in batches:
+            read_batch(batch)
+        found.put(((time.perf_counter() - start) / steps * 1000, (bytes_from_disk() - before) / used))
+
+    print(f"{'from a cold disk':56} {'ms a batch':>12} {'bytes read for each used':>26}")
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    for kind, make in (("cold", ours), ("memmap", memmap), ("arrow", arrow)):
+        rates = []
+        for seed in range(rounds):
+            drop_from_cache(folder / kind)
+            process = context.Process(target=measure, args=(make, seed))  # its memory maps end with it
+            process.start()
+            rates.append(found.get())
+            process.join()
+        milliseconds, ratio = (statistics.median(column) for column in zip(*rates, strict=True))
+        name = {"cold": "prepared", "memmap": "memory map", "arrow": "rows of datasets (Arrow)"}[kind]
+        print(f"{f'{rows} windows of {seq_len} tokens, {name}':56} {milliseconds:12.2f} {ratio:26.2f}", flush=True)
 
 
 def wait_fraction(name: str, folder: Path, *options: str) -> None:
@@ -139,7 +239,12 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiktoken_file", default="")
+    parser.add_argument("--only_cold", action="store_true")
     options = parser.parse_args()
+    if options.only_cold:
+        with tempfile.TemporaryDirectory(dir=".") as name:
+            read_cold(Path(name), options.rounds)
+        return
     cores = len(os.sched_getaffinity(0))
     source = open_standard_library()
     texts = [text for text in source.read_all(range(source.units)) if text] * options.copies
@@ -217,6 +322,7 @@ def main() -> None:
             lambda: read(loader, steps),
             lambda: plain_reading(memmap, steps),
         )
+        read_cold(folder, options.rounds)
         wait_fraction("standard library", folder / "run-0")
         wait_fraction("streaming", folder / "run-1", "--data.name", str(files))
         wait_fraction("prepared", folder / "run-2", "--data.path", str(prepared))

@@ -1,4 +1,8 @@
-"""Write docs/configuration.md from the dataclasses in torchtrain/config/schema.py: python scripts/document_config.py"""
+"""Write two pages in docs/: python scripts/document_config.py
+
+configuration.md is made of the dataclasses in torchtrain/config/schema.py, from-torchtitan.md of the table in
+torchtrain/assets/from_torchtitan.toml.
+"""
 
 import ast
 import dataclasses
@@ -9,10 +13,12 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtrain.config.parse import to_dict
+import tomli
+
+from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
 from torchtrain.config.schema import JobConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """\
 # Configuration
 
@@ -24,6 +30,23 @@ line. In the file an option stands under its section (`[training]`, then `steps 
 `--training.steps 100`. Booleans are flags there: `--compile.enable`, `--compile.no-enable`. What is misspelt, of the
 wrong type or impossible is an error that names the key, before any work starts. The resolved config of a run lies in
 its dump folder as `config.toml`.
+"""
+
+FROM_TORCHTITAN_HEAD = """\
+# Coming from torchtitan
+
+Made by `python scripts/document_config.py` from
+[torchtrain/assets/from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml); a test says so when it is out of
+date.
+
+Sections and keys are those of torchtitan's TOML files from its first year, where the thing is the same. The table names
+every key of its versions 0.1 and 0.2, and of the months before. A file from there is refused with one message that
+names all keys that are others here, and what they are. **Look at the defaults that differ, too**: a key that is not
+written in the file changes a run silently. Where a default differs, both are given.
+
+Booleans on the command line are flags in both: `--compile.enable`. To switch one off: `--compile.no-enable`.
+
+Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`.
 """
 
 
@@ -99,5 +122,25 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def render_from_torchtitan() -> str:
+    """The page."""
+    options = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
+    lines, section = [FROM_TORCHTITAN_HEAD], ""
+    for name, (here, default, note) in FROM_TORCHTITAN.items():
+        if name.split(".")[0] != section:
+            section = name.split(".")[0]
+            lines += ["", f"## [{section}]", "", "| torchtitan | here | default there | default here | |"]
+            lines.append("|" + " --- |" * 5)
+        there, defaults = tomli.loads(f"x = {default or 0}")["x"], "|"
+        if default and here in options and type(there) is type(options[here]) and there != options[here]:
+            defaults = f"**`{default}`** | **`{toml(options[here])}`**"
+        mine = "the same" if here == name else f"`{here}`" if here else ""
+        lines.append(f"| `{name}` | {mine} | {defaults} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": render, "from-torchtitan.md": render_from_torchtitan}
+
 if __name__ == "__main__":
-    PAGE.write_text(render(), encoding="utf-8")
+    for name, render_page in PAGES.items():
+        (DOCS / name).write_text(render_page(), encoding="utf-8")

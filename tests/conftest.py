@@ -1,4 +1,7 @@
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from filelock import FileLock
 from forked_door import checked_door
 from forkserver import Server
 from gloo_pool import GlooPool
+from hub_server import Hub, free_port
 
 from torchtrain.log import logger
 
@@ -32,6 +36,20 @@ def gloo() -> Iterator[GlooPool]:
     pool = GlooPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def hub_of_session() -> Iterator[Hub]:
+    server = Hub(int(os.environ["HF_ENDPOINT"].rpartition(":")[2]))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(hub_of_session: Hub) -> Iterator[Hub]:
+    """What this process and those that it starts take for the Hugging Face hub."""
+    yield hub_of_session
+    hub_of_session.clear()
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +82,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.
+    os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
+    os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
+    atexit.register(shutil.rmtree, os.environ["HF_HUB_CACHE"], ignore_errors=True)
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

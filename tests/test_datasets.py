@@ -152,8 +152,8 @@ def test_documents_that_are_not_text_are_skipped(tmp_path):
         ("a.jsonl", "plain text\n", {}, "one JSON object a line"),
         ("a.json", '[{"id": 1}]', {}, "'text' .text_column.; its columns are id"),
         ("a.json", "[]", {}, "no data"),
-        ("a.json", '[{"text": 1}]', {}, "holds int64, not text"),
-        ("a.parquet", "no parquet", {}, "cannot read data.path"),
+        ("a.json", '[{"text": 1}]', {}, "'text' .text_column. holds int, not text"),
+        ("a.parquet", "no parquet", {}, "a.parquet cannot be read after document 0"),
         ("a.doc", "x", {}, "must end in one of .jsonl"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torchtrain.datasets import text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.text import StreamedText
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, StorageError
 
 
 class Windows:
@@ -34,7 +34,10 @@ class Windows:
     def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
         self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
 
-    def fill(self, window: npt.NDArray[np.int64], turn: int) -> int:
+    def fill(self, windows: Sequence[npt.NDArray[np.int64]], turns: Sequence[int]) -> list[int]:
+        return [self.fill_one(window, turn) for window, turn in zip(windows, turns, strict=True)]
+
+    def fill_one(self, window: npt.NDArray[np.int64], turn: int) -> int:
         time.sleep(self.pause)
         if turn // 2 == self.fail_at:
             raise OSError("the disk is gone")
@@ -177,8 +180,9 @@ def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> 
     source = StreamedText(
         [flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'", identity=str
     )
-    with pytest.raises(DataError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
+    with pytest.raises(StorageError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
         list(source.read(0, 0))
+    assert StorageError.exit_code == 74  # later, the same command may work
     assert pauses == list(text.RETRY_SECONDS)
     assert sum(pauses) > 200
 

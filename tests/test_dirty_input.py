@@ -123,6 +123,13 @@ def test_generation(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert generate.main([str(trained_run), "--prompt", "a", *seed]) == 0
 
 
+def test_an_empty_prompt_begins_a_document(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main([str(trained_run), "--prompt", "", "--max_new_tokens", "5"]) == 0
+    assert capsys.readouterr().out.strip()
+    for prompts in ([], ["--prompt", "", "--prompts_file", "x"]):
+        assert "one of --prompt and --prompts_file" in refused(generate.main, [str(trained_run), *prompts], capsys)
+
+
 def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     told = refused(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)

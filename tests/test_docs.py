@@ -121,16 +121,17 @@ def test_links_and_options_exist(page: Path) -> None:
     sections = to_dict(JobConfig())
     for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
-            known = {**sections[section], "total_steps": None, "decay_ratio": None}
+            known = {**sections[section], "total_steps": None, "decay_ratio": None, "revision": None}
             name = key.removeprefix("no-")
             assert name in known or key in ("py", "jsonl"), f"{page.name}: {section}.{key} is no option"
 
 
-def test_the_configuration_page_is_current() -> None:
+def test_the_pages_that_are_made_are_current() -> None:
     spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts" / "document_config.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.PAGE.read_text(encoding="utf-8") == script.render(), "run python scripts/document_config.py"
+    for name, render in script.PAGES.items():
+        assert (script.DOCS / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
 
 
 @pytest.mark.slow

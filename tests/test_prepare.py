@@ -1,6 +1,7 @@
 """Prepared data: the bytes do not depend on how the work went, and nothing that is wrong is read."""
 
 import base64
+import errno
 import json
 import multiprocessing
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
 
 from torchtrain import prepare as door
@@ -22,7 +25,7 @@ from torchtrain.config.schema import Data, Source
 from torchtrain.datasets.files import open_standard_library
 from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
 from torchtrain.datasets.preparing import prepare
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, StorageError
 from torchtrain.tokenizers import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -195,7 +198,7 @@ def test_windows_reach_over_shards(prepared: Path) -> None:
     assert len(opened) == len(tokens)
     out = np.empty(5 * max(shard.tokens for shard in shards), dtype=np.int64)
     for start in (0, 1, shards[0].tokens - 1, shards[0].tokens, len(tokens) - len(out)):
-        opened.read(start, out)
+        opened.read([start], [out])
         assert out.tolist() == tokens[start : start + len(out)]
 
 
@@ -271,3 +274,57 @@ def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
     assert len(stream._blocks) == 1  # type: ignore[attr-defined]
     assert len(stream._blocks[0, 10_000_000 // 1024]) == 1024  # type: ignore[attr-defined]
     assert take(loader, 2).count_nonzero() == 0
+
+
+def test_reading_takes_from_the_disk_what_is_used_and_no_more(tmp_path: Path) -> None:
+    write_random_tokens(tmp_path / "cold", 2, 1 << 23)
+    files = sorted((tmp_path / "cold").glob("*.tokens"))
+    drop_from_cache(tmp_path / "cold")
+    if sum(map(cached_bytes, files)) > 0:
+        pytest.skip("needs files that lie on a disk")
+    batches = make_loader(Data(path=str(tmp_path / "cold"), prefetch=0, verify_gib=0), seq_len=8192)
+    take(batches, 2)
+    used = 2 * 8 * 8193 * 2
+    assert used <= sum(map(cached_bytes, files)) <= 1.5 * used
+
+
+def test_all_windows_of_a_batch_are_asked_for_before_the_first_is_read(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    advise, pread = os.posix_fadvise, os.pread
+
+    def advised(file: int, start: int, length: int, advice: int) -> None:
+        calls.extend(["asked"] * (advice == os.POSIX_FADV_WILLNEED))
+        advise(file, start, length, advice)
+
+    def read(file: int, length: int, start: int) -> bytes:
+        calls.append("read")
+        return pread(file, min(length, 10), start)  # less than was asked for, as some file systems give
+
+    whole = take(make_loader(Data(path=str(prepared), prefetch=0)), 1)
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(os, "pread", read)
+    assert torch.equal(take(make_loader(Data(path=str(prepared), prefetch=0)), 1), whole)
+    assert calls == sorted(calls)
+    assert calls.count("asked") >= 8
+
+
+def test_a_disk_that_fails_is_waited_for(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, pauses, pread = make_loader(Data(path=str(prepared), prefetch=0)), list[float](), os.pread
+    whole = take(make_loader(Data(path=str(prepared), prefetch=0)), 1)
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr("torchtrain.reading.time.sleep", pauses.append)
+    with pytest.raises(StorageError, match=r"shard-\d+.tokens cannot be read: Input/output error"):
+        next(batches)
+    assert sum(pauses) > 200
+    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: monkeypatch.setattr(os, "pread", pread))
+    assert torch.equal(take(make_loader(Data(path=str(prepared), prefetch=0)), 1), whole)
+    for shard in prepared.glob("*.tokens"):
+        os.truncate(shard, 2)
+    with pytest.raises(DataError, match=r"shard-\d+.tokens is shorter than when the run began"):
+        take(batches, 1)

@@ -14,14 +14,28 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
+from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file, to_toml
-from torchtrain.config.schema import ActivationCheckpoint, Comm, Compile, JobConfig, Parallelism, Source, Training
+from torchtrain.config.schema import (
+    ActivationCheckpoint,
+    Comm,
+    Compile,
+    Data,
+    JobConfig,
+    Parallelism,
+    Source,
+    Training,
+    Validation,
+)
 from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.sources import with_revisions
+from torchtrain.distributed.agreement import of_first_rank_in_its_time
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, side_group, world_size
 from torchtrain.errors import CheckpointError, ConfigError, FaultError
@@ -51,6 +65,8 @@ class Plan:
     loader: Loader
     validation_loaders: dict[str, Loader]  # by the label of their source
     document_start: int | None  # token before which attention stops, if it does
+    data: Data  # with the revisions of what comes from the hub
+    validation: Validation
 
 
 @dataclass
@@ -82,7 +98,10 @@ class Run:
 
 
 def plan_run(config: JobConfig) -> Plan:
-    """Refuse what cannot work, open the tokenizer and the data. No process group yet, and so one clear error."""
+    """Refuse what cannot work, open the tokenizer and the data; so early that there is one clear error.
+
+    There is no process group yet, unless data come from the hub.
+    """
     device = pick_device(config.job.device)
     check_writers(config.metrics)
     if config.training.enable_cpu_offload and device.type == "cpu":
@@ -115,6 +134,12 @@ def plan_run(config: JobConfig) -> Plan:
             "another mode, such as 'selective'"
         )
     choose_attention_backend(config.training.attention_backend, device)
+    ask: Ask = alone
+    if any(source.name for source in (*config.data.all, *(config.validation.all if config.validation.enable else ()))):
+        # One of the ranks asks for all.
+        init_process_group(device, config.comm.init_timeout_seconds)
+        ask = of_first_rank_in_its_time
+        config = _with_revisions(config)
     rows_per_part = global_batch_size // degrees.batch
     first_row = degrees.batch_rank(rank()) * rows_per_part
     open_loader = partial(
@@ -125,6 +150,7 @@ def plan_run(config: JobConfig) -> Plan:
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
+        ask=ask,
     )
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
@@ -141,9 +167,22 @@ def plan_run(config: JobConfig) -> Plan:
         open_loader(config.data),
         validation_loaders,
         tokenizer.bos_id if config.data.document_mask else None,
+        config.data,
+        config.validation,
     )
     make_dump_folder(Path(config.job.dump_folder))  # last: a run that is refused leaves nothing
     return plan
+
+
+def _with_revisions(config: JobConfig) -> JobConfig:
+    """``config`` with the revision of each dataset of the hub: as the run's newest checkpoint has it, or else now."""
+    ask, folder = of_first_rank_in_its_time, Path(config.job.dump_folder) / "checkpoint"
+    saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
+    data, validation = config.data, config.validation
+    data = with_revisions(data, saved.data if saved else None, "data", ask)
+    if validation.enable:
+        validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
+    return replace(config, data=data, validation=validation)
 
 
 def make_dump_folder(folder: Path) -> None:
@@ -188,7 +227,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer. ``stop``: whether the
     run was asked to stop; None: it never is.
     """
-    init_process_group(plan.device, config.comm.init_timeout_seconds)
+    if not dist.is_initialized():
+        init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
     model = build_parallel_model(
         plan.model,
@@ -204,9 +244,9 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     tied = plan.model.tied_embeddings
     states: dict[str, Stateful] = {"model": ModelState(parts, tied)}  # the others follow, before a load or a save
     folder = Path(config.job.dump_folder) / "checkpoint"
-    # The global batch in numbers: with other ranks, -1 would mean another one.
+    # The global batch in numbers, and the revisions: -1 with other ranks, and the newest later, would be others.
     training = replace(config.training, global_batch_size=plan.global_batch_size)
-    config_toml = to_toml(replace(config, training=training))
+    config_toml = to_toml(replace(config, training=training, data=plan.data, validation=plan.validation))
     checkpoint = CheckpointManager(config.checkpoint, folder, states, config_toml, plan.loader.identity, stop)
     step = checkpoint.step_to_load()
     initial = config.checkpoint.initial_load_path

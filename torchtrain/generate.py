@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Options:
     checkpoint: Annotated[str, tyro.conf.Positional]
     """A run's folder (its newest checkpoint is taken), one step-N folder in it, or a Hugging Face folder."""
-    prompt: str = ""
-    """Text to go on from."""
+    prompt: str | None = None
+    """Text to go on from; "" begins a document."""
     prompts_file: str = ""
     """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
     output_file: str = ""
@@ -51,7 +51,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for rule, holds in (
-            ("one of --prompt and --prompts_file", bool(self.prompt) != bool(self.prompts_file)),
+            ("one of --prompt and --prompts_file", (self.prompt is None) == bool(self.prompts_file)),
             (f"--batch_size = {self.batch_size} to be at least 1", self.batch_size >= 1),
             (f"--max_new_tokens = {self.max_new_tokens} to be at least 1", self.max_new_tokens >= 1),
             (f"--temperature = {self.temperature} to be at least 0", self.temperature >= 0),
@@ -92,7 +92,7 @@ def run(options: Options, writes: bool) -> None:
 
     if options.output_file:
         check_output(Path(options.output_file))
-    prompts = read_prompts(Path(options.prompts_file)) if options.prompts_file else [options.prompt]
+    prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
     trained = load_model(Path(options.checkpoint), options.device, options.dtype, options.tokenizer_path)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]

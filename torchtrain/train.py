@@ -52,8 +52,9 @@ def train(config: JobConfig) -> int:
     from torchtrain.train_step import TrainStep
     from torchtrain.validation import Validator
 
-    plan = plan_run(config)
     folder = Path(config.job.dump_folder)
+    enable_flight_recorder(folder / "hangs")
+    plan = plan_run(config)
     if rank() == 0:
         with BestEffort("config.toml"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,6 @@ def train(config: JobConfig) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    enable_flight_recorder(folder / "hangs")
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
     describe(plan, config)

@@ -56,6 +56,8 @@ OPTIONS = {
     "training.deterministic": Kind.LAYOUT,
     "training.gc_freq": Kind.HARMLESS,
     "data.prefetch": Kind.HARMLESS,
+    # Where the data are others for it, what identifies them is, too.
+    "data.revision": Kind.HARMLESS,
     "data.verify_gib": Kind.HARMLESS,
 }
 
@@ -94,6 +96,8 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
 def _options(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with those filled in that follow from others."""
     options = {f"{section}.{key}": value for section, keys in tomli.loads(text).items() for key, value in keys.items()}
+    for source in options.get("data.sources", ()):
+        source.pop("revision", None)  # as data.revision
     if options.get("lr_scheduler.decay_type") == "constant":
         # After the warm-up nothing depends on the schedule's length.
         options.pop("lr_scheduler.total_steps", None)

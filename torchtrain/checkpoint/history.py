@@ -1,5 +1,6 @@
 """The checkpoints in a run's folder: which there are, which of them are good, and what becomes of the others."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,8 +9,10 @@ import torch.distributed as dist
 
 from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify_file
 from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.config.parse import from_file
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
 from torchtrain.reading import MISSING, names_in, read_file
 
@@ -25,6 +28,15 @@ def step_folder(folder: Path, step: int) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """Steps that have a folder under its final name, in order."""
     return sorted(int(match[1]) for match in map(STEP.fullmatch, names_in(folder)) if match)
+
+
+def newest_config(folder: Path, load_step: int) -> JobConfig | None:
+    """The config of the checkpoint that a run looks at first; whether that is good is seen when it is loaded."""
+    for step in reversed(saved_steps(folder)):
+        if load_step in (-1, step):
+            with contextlib.suppress(ConfigError):
+                return from_file(str(step_folder(folder, step) / CONFIG))
+    return None
 
 
 class History:

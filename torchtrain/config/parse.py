@@ -21,6 +21,11 @@ from torchtrain.errors import ConfigError
 
 Section = TypeVar("Section")
 
+FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
+    (Path(__file__).parent.parent / "assets" / "from_torchtitan.toml").read_text(encoding="utf-8")
+)
+"""By key of torchtitan's files: the key here, the default there in TOML, and a note; "" where there is none."""
+
 
 def parse(argv: Sequence[str], *, print_errors: bool = True) -> JobConfig:
     """The config of ``argv`` (without the program's name) and of the file it names.
@@ -71,21 +76,44 @@ def from_file(path: str) -> JobConfig:
     try:
         return from_toml(JobConfig, table)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        between = "\n  " if "\n" in str(error) else " "
+        raise ConfigError(f"{path}:{between}{error}") from None
 
 
 def from_toml(section: type[Section], table: dict[str, Any], where: str = "") -> Section:
-    """Build the dataclass ``section`` from a TOML table; ``where`` is the table's name in messages."""
+    """Build the dataclass ``section`` from a TOML table; ``where`` is the table's name in messages.
+
+    All that is wrong in the table is told in one ConfigError, a line for each key.
+    """
     hints = typing.get_type_hints(section)
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
-    values = {}
+    values, problems = {}, []
     for key, value in table.items():
         name = f"{where}.{key}" if where else key
-        if key not in names:
+        if key in names:
+            try:
+                values[key] = convert(hints[key], value, name)
+            except ConfigError as error:
+                problems.append(str(error))
+        elif told := torchtitan_keys(name, value):
+            problems += told
+        else:
             kind = "section" if isinstance(value, dict) and not where else "key"
-            raise ConfigError(f"{name} is no {kind}{did_you_mean(key, names, f'{where}.' if where else '')}")
-        values[key] = convert(hints[key], value, name)
+            problems.append(f"{name} is no {kind}{did_you_mean(key, names, f'{where}.' if where else '')}")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
     return section(**values)
+
+
+def torchtitan_keys(name: str, value: Any) -> list[str]:
+    """What the keys of torchtitan at ``name``, or in the table that it names, are here; none if it has no such keys."""
+    if isinstance(value, dict):
+        return [told for key, inner in value.items() for told in torchtitan_keys(f"{name}.{key}", inner)]
+    for key, (here, _, note) in FROM_TORCHTITAN.items():
+        if key == name or (key.endswith("*") and name.startswith(key[:-1])):
+            which = f"what torchtitan calls so is {here} here" if here else "it has no counterpart here"
+            return [f"{name} is no key: {which}{f' ({note})' if note else ''}"]
+    return []
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
@@ -93,8 +121,9 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return convert(arguments[0], value, name)
-    if origin in (types.UnionType, typing.Union):  # X | None: TOML has no None, so a value is an X
-        return convert(arguments[0], value, name)
+    if origin in (types.UnionType, typing.Union):  # X | None, TOML has no None; or X | a list of X
+        is_list = isinstance(value, list) and typing.get_origin(arguments[1]) is tuple
+        return convert(arguments[is_list], value, name)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")

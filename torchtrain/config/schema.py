@@ -139,15 +139,18 @@ class Training:
 
 @dataclass(frozen=True)
 class Source:
-    path: str = ""
-    """Local .jsonl, .json (both also .gz or .zst), .parquet, .arrow or .txt file, a folder of them, a pattern such as
-    'books/*.jsonl', or a folder that torchtrain.prepare wrote."""
+    path: str | tuple[str, ...] = ""
+    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
+    them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
     """Configuration of the hub dataset, where it has several."""
     split: str = "train"
     """Split of the hub dataset."""
+    revision: str | None = None
+    """Commit, branch or tag of the hub dataset. Default: the newest commit when the run begins, which is written into
+    its checkpoints: a run that resumes keeps to it."""
     download: bool = False
     """Download the hub dataset before training; else it is streamed."""
     text_column: str = "text"
@@ -166,7 +169,13 @@ class Source:
     @property
     def label(self) -> str:
         """A short name, for curves."""
-        return Path(self.path).name.split(".")[0] if self.path else self.name.split("/")[-1]
+        return Path(self.paths[0]).name.split(".")[0] if self.path else self.name.split("/")[-1]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """``path`` as a list."""
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        return paths if self.path else ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchtrain.config.schema import Data
+from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture, stream_seed
 from torchtrain.datasets.packing import Stream, TextStream, WindowStream
@@ -26,6 +27,7 @@ def build_loader(
     device: torch.device,
     section: str = "data",
     drop_last: bool = True,
+    ask: Ask = alone,
 ) -> Loader:
     """Open the data of ``config`` and stand before the first batch.
 
@@ -38,9 +40,11 @@ def build_loader(
         device: where batches will go.
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
+        ask: puts a question to the hub on one rank for all.
 
     Raises:
         DataError: the data are missing, empty, or not what ``config`` says.
+        StorageError: the hub does not answer.
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
@@ -52,7 +56,7 @@ def build_loader(
         key = f"{section}.sources[{number}]" if config.sources else section
         seed_of_source = stream_seed("data", seed, number)
         opened = open_prepared(source, key, tokenizer.content_hash, config.verify_gib * 2**30) or open_text(
-            source, key, shared
+            source, key, shared, ask
         )
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):

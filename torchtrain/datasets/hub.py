@@ -1,76 +1,228 @@
-"""Datasets of the Hugging Face hub, streamed or downloaded."""
+"""Datasets of the Hugging Face hub, streamed or downloaded.
 
-from collections.abc import Callable, Iterator
+Of a streamed one, a single rank asks the hub what its files are. Every rank then reads its own in ranges, from the
+revision that was found.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import datasets
 import fsspec
-import pyarrow.parquet
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from torchtrain.config.schema import Source
+from torchtrain.datasets import text
 from torchtrain.datasets.files import open_dataset
+from torchtrain.datasets.formats import SUFFIXES, documents, kind_of
 from torchtrain.datasets.identity import identity_of_names
-from torchtrain.datasets.text import LocalText, StreamedText, as_text, require_column
-from torchtrain.errors import DataError
+from torchtrain.datasets.text import LocalText, StreamedText
+from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.log import logger
+
+T = TypeVar("T")
+
+_RANGE_BYTES = 1 << 23  # of a file that is read from its start
+_HEAD_ROWS = 100  # of the first file, in which its column must be
+_PATHS_AT_ONCE = 500
+
+
+Ask = Callable[[Callable[[], Any]], Any]  # gives what a question gives, and may put it on one rank for all
+
+
+def alone(question: Callable[[], T]) -> T:
+    """Each rank for itself."""
+    return question()
+
+
+def find_revision(source: Source, label: str) -> str | None:
+    """The commit that the dataset stands at now; None for one that lies in a local folder.
+
+    Raises:
+        DataError: there is no such dataset, or it is not open to this user.
+        StorageError: the hub does not answer.
+    """
+    if Path(source.name).exists():
+        return None
+    api, seconds = huggingface_hub.HfApi(), huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+    ask = partial(api.dataset_info, source.name, revision=source.revision, timeout=seconds)
+    return cast(str, patiently_asked(ask, label).sha)
 
 
 def open_downloaded(source: Source, label: str) -> LocalText:
     """A dataset of the hub, fetched in full the first time."""
     datasets.disable_progress_bars()  # they would come from every rank
-    try:
-        dataset = datasets.load_dataset(source.name, source.subset or None, split=source.split)
-    except Exception as error:  # The hub's client raises dozens of kinds; its message says what is wrong.
-        raise DataError(f"cannot download {label}: {error}") from error
+    _fetch_card(source, label)
+    load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
+    dataset = patiently_asked(lambda: load(split=source.split), label)
     # The hub's revision is in it, and no path.
     return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
 
 
-def open_streamed(source: Source, lanes: int, label: str) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers."""
-    column, split = source.text_column, source.split
-    try:
-        builder = datasets.load_dataset_builder(source.name, source.subset or None)
-        urls = [str(url) for url in (builder.config.data_files or {}).get(split, ())]
-        files: list[Callable[[int], Iterator[str | None]]]
-        if urls and all(url.endswith(".parquet") for url in urls):
-            with fsspec.open(urls[0]) as file:
-                columns = pyarrow.parquet.read_schema(file).names
-            files = [_parquet_reader(url, column) for url in urls]
-        else:
-            dataset = datasets.load_dataset(source.name, source.subset or None, split=split, streaming=True)
-            columns = dataset.column_names or list(next(iter(dataset), {}))
-            files = [_stream_reader(dataset, number, column) for number in range(dataset.n_shards)]
-    except Exception as error:  # As above; the message says what is wrong.
-        raise DataError(f"cannot open {label}: {error}") from error
-    if not columns:
+def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
+    """A dataset of the hub, to be streamed by ``lanes`` readers.
+
+    Raises:
+        DataError: it is not what ``source`` says.
+        StorageError: the hub does not answer.
+    """
+    files: list[tuple[str, int]] = ask(partial(_list_files, source, label))
+    readers = [partial(_read, url, size, source.text_column) for url, size in files]
+    return StreamedText(readers, lanes, label, partial(identity_of_names, [url for url, _ in files]))
+
+
+def patiently_asked(question: Callable[[], T], label: str) -> T:
+    """``question()``, tried again with growing pauses, or as long as the hub says, while the network fails."""
+    pauses = iter(text.RETRY_SECONDS)
+    while True:
+        try:
+            return question()
+        except TorchtrainError:
+            raise
+        except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
+            chain = _chain(error)
+            causes = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
+            if not _may_pass(chain):
+                raise DataError(f"cannot open {label}: {causes}") from error
+            pause = next(pauses, None)
+            if pause is None:
+                raise StorageError(
+                    f"{label}: the hub or the network does not answer: {causes}. Start again later; nothing is lost"
+                ) from error
+            seconds = max(pause, *map(_retry_after, chain))
+            logger.error("%s: next attempt in %g s: %s", label, seconds, causes)
+            time.sleep(seconds)
+
+
+def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
+    """Address and size in bytes of each file."""
+    _fetch_card(source, label)
+    build = partial(datasets.load_dataset_builder, source.name, source.subset or None, revision=source.revision)
+    data_files = patiently_asked(build, label).config.data_files or {}
+    if source.split not in data_files:
+        raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
+    urls = [str(url) for url in data_files[source.split]]
+    if bad := [url for url in urls if not kind_of(url)[0]]:
+        raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
+    files = list(zip(urls, patiently_asked(lambda: _sizes(urls), label), strict=True))
+    if not urls or not patiently_asked(partial(_head, *files[0], source.text_column, label), label):
         raise DataError(f"{label} has no documents")
-    require_column(column, columns, label)
-    return StreamedText(files, lanes, label, partial(identity_of_names, urls))
+    return files
 
 
-def _parquet_reader(url: str, column: str) -> Callable[[int], Iterator[str | None]]:
-    """Fetches the one column alone, and begins at the row group in question."""
-
-    def read(start: int) -> Iterator[str | None]:
-        with fsspec.open(url) as file:
-            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=True)
-            for group in range(parquet.num_row_groups):
-                rows = parquet.metadata.row_group(group).num_rows
-                if start >= rows:
-                    start -= rows
-                    continue
-                for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
-                    yield from map(as_text, batch.column(0).slice(start).to_pylist())
-                    start = max(0, start - len(batch))
-
-    return read
+def _head(url: str, size: int, column: str, label: str) -> list[str | None]:
+    name = url.rpartition("/")[2]
+    try:
+        with _open(url, size) as raw:
+            return list(
+                itertools.islice(documents(raw, name, column, text_by_line=True, head=_HEAD_ROWS), _HEAD_ROWS + 1)
+            )
+    except DataError as error:
+        raise DataError(f"{label}: {name}: {error}") from None
 
 
-def _stream_reader(
-    dataset: datasets.IterableDataset, number: int, column: str
-) -> Callable[[int], Iterator[str | None]]:
-    def read(start: int) -> Iterator[str | None]:
-        for row in dataset.shard(num_shards=dataset.n_shards, index=number).skip(start):
-            yield as_text(row.get(column))
+def _fetch_card(source: Source, label: str) -> None:
+    """Into the cache: the library ``datasets`` takes a card that does not come for one that is not there."""
 
-    return read
+    def fetch() -> None:
+        try:
+            huggingface_hub.hf_hub_download(source.name, "README.md", repo_type="dataset", revision=source.revision)
+        except LocalEntryNotFoundError as error:  # what it is called when the hub does not answer
+            raise ConnectionError(str(error)) from error
+        except EntryNotFoundError:
+            pass
+
+    if not Path(source.name).exists():
+        patiently_asked(fetch, label)
+
+
+def _sizes(urls: Sequence[str]) -> list[int]:
+    if not urls[0].startswith("hf://"):
+        return [fsspec.core.url_to_fs(url)[0].size(url) for url in urls]
+    found: dict[str, int] = {}
+    for first in range(0, len(urls), _PATHS_AT_ONCE):
+        parts = [_parts(url) for url in urls[first : first + _PATHS_AT_ONCE]]
+        repository, revision, _ = parts[0]
+        paths = [path for *_, path in parts]
+        for file in huggingface_hub.HfApi().get_paths_info(repository, paths, revision=revision, repo_type="dataset"):
+            found[file.path] = getattr(file, "size", 0)
+    return [found[_parts(url)[2]] for url in urls]
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """Repository, revision and path of hf://datasets/REPOSITORY@REVISION/PATH."""
+    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
+    revision, _, path = rest.partition("/")
+    return repository, revision, path
+
+
+def _read(url: str, size: int, column: str, start: int) -> Iterator[str | None]:
+    with _open(url, size) as raw:
+        yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True)
+
+
+def _open(url: str, size: int) -> Any:
+    return _RemoteFile(url, size) if url.startswith("hf://") else fsspec.open(url)
+
+
+class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+    """A file of the hub, fetched in ranges. Nothing else is asked: its size is known, and its revision fixed."""
+
+    def __init__(self, url: str, size: int):
+        repository, revision, path = _parts(url)
+        self.url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
+        # Of parquet exactly what is asked for is fetched.
+        cache = "none" if kind_of(path)[0] == "parquet" else "readahead"
+        super().__init__(None, path, block_size=_RANGE_BYTES, cache_type=cache, size=size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return patiently_asked(lambda: self._fetch(start, end), self.path)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        response = http_backoff(
+            "GET",
+            self.url,
+            headers={**build_hf_headers(), "range": f"bytes={start}-{end - 1}"},
+            timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            max_retries=0,
+        )
+        hf_raise_for_status(response)
+        # 200: the whole file, from a server that knows no ranges
+        content: bytes = response.content[start:end] if response.status_code == 200 else response.content
+        if len(content) != end - start:
+            raise ConnectionError(f"{len(content)} bytes came instead of {end - start}")
+        return content
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error and those below it."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _may_pass(chain: Sequence[BaseException]) -> bool:
+    """Whether it is the hub or the network, and not what was asked of it."""
+    for error in chain:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status in (408, 425, 429) or status >= 500
+    # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
+    kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}
+    return bool(kinds & {"ConnectionError", "TimeoutError", "HTTPError", "RequestException", "ClientError"})
+
+
+def _retry_after(error: BaseException) -> float:
+    """Seconds that the hub asks to wait; 0 where it says nothing."""
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+        return float(error.response.headers["Retry-After"])  # type: ignore[attr-defined]
+    return 0.0

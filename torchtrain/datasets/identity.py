@@ -9,18 +9,21 @@ WHOLE_BYTES = 1 << 20  # up to this size a file is read whole
 BLOCK_BYTES = 1 << 16  # else three blocks of it
 
 
-def identity_of_files(files: Sequence[Path]) -> str:
-    """Number and size of ``files``, and a hash of their names, sizes and content; of large ones, of parts of it."""
+def identity_of_files(files: Sequence[Path], whole: bool = False) -> str:
+    """Number and size of ``files``, and a hash of their names, sizes and content.
+
+    Of large ones, unless they are to be read ``whole``, the content is a part of it.
+    """
     digest, total = xxhash.xxh3_128(), 0
     for path in files:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             total += size
             digest.update(f"{path.name}\0{size}\0".encode())
-            whole = size <= WHOLE_BYTES
-            for start in (0,) if whole else (0, (size - BLOCK_BYTES) // 2, size - BLOCK_BYTES):
+            parts = (0, (size - BLOCK_BYTES) // 2, size - BLOCK_BYTES)
+            for start in range(0, size, BLOCK_BYTES) if whole or size <= WHOLE_BYTES else parts:
                 file.seek(start)
-                digest.update(file.read(size if whole else BLOCK_BYTES))
+                digest.update(file.read(BLOCK_BYTES))
     return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
 
 

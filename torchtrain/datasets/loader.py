@@ -210,9 +210,15 @@ class Loader:
         sources = self._mixture.choose(np.arange(self._global_batch_size) + self._step * self._global_batch_size)
         of_source = sources == np.arange(len(self._streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
+        rows_of: dict[int, list[int]] = {}  # by the stream that they share
         for row, number in enumerate(self._rows):
-            source = sources[number]
-            filled[row] = self._streams[source][row].fill(windows[row], int(turns[source, number]))
+            rows_of.setdefault(id(self._streams[sources[number]][row]), []).append(row)
+        for rows in rows_of.values():
+            numbers = [self._rows[row] for row in rows]
+            stream = self._streams[sources[numbers[0]]][rows[0]]
+            filled[rows] = stream.fill(
+                [windows[row] for row in rows], [int(turns[sources[number], number]) for number in numbers]
+            )
         self._step += 1
         self._turns = turns[:, -1] + 1
         both = torch.from_numpy(windows)

@@ -3,7 +3,7 @@
 A window begins with the last token of the one before, so that every token is predicted exactly once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,10 +25,10 @@ class Stream(Protocol):
     state: State
     """Where the next window begins. Setting it costs the same at every place."""
 
-    def fill(self, window: Tokens, turn: int) -> int:
-        """Write the next tokens into ``window``; how many there were: fewer only at the end of what is not repeated.
+    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
+        """Write the next tokens into each window; how many there were: fewer only at the end of what is not repeated.
 
-        ``turn`` counts the windows that the source has given to all rows of all ranks before.
+        ``turns`` count the windows that the source has given to all rows of all ranks before each.
 
         Raises:
             DataError: all of the source does not fill one window, and it would be repeated to do so.
@@ -62,7 +62,10 @@ class TextStream:
         self._texts: Iterator[tuple[int, str | None]] | None = None
         self._tokens: Tokens | None = None
 
-    def fill(self, window: Tokens, turn: int) -> int:  # noqa: ARG002
+    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:  # noqa: ARG002
+        return [self._fill(window) for window in windows]
+
+    def _fill(self, window: Tokens) -> int:
         limit = self._place + self._lanes * self._source.units
         filled = 0
         while True:
@@ -127,14 +130,15 @@ class WindowStream:
                 f"training.seq_len + 1 = {seq_len + 1} tokens"
             )
 
-    def fill(self, window: Tokens, turn: int) -> int:
-        epoch, number = divmod(turn, self._windows)
-        if epoch > 0 and not self._repeat:
-            return 0
-        block, place = divmod(number, self._BLOCK)
-        start = (self._blocks.get((epoch, block)) or self._make_block(epoch, block))[place]
-        filled = min(len(window), len(self._source) - start)
-        self._source.read(start, window[:filled])
+    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
+        starts, filled = [], []
+        for window, turn in zip(windows, turns, strict=True):
+            epoch, number = divmod(turn, self._windows)
+            block, place = divmod(number, self._BLOCK)
+            starts.append((self._blocks.get((epoch, block)) or self._make_block(epoch, block))[place])
+            ended = epoch > 0 and not self._repeat
+            filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
+        self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
         return filled
 
     def _make_block(self, epoch: int, block: int) -> list[int]:

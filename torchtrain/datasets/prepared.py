@@ -1,11 +1,16 @@
-"""Prepared data: documents tokenized once, read by memory map.
+"""Prepared data: documents tokenized once, of which a run reads the windows that it needs, and nothing else.
 
 A folder holds ``manifest.json`` and, for each shard, ``<shard>.tokens`` (little-endian uint16, or uint32 for a
 vocabulary above 65,536: bos, text, eos of one document after the other) and ``<shard>.documents`` (little-endian
 int64: where each document begins, and at last the number of tokens).
 """
 
+import contextlib
+import functools
 import json
+import os
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.datasets.text import RETRY_SECONDS
 from torchtrain.errors import DataError
+from torchtrain.reading import MISSING, patiently
 
 MANIFEST = "manifest.json"
+UNFINISHED = "unfinished.json"  # what stands there as long as work goes on
 _FORMAT = 1
+_OPEN_FILES = 256  # of a source, at most
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class PreparedTokens:
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
         self.documents = sum(shard.documents for shard in manifest.shards)
-        self._shards: list[npt.NDArray[Any]] = []
+        self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
         for shard in manifest.shards:
             path = folder / f"{shard.name}.tokens"
             expected = shard.tokens * manifest.dtype.itemsize
@@ -91,10 +100,8 @@ class PreparedTokens:
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
-            # An empty file cannot be mapped. asarray: slices of a plain array are made faster than those of a memmap.
-            shard_tokens = np.asarray(np.memmap(path, manifest.dtype, "r")) if size else np.empty(0, manifest.dtype)
-            self._shards.append(shard_tokens)
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
+        self._file = functools.lru_cache(_OPEN_FILES)(lambda shard: _File(self._paths[shard]))
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
 
@@ -106,18 +113,67 @@ class PreparedTokens:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
-        """Fill ``out`` with the tokens from number ``start`` on."""
+    def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Fill each of ``outs`` with the tokens from its start on.
+
+        The file system is asked for all of them at once, and for nothing else: a memory map would read ahead, from a
+        cold disk hundreds of times what is used.
+
+        Raises:
+            StorageError: the file system fails for minutes.
+            DataError: a file is not what it was when it was opened.
+        """
+        size = self._manifest.dtype.itemsize
+        parts = [part for start, out in zip(starts, outs, strict=True) for part in self._parts(start, out)]
+        if hasattr(os, "posix_fadvise"):
+            for shard, first, out in parts:
+                with contextlib.suppress(OSError):  # it will come again when it is read
+                    descriptor = self._file(shard).descriptor
+                    os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
+        for shard, first, out in parts:
+            read = functools.partial(self._pread, shard, first * size, len(out) * size)
+            try:
+                content = patiently(read, self._paths[shard], RETRY_SECONDS)
+            except MISSING as error:
+                raise DataError(
+                    f"{self._paths[shard]} was there when the run began, and is not any more: put it back"
+                ) from error
+            out[:] = np.frombuffer(content, self._manifest.dtype)
+
+    def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
+        """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""
         assert start + len(out) <= len(self)
-        shard = int(np.searchsorted(self._ends, start, side="right"))
-        filled = 0
+        shard, filled = int(np.searchsorted(self._ends, start, side="right")), 0
         while filled < len(out):
-            tokens = self._shards[shard]
-            first = start + filled - (int(self._ends[shard]) - len(tokens))
-            taken = tokens[first : first + len(out) - filled]
-            out[filled : filled + len(taken)] = taken
-            filled += len(taken)
-            shard += 1
+            tokens = self._manifest.shards[shard].tokens
+            first = start + filled - (int(self._ends[shard]) - tokens)
+            part = out[filled : filled + tokens - first]
+            if len(part):
+                yield shard, first, part
+            filled, shard = filled + len(part), shard + 1
+
+    def _pread(self, shard: int, offset: int, size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            try:
+                block = os.pread(self._file(shard).descriptor, size - len(content), offset + len(content))
+            except OSError:
+                self._file.cache_clear()  # the next attempt opens it again
+                raise
+            if not block:
+                raise DataError(f"{self._paths[shard]} is shorter than when the run began: put back what was there")
+            content = content + block if content else block
+        return content
+
+
+class _File:
+    """An open file, closed when nothing refers to it."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
 
 
 def verify(folder: Path, label: str) -> Manifest:

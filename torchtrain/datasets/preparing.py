@@ -25,13 +25,12 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import Source
-from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard, damaged_file
+from torchtrain.datasets.identity import identity_of_files
+from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
-
-_UNFINISHED = "unfinished.json"
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,17 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     """
     tokenizer = load_tokenizer(tokenizer_path)
     documents = _open_local(source, key)
-    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.fingerprint)
+    # Their content, and not when it was written: a copy is the same.
+    content = identity_of_files(documents.files, whole=True) if documents.files else documents.identity()
+    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, content)
     tasks = _deal(documents.units)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        for name in (MANIFEST, _UNFINISHED):
+    with _writing(folder), _locked(folder):
+        for name in (MANIFEST, UNFINISHED):
             if (folder / name).exists():
                 _require_same(plan, Manifest.read(folder / name, str(folder)), folder)
         if not (folder / MANIFEST).exists():
-            _write_json(folder / _UNFINISHED, plan)
+            _write_json(folder / UNFINISHED, plan)
             for leftover in folder.glob("*.partial"):
                 leftover.unlink()
             _run(_ShardWriter(documents, tokenizer, folder, plan.dtype), tasks, processes)
@@ -70,7 +71,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             if not any(shard.documents for shard in shards):
                 raise DataError(f"{documents.name} has no text in its {documents.units} documents")
             _write_json(folder / MANIFEST, replace(plan, shards=shards))
-        for path in (folder / _UNFINISHED, *(_record(folder, task.name) for task in tasks)):
+        for path in (folder / UNFINISHED, *(_record(folder, task.name) for task in tasks)):
             path.unlink(missing_ok=True)
     return Manifest.read(folder / MANIFEST, str(folder))
 
@@ -97,9 +98,20 @@ def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
         )
     if found.source_fingerprint != plan.source_fingerprint:
         raise DataError(
-            f"{folder} was begun with other data ({found.source}, now {plan.source}, or its files have changed since); "
-            "use an empty folder"
+            f"{folder} was begun with other data ({found.source}, now {plan.source}, or its files hold something "
+            "else since); use an empty folder"
         )
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
+            "complete is kept, and the same command goes on from there"
+        ) from error
 
 
 @contextmanager
@@ -170,9 +182,10 @@ def _work(writer: "_ShardWriter", tasks: Sequence[_Task], next_task: Any, pipe: 
             if number >= len(tasks):
                 return
             if not _is_complete(writer.folder, tasks[number].name):
-                writer.write(tasks[number])
+                with _writing(writer.folder):
+                    writer.write(tasks[number])
             pipe.send(len(tasks[number].documents))
-    except (DataError, OSError) as error:
+    except TorchtrainError as error:
         pipe.send(str(error))
 
 

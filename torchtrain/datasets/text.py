@@ -3,20 +3,27 @@
 Of local data a unit is one document; of streamed data it is a file, or a share of one.
 """
 
+import csv
+import gzip
 import itertools
 import math
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
+import zstandard
 
-from torchtrain.errors import DataError
+from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
 
 # Pauses before each new attempt to read over the network, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+
+_DAMAGE = (ValueError, TypeError, LookupError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 class TextSource(ABC):
@@ -51,6 +58,7 @@ class LocalText(TextSource):
     Args:
         dataset: one row a document.
         text_of: the document of a row; None if it is not text.
+        files: that it comes from, where it is their content.
     """
 
     def __init__(
@@ -59,15 +67,12 @@ class LocalText(TextSource):
         text_of: Callable[[Mapping[str, Any]], str | None],
         name: str,
         identity: Callable[[], str],
+        files: Sequence[Path] = (),
     ):
         super().__init__(len(dataset), name, identity)
+        self.files = files
         self._dataset = dataset
         self._text_of = text_of
-
-    @property
-    def fingerprint(self) -> str:
-        """Another one when the data are others."""
-        return str(self._dataset._fingerprint)
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
@@ -105,30 +110,30 @@ class StreamedText(TextSource):
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         number, share = divmod(unit, self._shares)
+        place = f"file {number} of {len(self._files)}"
+        began, resumed = time.monotonic(), start > 0
         start += (share - start) % self._shares
+        if resumed:
+            logger.info("%s: goes on in %s at document %d, and reads up to there", self.name, place, start)
         pauses = iter(RETRY_SECONDS)
         while True:
             try:
                 for text in itertools.islice(self._files[number](start), 0, None, self._shares):
+                    if resumed:
+                        logger.info("%s: is there after %.1f s", self.name, time.monotonic() - began)
+                        resumed = False
                     yield start, text
                     start += self._shares
                     pauses = iter(RETRY_SECONDS)
                 return
             except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
+                stopped = f"cannot go on reading {self.name} at {place}, document {start}"
+                if isinstance(error, TorchtrainError):  # has been tried again
+                    raise type(error)(f"{stopped}: {error}") from error
+                if isinstance(error, _DAMAGE):  # What cannot be parsed now cannot be parsed later.
+                    raise DataError(f"{stopped}: {error!r}") from error
                 pause = next(pauses, None)
-                # What cannot be parsed now cannot be parsed later.
-                if pause is None or isinstance(error, (ValueError, TypeError, LookupError)):
-                    place = f"file {number} of {len(self._files)}, document {start}"
-                    raise DataError(f"cannot go on reading {self.name} at {place}: {error!r}") from error
+                if pause is None:
+                    raise StorageError(f"{stopped}: {error!r}; start again when the network answers") from error
                 logger.error(f"reading {self.name} failed, next attempt in {pause} s: {error!r}")
                 time.sleep(pause)
-
-
-def require_column(column: str, columns: Sequence[str] | Mapping[str, object], label: str) -> None:
-    """Raise ``DataError`` that names the columns there are."""
-    if column not in columns:
-        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
-
-
-def as_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None

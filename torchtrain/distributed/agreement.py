@@ -4,6 +4,7 @@ File systems need not show all ranks the same at the same time, and may fail on 
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -12,12 +13,27 @@ from torchtrain.errors import TorchtrainError
 
 T = TypeVar("T")
 
+ROUND_SECONDS = 1.0  # between words of a rank that others wait for
+
 
 def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What ``ask()`` gives on the first rank, on all ranks. A TorchtrainError there is raised on all. Collective."""
     answers = [_outcome(ask) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(answers, group=group, group_src=0)
     assert answers[0] is not None
+    return _value(answers[0])
+
+
+def of_first_rank_in_its_time(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of ``group``."""
+    first = dist.get_rank(group) == 0
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(_outcome, ask) if first else None
+        answers: list[tuple[T | None, TorchtrainError | None] | None] = [None]
+        while answers[0] is None:
+            if future is not None:
+                answers = [future.result() if wait([future], ROUND_SECONDS).done else None]
+            dist.broadcast_object_list(answers, group=group, group_src=0)
     return _value(answers[0])
 
 

@@ -1,0 +1,258 @@
+"""The documents in one file, of every format that people keep text in.
+
+A document is None where a row holds no text, and "" where a line is blank: so each row keeps its number.
+"""
+
+import csv
+import gzip
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from torchtrain.errors import DataError
+
+KINDS = ("jsonl", "json", "csv", "tsv", "txt", "md", "parquet", "arrow")
+PACKINGS = ("", "gz", "zst")
+SUFFIXES = ".jsonl, .json, .csv, .tsv, .txt, .md (also .gz or .zst), .parquet or .arrow"
+
+# A text file up to the first size is one document; a larger one is cut at line ends into documents of the second, so
+# that one file that holds a whole corpus can be shuffled.
+LARGEST_TEXT_FILE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Of a file's name: one of ``KINDS`` and one of ``PACKINGS``; ("", "") for what is no data file."""
+    words = name.lower().split(".")
+    packing = words.pop() if words[-1] in PACKINGS else ""
+    kind = words[-1] if len(words) > 1 and words[-1] in KINDS else ""
+    return ("", "") if packing and kind in ("", "parquet", "arrow") else (kind, packing)
+
+
+def documents(
+    raw: BinaryIO, name: str, column: str, start: int = 0, *, text_by_line: bool = False, head: int | None = None
+) -> Iterator[str | None]:
+    """The documents of the file ``name`` with the content ``raw``, from number ``start`` on.
+
+    ``text_by_line``: each line of a text file is a document, as the library ``datasets`` has it. ``head``: read, and
+    judge, so many lines alone.
+
+    Raises:
+        DataError: it is not what its name says, or has no text in ``column``. What a damaged file makes the readers of
+            its format raise goes through as it is.
+    """
+    kind, packing = kind_of(name)
+    if kind == "parquet":
+        return _parquet(raw, column, start)
+    if kind == "arrow":
+        return itertools.islice(_arrow(raw, column), start, None)
+    blocks = _unpacked(raw, packing)
+    if kind == "json":
+        block = next(blocks, b"")
+        blocks = itertools.chain([block], blocks)
+        if block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            return itertools.islice(_json_array(_lines(blocks), column), start, None)
+    lines = itertools.islice(_lines(blocks), head)
+    if kind in ("txt", "md"):
+        return itertools.islice(_decoded(lines) if text_by_line else _pieces(blocks), start, None)
+    if kind in ("csv", "tsv"):
+        return itertools.islice(_table(_decoded(lines), column, "," if kind == "csv" else "\t"), start, None)
+    return _json_lines(lines, column, start)
+
+
+def require_column(column: str, columns: Sequence[str], label: str = "it") -> None:
+    """Raise ``DataError`` that names the columns there are."""
+    if column not in columns:
+        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
+
+
+def require_text(column: str, dtype: Any) -> None:
+    """Raise ``DataError`` where the Arrow type ``dtype`` of a column is not that of text."""
+    dtype = dtype.value_type if pyarrow.types.is_dictionary(dtype) else dtype
+    types = pyarrow.types
+    if not any(test(dtype) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
+        raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
+
+
+def as_text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def place_to_cut(block: bytes) -> int:
+    """Where in ``block`` a new document may begin: after a line end, or else a space, or else there."""
+    for separator in (b"\n", b" "):
+        if (place := block.find(separator)) >= 0:
+            return place + 1
+    # Not inside a character: the bytes that continue one have the bits 10 on top.
+    return next((place for place, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
+
+
+def _unpacked(raw: BinaryIO, packing: str) -> Iterator[bytes]:
+    """The content in blocks. A file that ends in the middle of what is packed is an error."""
+    if packing != "zst":
+        file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if packing == "gz" else raw
+        yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
+        return
+    frame = None
+    for block in iter(lambda: raw.read(_BLOCK_BYTES), b""):
+        while block:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            yield frame.decompress(block)
+            block = frame.unused_data if frame.eof else b""  # a file may hold several frames
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends in the middle of a compressed frame")
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []  # of a line that is longer than a block
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        if others:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest = others[-1:]
+    if last := b"".join(rest):
+        yield last
+
+
+def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"line {number} is not UTF-8 at byte {offset + error.start} of the text; convert the file, as by iconv"
+            ) from None
+        offset += len(line) + 1
+
+
+class _Rows:
+    """Follows the rows of a file without a schema: whether any has the column, and any of these a text."""
+
+    def __init__(self, column: str):
+        self.column = column
+        self.columns: dict[str, None] = {}
+        self.kinds: set[str] = set()
+
+    def text(self, row: object) -> str | None:
+        if not isinstance(row, dict):
+            return None
+        if len(self.columns) < 100:
+            self.columns.update(dict.fromkeys(row))
+        if self.column not in row:
+            return None
+        value = row[self.column]
+        self.kinds.add(type(value).__name__)
+        return as_text(value)
+
+    def check(self) -> None:
+        if self.columns:
+            require_column(self.column, (*self.columns, *([self.column] if self.kinds else [])))
+        if self.kinds and not self.kinds & {"str", "NoneType"}:
+            raise DataError(f"the column {self.column!r} (text_column) holds {', '.join(sorted(self.kinds))}, not text")
+
+
+def _json_lines(lines: Iterator[bytes], column: str, start: int) -> Iterator[str | None]:
+    """Lines are parsed one by one: a column's type may change from line to line, and a bad line costs itself alone."""
+    rows, first = _Rows(column), ""
+    for line in itertools.islice(_decoded(lines), start, None):
+        if not line.strip():
+            yield ""
+            continue
+        first = first or line
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        yield rows.text(row)
+    if start == 0:
+        rows.check()
+        if first and not rows.columns:
+            raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {first[:40]!r}")
+
+
+def _json_array(lines: Iterator[bytes], column: str) -> Iterator[str | None]:
+    content = "\n".join(_decoded(lines))
+    try:
+        items = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(f"line {error.lineno} is not valid JSON: {error.msg}") from None
+    if not items:
+        raise DataError("it has no data: its array is empty")
+    rows = _Rows(column)
+    yield from map(rows.text, items)
+    rows.check()
+
+
+def _table(lines: Iterator[str], column: str, delimiter: str) -> Iterator[str | None]:
+    """Rows of a file whose first line names the columns."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter)
+    columns = next((row for row in reader if row), [])
+    if columns:
+        require_column(column, columns)
+    for row in reader:
+        place = columns.index(column)
+        yield row[place] if place < len(row) else None
+
+
+def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
+    """The documents of a packed text file."""
+    buffer, begin, largest = b"", 0, LARGEST_TEXT_FILE_BYTES
+    for block in blocks:
+        buffer += block
+        while len(buffer) > largest:
+            largest = 2 * PIECE_BYTES
+            cut = PIECE_BYTES + place_to_cut(buffer[PIECE_BYTES:largest])
+            yield decode_piece(buffer[:cut], begin)
+            buffer, begin = buffer[cut:], begin + cut
+    if buffer:
+        yield decode_piece(buffer, begin)
+
+
+def decode_piece(piece: bytes, begin: int) -> str:
+    """Raises DataError where it is not UTF-8; ``begin`` is its place in the file."""
+    try:
+        return piece.decode("utf-8-sig" if begin == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"it is not UTF-8 at byte {begin + error.start}; convert the file, as by iconv") from None
+
+
+def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
+    """Reads the one column alone, and begins at the row group in question."""
+    parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
+    require_column(column, parquet.schema_arrow.names)
+    require_text(column, parquet.schema_arrow.field(column).type)
+    for group in range(parquet.num_row_groups):
+        rows = parquet.metadata.row_group(group).num_rows
+        if start >= rows:
+            start -= rows
+            continue
+        for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
+            yield from batch.column(0).slice(start).to_pylist()
+            start = max(0, start - len(batch))
+
+
+def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
+    """Of both formats: a stream, as the library ``datasets`` writes it, and a file."""
+    if raw.read(6) == b"ARROW1":
+        file = pyarrow.ipc.open_file(raw)
+        schema, batches = file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+    else:
+        raw.seek(0)
+        stream = pyarrow.ipc.open_stream(raw)
+        schema, batches = stream.schema, iter(stream)
+    require_column(column, schema.names)
+    require_text(column, schema.field(column).type)
+    for batch in batches:
+        yield from batch.column(schema.get_field_index(column)).to_pylist()
