@@ -61,7 +61,10 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ("[optimizer]\nlr = 'fast'", "optimizer.lr = 'fast' must be a number"),
         ("[checkpoint]\nenable = 1", "checkpoint.enable = 1 must be true or false"),
         ("training = 3", r"training = 3 must be a table, \[training\]"),
-        ("[model]\nname = 'llama4'", "model.name = 'llama4' must be one of 'llama2', 'llama3'; did you mean"),
+        (
+            "[model]\nname = 'llama4'",
+            "model.name = 'llama4' must be one of 'llama2', 'llama3', 'mistral', 'qwen2', 'qwen3'; did you mean",
+        ),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
     ],

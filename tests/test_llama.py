@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor
 
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 
 SHAPES = {
     "llama2": TransformerConfig(64, 3, 4, 4, 176, 320, max_seq_len=96),

@@ -1,0 +1,313 @@
+"""What a family of models is: its published sizes, and its config and names of tensors in Hugging Face's files.
+
+Sizes, from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of Models
+(https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Mistral 7B v0.3
+(https://huggingface.co/mistralai), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3 (https://arxiv.org/abs/2505.09388).
+Of each there is a small one to debug with.
+
+All are one ``Transformer``. Its q and k rows are in Hugging Face's order (see ``apply_rope``): none is permuted.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.reading import MISSING, read_file
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family. ``model_type`` and ``architecture``: what ``config.json`` calls it."""
+
+    model_type: str
+    architecture: str
+    flavors: Mapping[str, TransformerConfig]
+    fixed: Mapping[str, Any]
+    """Keys of ``config.json`` that must have these values, and no others, for the computation to be ours."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for a key that ``config.json`` lacks, where families differ."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> TransformerConfig:
+    return TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=32000, max_seq_len=4096)
+
+
+def _llama3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
+) -> TransformerConfig:
+    return TransformerConfig(
+        dim,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        ffn_dim,
+        vocab_size=128256,
+        max_seq_len=131072,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(factor=scale),
+        tied_embeddings=tied,
+    )
+
+
+def _later(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, *, vocab_size: int = 151936, **fields: Any
+) -> TransformerConfig:
+    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, max_seq_len=32768)
+    return replace(shape, rope_theta=1e6, **fields)
+
+
+def _qwen2(*widths: int, tied: bool = False) -> TransformerConfig:
+    return _later(*widths, norm_eps=1e-6, qkv_bias=True, tied_embeddings=tied)
+
+
+def _qwen3(*widths: int, tied: bool = False, head_dim: int = 128) -> TransformerConfig:
+    return _later(*widths, norm_eps=1e-6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
+
+
+def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
+    fixed = {"attention_bias": False, "mlp_bias": False}
+    return Family("llama", "LlamaForCausalLM", flavors, fixed, {"max_position_embeddings": 2048})
+
+
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama2": _llama(
+            {
+                "debugmodel": _llama2(256, 6, 8, 8, 768),
+                "7B": _llama2(4096, 32, 32, 32, 11008),
+                "13B": _llama2(5120, 40, 40, 40, 13824),
+                "70B": _llama2(8192, 80, 64, 8, 28672),
+            }
+        ),
+        "llama3": _llama(
+            {
+                "debugmodel": _llama3(256, 6, 8, 768, n_kv_heads=4),
+                "1B": _llama3(2048, 16, 32, 8192, scale=32.0, tied=True),
+                "3B": _llama3(3072, 28, 24, 8192, scale=32.0, tied=True),
+                "8B": _llama3(4096, 32, 32, 14336),
+                "70B": _llama3(8192, 80, 64, 28672),
+                "405B": _llama3(16384, 126, 128, 53248),
+            }
+        ),
+        "mistral": Family(
+            "mistral",
+            "MistralForCausalLM",
+            {
+                "debugmodel": _later(256, 6, 8, 4, 768, vocab_size=32768),
+                "7B": _later(4096, 32, 32, 8, 14336, vocab_size=32768),
+            },
+            fixed={"sliding_window": None},
+            defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        "qwen2": Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            {
+                "debugmodel": _qwen2(256, 6, 8, 4, 768),
+                "0.5B": _qwen2(896, 24, 14, 2, 4864, tied=True),
+                "1.5B": _qwen2(1536, 28, 12, 2, 8960, tied=True),
+                "3B": _qwen2(2048, 36, 16, 2, 11008, tied=True),
+                "7B": _qwen2(3584, 28, 28, 4, 18944),
+                "14B": _qwen2(5120, 48, 40, 8, 13824),
+                "32B": _qwen2(5120, 64, 40, 8, 27648),
+                "72B": _qwen2(8192, 80, 64, 8, 29568),
+            },
+            fixed={"use_sliding_window": False},
+            defaults=_QWEN_DEFAULTS,
+            qkv_bias=True,
+        ),
+        "qwen3": Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            {
+                "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
+                "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+                "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+                "4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),
+                "8B": _qwen3(4096, 36, 32, 8, 12288),
+                "14B": _qwen3(5120, 40, 40, 8, 17408),
+                "32B": _qwen3(5120, 64, 64, 8, 25600),
+            },
+            fixed={"attention_bias": False, "use_sliding_window": False},
+            defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+            qk_norm=True,
+        ),
+    }
+)
+
+
+def flavor_config(name: str, flavor: str) -> TransformerConfig:
+    """The shape of ``flavor`` of the family ``name``; ConfigError names the flavors there are."""
+    flavors = FAMILIES[name].flavors
+    if flavor not in flavors:
+        raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
+    return replace(flavors[flavor], family=name)
+
+
+def export_family(config: TransformerConfig) -> Family:
+    """The family as which a model is written: its own, or one that computes the same; ValueError: there is none."""
+    for family in (FAMILIES[config.family], *FAMILIES.values()):
+        if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
+            return family
+    raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
+
+
+_HF_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of our parameter ``name``: ``layers.3.attention.wq.weight`` and the like."""
+    layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]
+    return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
+
+
+# Our names of what scales RoPE, by those of Hugging Face.
+_HF_ROPE = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_seq_len",
+    },
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_max_seq_len",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+}
+
+
+def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``; errors as ``export_family``."""
+    family, scaling = export_family(config), config.rope_scaling
+    rope = None
+    if scaling is not None:
+        values = {theirs: getattr(scaling, ours) for theirs, ours in _HF_ROPE[scaling.type].items()}
+        rope = {"rope_type": scaling.type, **{key: value for key, value in values.items() if value is not None}}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        **family.fixed,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+def read_hf_config(folder: Path) -> TransformerConfig:
+    """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
+    try:
+        content = json.loads(read_file(folder / CONFIG_FILE))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
+        return config_from_hf(content)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
+    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} describes no model that can be read here: {error}") from error
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    """Our shape of the model whose ``config.json`` is ``hf``; ValueError says what of it we do not have.
+
+    A key that is not there has transformers' default.
+    """
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    model_type = hf.get("model_type", "llama")
+    if model_type not in by_type:
+        raise ValueError(f"model_type = {model_type!r}; there are {', '.join(by_type)}")
+    name = by_type[model_type]
+    family = FAMILIES[name]
+    hf = {**family.defaults, **hf}
+    for key, ours in {"hidden_act": "silu", **family.fixed}.items():
+        if hf.get(key, ours) != ours:
+            why = ", and attention in sliding windows is not supported" if "sliding" in key else ""
+            raise ValueError(f"{key} = {hf[key]!r}; a {model_type} here has {ours!r}{why}")
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types = {hf['layer_types']!r}; here all have 'full_attention', no sliding windows")
+    if hf.get("quantization_config"):
+        raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
+    n_heads = hf["num_attention_heads"]
+    # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
+    rope = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
+    return TransformerConfig(
+        dim=hf["hidden_size"],
+        n_layers=hf["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+        ffn_dim=hf["intermediate_size"],
+        vocab_size=hf["vocab_size"],
+        max_seq_len=hf["max_position_embeddings"],
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", 10000.0),
+        rope_scaling=_scaling_from_hf({**hf, **rope}),
+        tied_embeddings=hf.get("tie_word_embeddings", False),
+        head_dim=hf.get("head_dim"),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        family=name,
+    )
+
+
+def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
+    """``rope``: the keys of ``config.json`` with those on RoPE above all others."""
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", *_HF_ROPE):
+        raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_HF_ROPE)}")
+    unknown = {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}
+    for key, ours in unknown.items():
+        if rope.get(key, ours) != ours:
+            raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
+    if rope_type == "default":
+        return None
+    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
+    optional = ("beta_fast", "beta_slow", "attention_factor")
+    given: dict[str, Any] = {
+        ours: rope[theirs] if ours == "original_max_seq_len" else float(rope[theirs])
+        for theirs, ours in _HF_ROPE[rope_type].items()
+        if theirs not in optional or rope.get(theirs) is not None
+    }
+    return RopeScaling(rope_type, **given)  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""The shape of the model that the section [model] and a tokenizer describe, and the section that describes a shape."""
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torchtrain.config.schema import Model, Shape
+from torchtrain.config.schema import RopeScaling as RopeSection
+from torchtrain.errors import ConfigError
+from torchtrain.models.families import export_family, flavor_config, read_hf_config
+from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.tokenizers import Tokenizer
+
+
+def model_shape(model: Model, tokenizer: Tokenizer, seq_len: int) -> TransformerConfig:
+    """Flavor, [model.shape] and vocabulary of ``model``, from ``resolve_model``, for sequences of ``seq_len`` tokens.
+
+    Raises:
+        ConfigError: there is no such flavor or shape, or the tokenizer has more ids than the model.
+    """
+    changes = given(model.shape)
+    scaling = changes.pop("rope_scaling", None)
+    if scaling is not None:
+        changes["rope_scaling"] = None if scaling["type"] == "none" else RopeScaling(**scaling)
+    changes["vocab_size"] = model.vocab_size or tokenizer.vocab_size
+    changes["max_seq_len"] = seq_len
+    check_vocabulary(changes["vocab_size"], tokenizer)
+    try:
+        if model.flavor:
+            shape = replace(flavor_config(model.name, model.flavor), **changes)
+        else:
+            shape = TransformerConfig(**changes, family=model.name)
+        export_family(shape)
+    except TypeError as error:  # its message names what is missing
+        raise ConfigError(f"model.flavor is empty, and [model.shape] does not give all: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"[model.shape] on {model.name} {model.flavor}: {error}") from error
+    return shape
+
+
+def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
+    """ConfigError where the tokenizer has ids that the model has no row for."""
+    if vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
+            "ids; raise it, or give the tokenizer of the model by its path"
+        )
+
+
+def given(section: Shape) -> dict[str, Any]:
+    """What ``section`` sets."""
+    values = {key: value for key, value in asdict(section).items() if value is not None}
+    values["rope_scaling"] = {key: value for key, value in values["rope_scaling"].items() if value is not None}
+    return values if values["rope_scaling"] else {key: value for key, value in values.items() if key != "rope_scaling"}
+
+
+def resolve_model(model: Model) -> Model:
+    """``model`` with what ``hf_folder`` stands for in its place, so that it needs the folder no more.
+
+    Raises:
+        CheckpointError: the folder holds no model of ours.
+    """
+    if not model.hf_folder:
+        return model
+    explicit = model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
+    shape = replace(explicit.shape, **{field: getattr(model.shape, field) for field in given(model.shape)})
+    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
+    return replace(explicit, shape=shape, vocab_size=vocab_size)
+
+
+def model_section(shape: TransformerConfig, tokenizer_path: str) -> Model:
+    """The section [model] that gives ``shape``, without a flavor."""
+    names = {field.name for field in fields(Shape)} - {"rope_scaling"}
+    values = {name: getattr(shape, name) for name in names} | {"head_dim": shape.head_size}
+    scaling = RopeSection("none") if shape.rope_scaling is None else RopeSection(**asdict(shape.rope_scaling))
+    return Model(
+        name=shape.family,  # type: ignore[arg-type]
+        flavor="",
+        vocab_size=shape.vocab_size,
+        tokenizer_path=tokenizer_path,
+        shape=Shape(rope_scaling=scaling, **values),
+    )
