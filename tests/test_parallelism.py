@@ -34,6 +34,8 @@ MODELS = {
     "deep": DEEP,
     "deep-odd": replace(DEEP, vocab_size=101),
     "deep-tied": replace(DEEP, tied_embeddings=True),
+    "qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
+    "qwen3": replace(PLAIN, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True),
 }
 
 AXES = {"R": "data_parallel_replicate", "S": "data_parallel_shard", "C": "context_parallel", "T": "tensor_parallel"}
@@ -103,6 +105,12 @@ def run(
         ("S2 T2 P2", "tied"),
         ("S2 C2 T2", "odd"),
         ("R2 C2 P2", "plain"),
+        ("S2", "qwen3"),
+        ("T2", "qwen3"),
+        ("C2", "qwen3"),
+        ("P2", "qwen3"),
+        ("S2 T2 C2 P2", "qwen3"),
+        ("S2 T2", "qwen2"),
     ],
 )
 def test_every_layout_gives_the_run_of_one_rank(

@@ -66,8 +66,8 @@ def _later(
     return replace(shape, rope_theta=1e6, **fields)
 
 
-def _qwen2(*widths: int, tied: bool = False) -> TransformerConfig:
-    return _later(*widths, norm_eps=1e-6, qkv_bias=True, tied_embeddings=tied)
+def _qwen2(*widths: int, tied: bool = False, vocab_size: int = 152064) -> TransformerConfig:
+    return _later(*widths, vocab_size=vocab_size, norm_eps=1e-6, qkv_bias=True, tied_embeddings=tied)
 
 
 def _qwen3(*widths: int, tied: bool = False, head_dim: int = 128) -> TransformerConfig:
@@ -116,9 +116,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Qwen2ForCausalLM",
             {
                 "debugmodel": _qwen2(256, 6, 8, 4, 768),
-                "0.5B": _qwen2(896, 24, 14, 2, 4864, tied=True),
-                "1.5B": _qwen2(1536, 28, 12, 2, 8960, tied=True),
-                "3B": _qwen2(2048, 36, 16, 2, 11008, tied=True),
+                "0.5B": _qwen2(896, 24, 14, 2, 4864, tied=True, vocab_size=151936),
+                "1.5B": _qwen2(1536, 28, 12, 2, 8960, tied=True, vocab_size=151936),
+                "3B": _qwen2(2048, 36, 16, 2, 11008, tied=True, vocab_size=151936),
                 "7B": _qwen2(3584, 28, 28, 4, 18944),
                 "14B": _qwen2(5120, 48, 40, 8, 13824),
                 "32B": _qwen2(5120, 64, 40, 8, 27648),
