@@ -19,8 +19,10 @@ from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import schema
+from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.generation import Sampling, generate
+from torchtrain.initialization import layout_independent_init
 from torchtrain.models import families
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.model import TransformerBlock
@@ -245,3 +247,24 @@ def _build_without_a_plan_for(name: str) -> None:
 
 def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
     gloo.run(2, _build_without_a_plan_for, "attention.k_norm")
+
+
+def _greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
+    mesh = Mesh(torch.device("cpu"), Degrees(tensor=ranks))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks > 1:
+        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
+    model.to_empty(device="cpu")
+    with layout_independent_init([model], 3), torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
+    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
+
+
+def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:
+    shape = replace(TINY, head_dim=12, qk_norm=True, qkv_bias=True)
+    (alone,) = gloo.run(1, _greedy, shape, 1)
+    assert gloo.run(2, _greedy, shape, 2) == [alone, alone]
+    assert len(set(alone)) > 2

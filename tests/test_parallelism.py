@@ -208,10 +208,23 @@ def _train_compiled(config: JobConfig, model: TransformerConfig) -> Curve:
         return train(config, model)
 
 
-@pytest.mark.parametrize("text", ["T2", "C2"])
-def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve], text: str) -> None:
+@pytest.mark.parametrize(("text", "model"), [("T2", "qwen3"), ("C2", "plain")])
+def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     changes = {"compile": {"enable": True}}
-    assert_same_run(run(gloo, text, PLAIN, function=_train_compiled, **changes), references["plain"])
+    assert_same_run(run(gloo, text, MODELS[model], function=_train_compiled, **changes), references[model])
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "changes"),
+    [
+        ("T2", "qwen2", {"activation_checkpoint": {"mode": "selective"}}),
+        ("T2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
+    ],
+)
+def test_biases_and_norms_of_heads_go_with_options(
+    gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, Any]
+) -> None:
+    assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
 
 
 BFLOAT16_SEEDS = (1, 2, 3)
