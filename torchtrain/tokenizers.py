@@ -134,9 +134,10 @@ class JsonTokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder, path) for name in ("bos", "eos"))
         self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()
-        added = {token["id"]: token for token in about["added_tokens"]}
+        added = {token["id"]: token for token in about.get("added_tokens", ())}
         unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
-        by_letters = '"ByteLevel"' in json.dumps([about["pre_tokenizer"], about["decoder"]])  # a letter is a byte
+        steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
+        by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:
