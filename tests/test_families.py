@@ -156,6 +156,9 @@ def test_a_shape_overrides_its_flavor() -> None:
     scaling = RopeScaling("yarn", factor=2.0, original_max_seq_len=64)
     assert found == replace(flavor, rope_scaling=scaling, qk_norm=True, vocab_size=4224)
     assert shape_of(section(shape=schema.Shape(rope_scaling=schema.RopeScaling("none")))).rope_scaling is None
+    more = schema.Shape(rope_scaling=schema.RopeScaling(factor=32.0))
+    assert shape_of(section(shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
+    assert shape_of(section(name="llama2", shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,7 +177,12 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
         (section(shape=schema.Shape(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
         (section(shape=schema.Shape(n_heads=12)), "n_heads = 12 must divide dim = 256, unless head_dim is set"),
         (section(shape=schema.Shape(head_dim=9)), "head_dim = 9 must be even"),
-        (section(shape=schema.Shape(n_layers=0)), "n_layers = 0 must be at least 1"),
+        (section(shape=schema.Shape(n_layers=0)), "n_layers = 0 must be above 0"),
+        (section(shape=schema.Shape(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
+        (
+            section(shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=-1.0))),
+            "rope_scaling.factor = -1.0 must be above 0",
+        ),
         (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
         (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],

@@ -4,6 +4,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import Model, Shape
 from torchtrain.config.schema import RopeScaling as RopeSection
 from torchtrain.errors import ConfigError
@@ -20,16 +21,17 @@ def model_shape(model: Model, tokenizer: Tokenizer, seq_len: int) -> Transformer
     """
     changes = given(model.shape)
     scaling = changes.pop("rope_scaling", None)
-    if scaling is not None:
-        changes["rope_scaling"] = None if scaling["type"] == "none" else RopeScaling(**scaling)
-    changes["vocab_size"] = model.vocab_size or tokenizer.vocab_size
-    changes["max_seq_len"] = seq_len
-    check_vocabulary(changes["vocab_size"], tokenizer)
+    vocab_size = model.vocab_size or tokenizer.vocab_size
+    check_vocabulary(vocab_size, tokenizer)
     try:
         if model.flavor:
-            shape = replace(flavor_config(model.name, model.flavor), **changes)
+            base = flavor_config(model.name, model.flavor)
         else:
-            shape = TransformerConfig(**changes, family=model.name)
+            base = TransformerConfig(**changes, vocab_size=vocab_size, family=model.name)
+        if scaling is not None:
+            old = base.rope_scaling or RopeScaling()
+            changes["rope_scaling"] = None if scaling.get("type") == "none" else replace(old, **scaling)
+        shape = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
         export_family(shape)
     except TypeError as error:  # its message names what is missing
         raise ConfigError(f"model.flavor is empty, and [model.shape] does not give all: {error}") from error
@@ -49,9 +51,7 @@ def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
 
 def given(section: Shape) -> dict[str, Any]:
     """What ``section`` sets."""
-    values = {key: value for key, value in asdict(section).items() if value is not None}
-    values["rope_scaling"] = {key: value for key, value in values["rope_scaling"].items() if value is not None}
-    return values if values["rope_scaling"] else {key: value for key, value in values.items() if key != "rope_scaling"}
+    return {key: value for key, value in to_dict(section).items() if value != {}}
 
 
 def resolve_model(model: Model) -> Model:

@@ -40,9 +40,9 @@ class Job:
 @dataclass(frozen=True)
 class RopeScaling:
     type: Literal["none", "llama3", "linear", "yarn"] | None = None
-    """How RoPE is stretched beyond the length first trained; none: not at all. Default: as the flavor has it."""
+    """How RoPE is stretched beyond the length first trained. Default: the flavor's, or llama3 where others are set."""
     factor: float | None = None
-    """By how much. Default: 8."""
+    """By how much. Default, as of the following: the flavor's, or 8."""
     low_freq_factor: float | None = None
     """llama3: full turns in the original length up to which a frequency is slowed by all of the factor. Default: 1."""
     high_freq_factor: float | None = None
@@ -55,14 +55,6 @@ class RopeScaling:
     """yarn: full turns up to which it is slowed by all of the factor. Default: 1."""
     attention_factor: float | None = None
     """yarn: by how much queries and keys grow. Default: 0.1 ln(factor) + 1."""
-
-    def __post_init__(self) -> None:
-        values = {name: value for name, value in vars(self).items() if name != "type" and value is not None}
-        require(
-            self.type not in (None, "none") or not values,
-            f"model.shape.rope_scaling: {', '.join(values)} without a type; set type = 'llama3', 'linear' or 'yarn'",
-        )
-        require(all(value > 0 for value in values.values()), f"model.shape.rope_scaling: {values} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -94,19 +86,14 @@ class Shape:
     qkv_bias: bool | None = None
     """Biases of wq, wk and wv, as in Qwen2."""
 
-    def __post_init__(self) -> None:
-        for key, value in (("norm_eps", self.norm_eps), ("rope_theta", self.rope_theta)):
-            require(value is None or 0 < value < math.inf, f"model.shape.{key} = {value} must be above 0, and finite")
-
 
 @dataclass(frozen=True)
 class Model:
     name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
     """Family of the model."""
     flavor: str = "debugmodel"
-    """Size within the family. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B, 3B, 8B, 70B, 405B; mistral:
-    debugmodel, 7B; qwen2: debugmodel, 0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B; qwen3: debugmodel, 0.6B, 1.7B, 4B, 8B, 14B,
-    32B. Empty: [model.shape] gives all."""
+    """Size within the family; empty: [model.shape] gives all. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B,
+    3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B, 4B, 8B, 14B, 32B."""
     hf_folder: str = ""
     """Hugging Face folder of a model of these families: its shape in place of name and flavor, and its tokenizer unless
     tokenizer_path names another. Its weights are not read; that is checkpoint.initial_load_path."""

@@ -1,9 +1,8 @@
 """What a family of models is: its published sizes, and its config and names of tensors in Hugging Face's files.
 
 Sizes, from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of Models
-(https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Mistral 7B v0.3
-(https://huggingface.co/mistralai), Qwen2.5 (https://arxiv.org/abs/2412.15115), Qwen3 (https://arxiv.org/abs/2505.09388).
-Of each there is a small one to debug with.
+(https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Qwen3
+(https://arxiv.org/abs/2505.09388). Of each there is a small one to debug with.
 
 All are one ``Transformer``. Its q and k rows are in Hugging Face's order (see ``apply_rope``): none is permuted.
 """
@@ -59,19 +58,11 @@ def _llama3(
     )
 
 
-def _later(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, *, vocab_size: int = 151936, **fields: Any
+def _qwen3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, tied: bool = False, head_dim: int = 128
 ) -> TransformerConfig:
-    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, max_seq_len=32768)
-    return replace(shape, rope_theta=1e6, **fields)
-
-
-def _qwen2(*widths: int, tied: bool = False, vocab_size: int = 152064) -> TransformerConfig:
-    return _later(*widths, vocab_size=vocab_size, norm_eps=1e-6, qkv_bias=True, tied_embeddings=tied)
-
-
-def _qwen3(*widths: int, tied: bool = False, head_dim: int = 128) -> TransformerConfig:
-    return _later(*widths, norm_eps=1e-6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
+    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=151936, max_seq_len=40960)
+    return replace(shape, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
 
 
 def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
@@ -104,26 +95,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": Family(
             "mistral",
             "MistralForCausalLM",
-            {
-                "debugmodel": _later(256, 6, 8, 4, 768, vocab_size=32768),
-                "7B": _later(4096, 32, 32, 8, 14336, vocab_size=32768),
-            },
+            {"debugmodel": _llama2(256, 6, 8, 4, 768)},
             fixed={"sliding_window": None},
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
         "qwen2": Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            {
-                "debugmodel": _qwen2(256, 6, 8, 4, 768),
-                "0.5B": _qwen2(896, 24, 14, 2, 4864, tied=True, vocab_size=151936),
-                "1.5B": _qwen2(1536, 28, 12, 2, 8960, tied=True, vocab_size=151936),
-                "3B": _qwen2(2048, 36, 16, 2, 11008, tied=True, vocab_size=151936),
-                "7B": _qwen2(3584, 28, 28, 4, 18944),
-                "14B": _qwen2(5120, 48, 40, 8, 13824),
-                "32B": _qwen2(5120, 64, 40, 8, 27648),
-                "72B": _qwen2(8192, 80, 64, 8, 29568),
-            },
+            {"debugmodel": replace(_llama2(256, 6, 8, 4, 768), qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
             fixed={"use_sliding_window": False},
             defaults=_QWEN_DEFAULTS,
             qkv_bias=True,
@@ -132,13 +111,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "qwen3",
             "Qwen3ForCausalLM",
             {
-                "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
-                "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
-                "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
-                "4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),
-                "8B": _qwen3(4096, 36, 32, 8, 12288),
-                "14B": _qwen3(5120, 40, 40, 8, 17408),
-                "32B": _qwen3(5120, 64, 64, 8, 25600),
+                "debugmodel": _qwen3(256, 6, 8, 768, n_kv_heads=4, head_dim=64),
+                "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+                "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+                "4B": _qwen3(2560, 36, 32, 9728, tied=True),
+                "8B": _qwen3(4096, 36, 32, 12288),
+                "14B": _qwen3(5120, 40, 40, 17408),
+                "32B": _qwen3(5120, 64, 64, 25600),
             },
             fixed={"attention_bias": False, "use_sliding_window": False},
             defaults={**_QWEN_DEFAULTS, "head_dim": 128},
@@ -188,23 +167,16 @@ def hf_name(name: str) -> str:
     return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
 
 
-# Our names of what scales RoPE, by those of Hugging Face.
-_HF_ROPE = {
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_seq_len",
-    },
-    "linear": {"factor": "factor"},
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_seq_len",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    },
+# What scales RoPE, by our names; Hugging Face's differ in one.
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"),
 }
+
+
+def _hf_scaling_name(name: str) -> str:
+    return name.replace("max_seq_len", "max_position_embeddings")
 
 
 def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -212,8 +184,9 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
     family, scaling = export_family(config), config.rope_scaling
     rope = None
     if scaling is not None:
-        values = {theirs: getattr(scaling, ours) for theirs, ours in _HF_ROPE[scaling.type].items()}
-        rope = {"rope_type": scaling.type, **{key: value for key, value in values.items() if value is not None}}
+        values = {name: getattr(scaling, name) for name in _SCALING[scaling.type]}
+        given = {_hf_scaling_name(name): value for name, value in values.items() if value is not None}
+        rope = {"rope_type": scaling.type, **given}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -295,19 +268,14 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     """``rope``: the keys of ``config.json`` with those on RoPE above all others."""
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ("default", *_HF_ROPE):
-        raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_HF_ROPE)}")
-    unknown = {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}
-    for key, ours in unknown.items():
+    if rope_type not in ("default", *_SCALING):
+        raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_SCALING)}")
+    for key, ours in {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}.items():
         if rope.get(key, ours) != ours:
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
-    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
-    optional = ("beta_fast", "beta_slow", "attention_factor")
-    given: dict[str, Any] = {
-        ours: rope[theirs] if ours == "original_max_seq_len" else float(rope[theirs])
-        for theirs, ours in _HF_ROPE[rope_type].items()
-        if theirs not in optional or rope.get(theirs) is not None
-    }
-    return RopeScaling(rope_type, **given)  # type: ignore[arg-type]
+    optional = {"beta_fast": None, "beta_slow": None, "attention_factor": None}
+    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **optional, **rope}
+    values: dict[str, Any] = {name: rope[_hf_scaling_name(name)] for name in _SCALING[rope_type]}
+    return RopeScaling(**{"type": rope_type, **{key: value for key, value in values.items() if value is not None}})

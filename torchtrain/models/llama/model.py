@@ -36,6 +36,11 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
+                raise ValueError(f"rope_scaling.{name} = {value} must be above 0")
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -65,9 +70,9 @@ class TransformerConfig:
     """``head_dim``, or what it is by default."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value} must be above 0, and finite")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}")
         if self.head_dim is None and self.dim % self.n_heads:
