@@ -63,11 +63,7 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ("training = 3", r"training = 3 must be a table, \[training\]"),
         ("[model]\nname = 'llama4'", "model.name = 'llama4' must be one of 'llama2', 'llama3', .*; did you mean"),
         ("[model.shape]\ndmi = 3", "model.shape.dmi is no key; did you mean 'model.shape.dim'"),
-        (
-            "[model.shape.rope_scaling]\nfactor = 2",
-            "rope_scaling: factor without a type; set type = 'llama3'",
-        ),
-        ("[model.shape]\nrope_theta = 0", "model.shape.rope_theta = 0.0 must be above 0"),
+        ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
     ],
