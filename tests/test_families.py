@@ -203,6 +203,13 @@ def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
     )
     assert (changed.vocab_size, changed.tokenizer_path, changed.shape.n_layers) == (400, "t", 5)
     assert changed.shape.dim == found.shape.dim == 32
+    longer = section(hf_folder=str(tmp_path), shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0)))
+    assert resolve_model(longer).shape.rope_scaling == schema.RopeScaling("yarn", factor=2.0)
+    random_model("yarn").save_pretrained(tmp_path / "yarn")
+    more = section(hf_folder=str(tmp_path / "yarn"), shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=8.0)))
+    assert resolve_model(more).shape.rope_scaling == schema.RopeScaling(
+        "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
+    )
     with pytest.raises(CheckpointError, match=r"nowhere/config.json describes no model that can be read here"):
         resolve_model(section(hf_folder=str(tmp_path / "nowhere")))
 
@@ -219,6 +226,15 @@ def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
     monkeypatch.setattr("torchtrain.log.logger.propagate", True)
     load_weights([Transformer(longer)], tmp_path, longer, {"rope_scaling"})
     assert "of a model with rope_scaling = None, here Rope" in caplog.text
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_new_block_has_biases_of_zero_and_norms_of_one(bias: bool) -> None:
+    model = Transformer(replace(TINY, qkv_bias=bias, qk_norm=True))
+    vectors = {name: p for name, p in model.layers["1"].named_parameters() if p.ndim == 1}
+    assert len(vectors) == (7 if bias else 4)
+    for name, vector in vectors.items():
+        assert (vector == (0.0 if name.endswith("bias") else 1.0)).all(), name
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -184,7 +184,10 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
     [
         ({"model_type": "mixtral"}, "model_type = 'mixtral'; there are llama, mistral, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'; there are default, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type = 'dynamic'; there are default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -21,7 +21,7 @@ def model_shape(model: Model, tokenizer: Tokenizer, seq_len: int) -> Transformer
     """
     changes = given(model.shape)
     scaling = changes.pop("rope_scaling", None)
-    vocab_size = model.vocab_size or tokenizer.vocab_size
+    vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
     check_vocabulary(vocab_size, tokenizer)
     try:
         if model.flavor:
@@ -63,7 +63,10 @@ def resolve_model(model: Model) -> Model:
     if not model.hf_folder:
         return model
     explicit = model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
-    shape = replace(explicit.shape, **{field: getattr(model.shape, field) for field in given(model.shape)})
+    changes = given(model.shape)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
+    shape = replace(explicit.shape, **changes)
     vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
     return replace(explicit, shape=shape, vocab_size=vocab_size)
 
@@ -72,7 +75,7 @@ def model_section(shape: TransformerConfig, tokenizer_path: str) -> Model:
     """The section [model] that gives ``shape``, without a flavor."""
     names = {field.name for field in fields(Shape)} - {"rope_scaling"}
     values = {name: getattr(shape, name) for name in names} | {"head_dim": shape.head_size}
-    scaling = RopeSection("none") if shape.rope_scaling is None else RopeSection(**asdict(shape.rope_scaling))
+    scaling = RopeSection() if shape.rope_scaling is None else RopeSection(**asdict(shape.rope_scaling))
     return Model(
         name=shape.family,  # type: ignore[arg-type]
         flavor="",
