@@ -186,10 +186,12 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
         ({"attention_bias": True}, "attention_bias"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type = 'dynamic'; there are default, linear, llama3, yarn",
+            "rope_type = 'dynamic'; there are default, linear",
         ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor of RoPE with rope_type = 'linear' must not be"),
+        ({"rope_theta": "ten"}, "could not convert string to float: 'ten'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"model_type": "mistral"}, "sliding_window = 4096; .* sliding windows is not supported"),
         ({"model_type": "mistral", "sliding_window": 1024}, "sliding_window = 1024"),

@@ -254,8 +254,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         ffn_dim=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
         max_seq_len=hf["max_position_embeddings"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta", 10000.0),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
         rope_scaling=_scaling_from_hf({**hf, **rope}),
         tied_embeddings=hf.get("tie_word_embeddings", False),
         head_dim=hf.get("head_dim"),
@@ -271,11 +271,14 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope_type not in ("default", *_SCALING):
         raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_SCALING)}")
     for key, ours in {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}.items():
-        if rope.get(key, ours) != ours:
+        if rope.get(key) not in (None, ours):
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
     optional = {"beta_fast": None, "beta_slow": None, "attention_factor": None}
     rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **optional, **rope}
-    values: dict[str, Any] = {name: rope[_hf_scaling_name(name)] for name in _SCALING[rope_type]}
-    return RopeScaling(**{"type": rope_type, **{key: value for key, value in values.items() if value is not None}})
+    found = {name: rope[_hf_scaling_name(name)] for name in _SCALING[rope_type]}
+    values: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if null := [name for name in found if name not in values and name not in optional]:
+        raise ValueError(f"{', '.join(null)} of RoPE with rope_type = {rope_type!r} must not be null")
+    return RopeScaling(**{"type": rope_type, **values})
