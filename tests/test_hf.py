@@ -272,6 +272,9 @@ def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
     write_hf_config(tmp_path, LLAMA2, "float32", "")
     ours, theirs = load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    again = load_tokenizer(str(tmp_path))
+    assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)
+    assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
 
@@ -300,6 +303,9 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
     write_hf_config(tmp_path, LLAMA2, "float32", str(file))
     ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    again = load_tokenizer(str(tmp_path))
+    assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)
+    assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
 

@@ -123,9 +123,9 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library has no narrower one
             raise TokenizerError(f"model.tokenizer_path = {path!r} is no {TOKENIZER_JSON}: {error}") from None
-        if about["model"]["type"] not in ("BPE", "Unigram"):
+        if about["model"].get("type") not in ("BPE", "Unigram"):
             raise TokenizerError(
-                f"model.tokenizer_path = {path!r} is a {about['model']['type']} model; there are BPE and Unigram"
+                f"model.tokenizer_path = {path!r} is a {about['model'].get('type')} model; there are BPE and Unigram"
             )
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
