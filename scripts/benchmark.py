@@ -152,7 +152,7 @@ def make_gate(entrant: Entrant, steps_per_turn: int) -> Gate:
 
 
 def shape(entrant: Entrant) -> Any:
-    from torchtrain.models.llama import flavor_config
+    from torchtrain.models.families import flavor_config
 
     if entrant.flavor == WIDE:
         config = replace(flavor_config("llama3", "debugmodel"), dim=2048, ffn_dim=6144, n_heads=16, n_layers=1)

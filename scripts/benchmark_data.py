@@ -45,7 +45,13 @@ from torchtrain.datasets.files import open_standard_library
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard
 from torchtrain.datasets.preparing import prepare
-from torchtrain.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
+from torchtrain.tokenizers import (
+    LLAMA3_RANKS,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS = 2048, 8
@@ -62,10 +68,14 @@ def bare_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def write_rank_file(path: Path) -> None:
-    """A rank file for tiktoken with the 256 bytes and the pieces of the package's SentencePiece model."""
+    """A rank file for tiktoken with the 256 bytes and the pieces of the package's SentencePiece model.
+
+    It is filled up to Llama 3's number of ranks with what is no UTF-8, and so in no text.
+    """
     processor = bare_encoder(load_tokenizer()).__self__  # type: ignore[attr-defined]
     pieces = [processor.IdToPiece(n).replace("\u2581", " ").encode() for n in range(259, processor.vocab_size())]
-    tokens = dict.fromkeys([*(bytes([byte]) for byte in range(256)), *pieces])
+    tokens = list(dict.fromkeys([*(bytes([byte]) for byte in range(256)), *pieces]))
+    tokens += [b"\xff" + n.to_bytes(3, "big") for n in range(LLAMA3_RANKS - len(tokens))]
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
 
 

@@ -93,10 +93,20 @@ def table(section: type, prefix: str) -> list[str]:
         if field.default is not dataclasses.MISSING:
             default = "" if field.default is None else f"`{toml(field.default)}`"
         else:
-            default = "" if field.default_factory is dataclasses.MISSING else "`[]`"
+            is_single = field.default_factory is dataclasses.MISSING or dataclasses.is_dataclass(hints[field.name])
+            default = "" if is_single else "`[]`"
         text = " ".join(texts[field.name].split()).replace("|", "\\|")
         lines.append(f"| `{prefix}{field.name}` | {default} | {type_name(hints[field.name])} | {text} |")
     return lines
+
+
+def collect(section: type, nested: dict[str, type]) -> None:
+    """Add the dataclasses that the fields of ``section`` hold, and those in them."""
+    for hint in typing.get_type_hints(section).values():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part):
+                nested[part.__name__] = part
+                collect(part, nested)
 
 
 def render() -> str:
@@ -113,10 +123,7 @@ def render() -> str:
         ):  # a dataclass without one gets its signature
             lines.append(documentation.replace("\n", " ") + "\n")
         lines += [*table(hint, f"{section}."), ""]
-        for field_hint in typing.get_type_hints(hint).values():
-            for argument in typing.get_args(field_hint):
-                if dataclasses.is_dataclass(argument):
-                    nested[argument.__name__] = argument
+        collect(hint, nested)
     for name, hint in nested.items():
         lines += [f"## {name}\n", *table(hint, ""), ""]
     return "\n".join(lines)

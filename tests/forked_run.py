@@ -58,12 +58,11 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Pa
         os.dup2(file.fileno(), 2)
     import torch
 
-    import torchtrain.build as build
     from torchtrain.train import main
 
     torch.set_num_threads(1)
     changed = hook()
-    with patch.object(build, "flavor_config", lambda *_: shape):
+    with patch("torchtrain.shape.flavor_config", lambda *_: shape):
         if changed is None:
             code = main(argv)
         else:

@@ -130,7 +130,7 @@ def joinery_of(shape: TransformerConfig) -> Iterator[None]:
     with (
         patch.dict(os.environ, ranks),
         patch.object(joinery, "init_process_group"),  # the pool has done it
-        patch.object(joinery, "flavor_config", lambda *_: shape),
+        patch("torchtrain.shape.flavor_config", lambda *_: shape),
     ):
         yield
 

@@ -17,7 +17,8 @@ from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
 from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, Compile, Float8, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.initialization import layout_independent_init
-from torchtrain.models.llama import Transformer, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import Transformer
 from torchtrain.optimizer import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 

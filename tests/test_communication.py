@@ -16,7 +16,7 @@ from torchtrain.loss import cross_entropy_sum
 from torchtrain.parallelisms.context_parallel import local_sequence
 
 BS, SEQ, DIM = 2, TINY.max_seq_len, TINY.dim
-KV_DIM = TINY.n_kv_heads * TINY.head_dim
+KV_DIM = TINY.n_kv_heads * TINY.head_size
 # Projections, feed-forward and two norms.
 LAYER = 2 * DIM * DIM + 2 * DIM * KV_DIM + 3 * DIM * TINY.ffn_dim + 2 * DIM
 

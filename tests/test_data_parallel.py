@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtrain.config.schema import JobConfig, Optimizer, Parallelism
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import Transformer, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import Transformer
 from torchtrain.optimizer import build_optimizer, clip_grad_norm, update
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages, plan_stages

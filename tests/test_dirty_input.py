@@ -56,7 +56,7 @@ def file_for_a_dump_folder(folder: Path) -> str:
             "faults.wall_clock_limit_minutes = 0.2 must be longer than faults.stop_grace_seconds = 30",
         ),
         (spm_without_bytes, "each of the 256 bytes must be one of its 2 tokens, and 254 are not"),
-        (lambda folder: f"--model.tokenizer_path {folder}", "a folder; give the file in it"),
+        (lambda folder: f"--model.tokenizer_path {folder}", "no tokenizer.json or tokenizer.model is in it"),
         (file_for_a_dump_folder, "/file/run' cannot be used: Not a directory; name another folder"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ PATH = [
     "python -m torchtrain.prepare --prepare.output prepared/books --prepare.verify",
     "python scripts/document_config.py",
 ]
+FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
 # Not run as they stand, and why.
 LISTED = {
     "pip install -e .": "needs a package index; .ci/run does it",
@@ -65,6 +67,13 @@ LISTED = {
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
     "--limit 100": "needs the network; tests/test_evaluate.py runs it on a local task",
     "NGPU=2 ./run_llama_train.sh": "run with a dump folder",
+    "NGPU=2 ./run_llama_train.sh --model.hf_folder Qwen3-0.6B --checkpoint.initial_load_path Qwen3-0.6B "
+    "--job.dump_folder outputs/qwen3": FROM_HF,
+    "python -m torchtrain.convert outputs/qwen3 my_qwen3": FROM_HF,
+    "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=my_qwen3 --tasks hellaswag --limit 100": (
+        FROM_HF
+    ),
+    'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
     "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has its short form",
     "python -m torchtrain.train --data.path prepared/books ...": "... stands for options",
@@ -121,7 +130,7 @@ def test_links_and_options_exist(page: Path) -> None:
     sections = to_dict(JobConfig())
     for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
-            known = {**sections[section], "total_steps": None, "decay_ratio": None, "revision": None}
+            known = {field.name for field in fields(getattr(JobConfig(), section))}
             name = key.removeprefix("no-")
             assert name in known or key in ("py", "jsonl"), f"{page.name}: {section}.{key} is no option"
 

@@ -56,6 +56,16 @@ def own_tasks_alone() -> None:
     TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
 
 
+def write_tasks(folder: Path) -> None:
+    """The tasks and their documents, for the harness's ``--include_path``."""
+    for name, documents in (("choices", CHOICES), ("texts", TEXTS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, text in TASKS.items():
+        file = folder / ("texts.jsonl" if name == "rolling" else "choices.jsonl")
+        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
+        (folder / f"{name}.yaml").write_text(text + source)
+
+
 def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
     checked_door(
@@ -74,12 +84,7 @@ def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str,
 
 
 def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
-    for name, documents in (("choices", CHOICES), ("texts", TEXTS)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    for name, text in TASKS.items():
-        file = tmp_path / ("texts.jsonl" if name == "rolling" else "choices.jsonl")
-        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
-        (tmp_path / f"{name}.yaml").write_text(text + source)
+    write_tasks(tmp_path)
     export = tmp_path / "hf"
     checked_door("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
     with ThreadPoolExecutor(2) as both:

@@ -29,6 +29,7 @@ FLOORS = {
     "torchtrain.metrics": 3,
     "torchtrain.generation": 3,
     "torchtrain.profiling": 3,
+    "torchtrain.shape": 3,
     "torchtrain.distributed": 2,
     "torchtrain.datasets": 2,
     "torchtrain.models": 1,

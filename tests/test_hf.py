@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_door
 from torchtrain import generate
-from torchtrain.build import model_shape
 from torchtrain.checkpoint.hf import files_by_size, save_hf, write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
@@ -27,7 +26,10 @@ from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Para
 from torchtrain.conversion import convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, flavor_config, hf
+from torchtrain.models import families as hf
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
+from torchtrain.models.llama.meta import config_from_meta
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
@@ -180,9 +182,24 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "mistral"),
+        ({"model_type": "mixtral"}, "model_type = 'mixtral'; there are llama, mistral, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type = 'dynamic'; there are default, linear",
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor of RoPE with rope_type = 'linear' must not be"),
+        ({"rope_theta": "ten"}, "could not convert string to float: 'ten'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "mistral"}, "sliding_window = 4096; .* sliding windows is not supported"),
+        ({"model_type": "mistral", "sliding_window": 1024}, "sliding_window = 1024"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"head_dim": 7}, "head_dim = 7 must be even"),
+        ({"num_attention_heads": 5, "head_dim": None}, "n_kv_heads = 4 must divide n_heads = 5"),
     ],
 )
 def test_models_that_we_do_not_have_are_refused(change: dict[str, Any], message: str) -> None:
@@ -215,7 +232,7 @@ PARAMS = {
 @pytest.mark.parametrize("flavor", PARAMS, ids="-".join)
 def test_metas_params_give_our_flavors(flavor: tuple[str, str]) -> None:
     shape = flavor_config(*flavor)
-    assert hf.config_from_meta(PARAMS[flavor], shape.vocab_size) == shape
+    assert config_from_meta(PARAMS[flavor], shape.vocab_size) == shape
 
 
 def ours_to_metas_rows(weight: Tensor, n_heads: int) -> Tensor:
@@ -243,7 +260,7 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
     params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
     (source / "params.json").write_text(json.dumps(params))
     (source / "tokenizer.model").write_bytes(tokenizer_file().read_bytes())
-    convert(source, tmp_path / "hf", "hf", "float32", model_shape)
+    convert(source, tmp_path / "hf", "hf", "float32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
 
@@ -255,11 +272,14 @@ def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
     write_hf_config(tmp_path, LLAMA2, "float32", "")
     ours, theirs = load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    again = load_tokenizer(str(tmp_path))
+    assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)
+    assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
 
 
-def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path) -> None:
+def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [
         b"de",
         b"def",
@@ -277,26 +297,30 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path) -> None:
         b" it",
     ]
     tokens = [bytes([byte]) for byte in range(256)] + pieces
+    monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", len(tokens))
     file = tmp_path / "ranks"
     file.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     write_hf_config(tmp_path, LLAMA2, "float32", str(file))
     ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    again = load_tokenizer(str(tmp_path))
+    assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)
+    assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
 
 
 def test_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
-        convert(tmp_path, tmp_path, "hf", "float32", model_shape)
+        convert(tmp_path, tmp_path, "hf", "float32")
 
 
 def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.build.flavor_config", lambda *_: TINY)
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
     first, second = tmp_path / "first", tmp_path / "second"
     at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
     finish(first, "--training.steps", "2", *at_end)
-    convert(first, tmp_path / "converted", "hf", "float32", model_shape)
+    convert(first, tmp_path / "converted", "hf", "float32")
     exported = AutoModelForCausalLM.from_pretrained(first / "hf").state_dict()
     for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "converted").state_dict().items():
         assert torch.equal(tensor, exported[key]), key

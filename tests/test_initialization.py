@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtrain.initialization import BLOCK, fill_parameter, layout_independent_init, normal_quantile
-from torchtrain.models.llama import Transformer, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import Transformer
 
 
 class OneMatrix(nn.Module):

@@ -11,7 +11,8 @@ from torchtrain.build import plan_run
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import TransformerConfig, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import TransformerConfig
 from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.pipeline_llama import layers_per_stage, plan_stages
 

@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor
 
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, flavor_config
+from torchtrain.models.families import flavor_config
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 
 SHAPES = {
     "llama2": TransformerConfig(64, 3, 4, 4, 176, 320, max_seq_len=96),
@@ -142,6 +143,12 @@ def test_explicit_positions_are_the_default() -> None:
         ("llama3", "8B", 8_030_261_248),
         ("llama3", "70B", 70_553_706_496),
         ("llama3", "405B", 405_853_388_800),
+        ("qwen3", "0.6B", 596_049_920),
+        ("qwen3", "1.7B", 1_720_574_976),
+        ("qwen3", "4B", 4_022_468_096),
+        ("qwen3", "8B", 8_190_735_360),
+        ("qwen3", "14B", 14_768_307_200),
+        ("qwen3", "32B", 32_762_123_264),
     ],
 )
 def test_published_sizes(name: str, flavor: str, parameters: int) -> None:

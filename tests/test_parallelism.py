@@ -34,6 +34,8 @@ MODELS = {
     "deep": DEEP,
     "deep-odd": replace(DEEP, vocab_size=101),
     "deep-tied": replace(DEEP, tied_embeddings=True),
+    "qwen2": replace(PLAIN, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
+    "qwen3": replace(PLAIN, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True),
 }
 
 AXES = {"R": "data_parallel_replicate", "S": "data_parallel_shard", "C": "context_parallel", "T": "tensor_parallel"}
@@ -105,6 +107,12 @@ def run(
         ("S2 T2 P2", "tied"),
         ("S2 C2 T2", "odd"),
         ("R2 C2 P2", "plain"),
+        ("S2", "qwen3"),
+        ("T2", "qwen3"),
+        ("C2", "qwen3"),
+        ("P2", "qwen3"),
+        ("S2 T2 C2 P2", "qwen3"),
+        ("S2 T2", "qwen2"),
     ],
 )
 def test_every_layout_gives_the_run_of_one_rank(
@@ -202,10 +210,23 @@ def _train_compiled(config: JobConfig, model: TransformerConfig) -> Curve:
         return train(config, model)
 
 
-# Of a tensor-parallel group: test_compile.py.
-def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve]) -> None:
+@pytest.mark.parametrize(("text", "model"), [("T2", "qwen3"), ("C2", "plain")])
+def test_compiled_blocks_give_the_same_run(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     changes = {"compile": {"enable": True}}
-    assert_same_run(run(gloo, "C2", PLAIN, function=_train_compiled, **changes), references["plain"])
+    assert_same_run(run(gloo, text, MODELS[model], function=_train_compiled, **changes), references[model])
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "changes"),
+    [
+        ("T2", "qwen2", {"activation_checkpoint": {"mode": "selective"}}),
+        ("T2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
+    ],
+)
+def test_biases_and_norms_of_heads_go_with_options(
+    gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, Any]
+) -> None:
+    assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
 
 
 BFLOAT16_SEEDS = (1, 2, 3)

@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torchtrain.build import plan_run
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import Transformer
+from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.attention_backend import (
     BatchedBackwardAttention,
     apply_attention_backend,
@@ -141,25 +142,34 @@ def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
         check_float8(Float8(recipe="rowwise"), TINY, CPU, 1)
 
 
-def train_in_float8(config: JobConfig) -> Any:
+def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
     """A run whose blocks compute in float8, emulated."""
     pytest.importorskip("torchao")
     original = joining.apply_float8
     joining.apply_float8 = lambda *args, **kwargs: apply_float8(*args, **kwargs, emulate=True)  # type: ignore[assignment]
     try:
-        return train(config)
+        return train(config, shape)
     finally:
         joining.apply_float8 = original
 
 
-@pytest.mark.parametrize(("ranks", "recipe"), [(1, "tensorwise"), (2, "tensorwise"), (2, "rowwise")])
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "changes"),
+    [
+        (1, "tensorwise", {}),
+        (2, "tensorwise", {}),
+        (2, "rowwise", {}),
+        (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}),
+    ],
+)
 def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
-    gloo: GlooPool, ranks: int, recipe: str
+    gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchao")
+    shape = replace(TINY, **changes)
     config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe})
-    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}))
-    for curve in gloo.run(ranks, train_in_float8, config):
+    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}), shape)
+    for curve in gloo.run(ranks, train_in_float8, config, shape):
         assert_same_run([curve], reference, rel=0.1)
         assert curve.losses != reference.losses
         assert all(tensor.dtype == torch.float32 for tensor in curve.last.values())

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from forked_run import TINY, finish
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from torchtrain import conversion, generate
+from torchtrain import generate
 from torchtrain.build import load_model
 from torchtrain.checkpoint.hf import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
-from torchtrain.models.llama import hf
+from torchtrain.models import families as hf
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -49,9 +48,7 @@ def run(theirs: tuple[Path, nn.Module], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def tied_flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("torchtrain.build.flavor_config", lambda *_: TIED)
-    flavors = MappingProxyType({"llama3": MappingProxyType({"debugmodel": TIED})})
-    monkeypatch.setattr(conversion, "FLAVORS", flavors)
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TIED)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

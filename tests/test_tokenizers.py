@@ -4,20 +4,39 @@ import random
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
 
 from torchtrain.errors import TokenizerError
 from torchtrain.tokenizers import load_tokenizer
 
+WORD_LEVEL = Library(WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'
 
 
-@pytest.fixture(scope="module")
-def rank_file(tmp_path_factory):
-    """A rank file with the 256 bytes and a few merges."""
-    tokens = [bytes([byte]) for byte in range(256)] + [b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
-    path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
+def write_ranks(path, tokens):
     path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
     return str(path)
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+@pytest.fixture
+def rank_file(tmp_path, monkeypatch):
+    """The file of a Llama 3 that has so many ranks: the 256 bytes and a few merges."""
+    tokens = [*BYTES, b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
+    monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", len(tokens))
+    return write_ranks(tmp_path / "tokenizer.model", tokens)
+
+
+def test_only_a_rank_file_as_long_as_llama_3s_is_read_with_its_pattern(tmp_path):
+    others = [b"\xff" + n.to_bytes(3, "big") for n in range(200_000)]
+    llama3 = load_tokenizer(write_ranks(tmp_path / "llama3", [*BYTES, *others[: 128_000 - 256]]))
+    assert (llama3.vocab_size, llama3.bos_id) == (128_256, 128_000)
+    for ranks in (200_000, 127_999, 128_001):
+        with pytest.raises(TokenizerError, match=rf"has {ranks:,} ranks, .* 128,000: .*Llama 4's has 200,000"):
+            load_tokenizer(write_ranks(tmp_path / "other", [*BYTES, *others[: ranks - 256]]))
 
 
 def test_embedded_tokenizer_gives_back_the_text():
@@ -88,9 +107,11 @@ def test_content_hash_tells_tokenizers_apart(rank_file):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"just some text\n", "neither a SentencePiece model nor a tiktoken rank file"),
-        (b"", "neither a SentencePiece model nor a tiktoken rank file"),
-        (b'{"version": "1.0"}', "a Hugging Face tokenizer.json is neither"),
+        (b"just some text\n", "is no tokenizer.json, SentencePiece model or tiktoken rank file"),
+        (b"", "is no tokenizer.json, SentencePiece model or tiktoken rank file"),
+        (b'{"version": "1.0"}', "is no tokenizer.json: Model missing"),
+        (b'{"version": ', "is no tokenizer.json: "),
+        (WORD_LEVEL, "is a WordLevel model; there are BPE and Unigram"),
         (b"YQ== 0\nYg== one\n", "line 2 is not"),
         (b"YQ== 0\nYg== 7\n", "must be 0 to 1"),
     ],
@@ -105,5 +126,5 @@ def test_files_that_are_no_tokenizer(tmp_path, content, message):
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(TokenizerError, match="No such file"):
         load_tokenizer(str(tmp_path / "missing.model"))
-    with pytest.raises(TokenizerError, match="a folder; give the file"):
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json or tokenizer.model is in it"):
         load_tokenizer(str(tmp_path))

@@ -6,11 +6,11 @@ from unittest.mock import patch
 import torch
 from forked_run import TINY
 
-from torchtrain import build
+from torchtrain import shape
 from torchtrain.train import main
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with patch.object(build, "flavor_config", lambda *_: TINY):
+    with patch.object(shape, "flavor_config", lambda *_: TINY):
         code = main()
     sys.exit(code)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.checkpoint.hf import is_hf_folder, read_hf_config, save_hf
+from torchtrain.checkpoint.hf import is_hf_folder, save_hf
 from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import ModelState, OptimizerState
@@ -42,7 +42,8 @@ from torchtrain.errors import CheckpointError, ConfigError, FaultError
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.metrics.writers import check_writers
-from torchtrain.models.llama import Transformer, TransformerConfig, flavor_config
+from torchtrain.models.families import read_hf_config
+from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.attention_backend import attention_backend_name, choose_attention_backend
 from torchtrain.optimizer import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
@@ -50,6 +51,7 @@ from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+from torchtrain.shape import check_vocabulary, given, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -102,6 +104,7 @@ def plan_run(config: JobConfig) -> Plan:
 
     There is no process group yet, unless data come from the hub.
     """
+    assert not config.model.hf_folder, "resolve_model comes first"
     device = pick_device(config.job.device)
     check_writers(config.metrics)
     if config.training.enable_cpu_offload and device.type == "cpu":
@@ -111,7 +114,7 @@ def plan_run(config: JobConfig) -> Plan:
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = model_shape(config, tokenizer)
+    model = model_shape(config.model, tokenizer, config.training.seq_len)
     check_layout(
         model,
         degrees,
@@ -199,12 +202,6 @@ def make_dump_folder(folder: Path) -> None:
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
 
 
-def model_shape(config: JobConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The flavor that ``config`` names, with the tokenizer's vocabulary and the length of the run's sequences."""
-    flavor = flavor_config(config.model.name, config.model.flavor)
-    return replace(flavor, vocab_size=tokenizer.vocab_size, max_seq_len=config.training.seq_len)
-
-
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
     local, wanted = config.training.local_batch_size, config.training.global_batch_size
@@ -255,7 +252,9 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     else:
         initialize_buffers(parts, plan.device)  # the load overwrites all else
     if initial and step is None:
-        load_weights(parts, find_weights(Path(initial)), plan.model)
+        # These make no other tensors: a run may go on with others, for longer sequences and the like.
+        wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
+        load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
         logger.info("starts from the weights in %s", initial)
     elif initial:
         logger.info(
@@ -321,12 +320,13 @@ def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_
     """
     folder = find_weights(path)
     if is_hf_folder(folder):
-        tokenizer = load_tokenizer(tokenizer_path or str(folder / "tokenizer.model"))
+        tokenizer = load_tokenizer(tokenizer_path or str(folder))
         shape = read_hf_config(folder)
+        check_vocabulary(shape.vocab_size, tokenizer)
     elif (folder / CONFIG).is_file():
         config = from_file(str(folder / CONFIG))
         tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-        shape = model_shape(config, tokenizer)
+        shape = model_shape(config.model, tokenizer, config.training.seq_len)
     else:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from torchtrain.checkpoint.hf import (
     ignored_tensors,
     is_hf_folder,
     parameter_shapes,
-    read_hf_config,
     write_hf,
 )
 from torchtrain.checkpoint.hf_files import find_tensors, read_tensor
@@ -23,22 +22,18 @@ from torchtrain.checkpoint.states import load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import from_file, to_toml
-from torchtrain.config.schema import JobConfig, Model, Training
+from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
-from torchtrain.models.llama.flavors import FLAVORS
-from torchtrain.models.llama.hf import META_SPLIT_DIM, config_from_meta, hf_name, meta_rows_to_ours
+from torchtrain.models.families import hf_name, read_hf_config
+from torchtrain.models.llama.meta import META_SPLIT_DIM, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.tokenizers import Tokenizer, load_tokenizer
-
-# The shape of the model that a config and its tokenizer describe.
-ShapeOf = Callable[[JobConfig, Tokenizer], TransformerConfig]
+from torchtrain.shape import model_section, model_shape
+from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 
-def convert(
-    source_folder: Path, target: Path, to: str, dtype_name: str, shape_of: ShapeOf, tokenizer_path: str = ""
-) -> None:
+def convert(source_folder: Path, target: Path, to: str, dtype_name: str, tokenizer_path: str = "") -> None:
     """Write ``target`` in the format ``to`` (hf or torchtrain); it appears when it is complete.
 
     Raises:
@@ -48,7 +43,7 @@ def convert(
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
-        source = open_source(source_folder, tokenizer_path, shape_of)
+        source = open_source(source_folder, tokenizer_path)
         dtype = getattr(torch, dtype_name)
         shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
         values = Lazy(shapes, lambda name: source.read(name).to(dtype))
@@ -82,15 +77,9 @@ class Source:
     tokenizer_path: str
 
     def config_toml(self) -> str:
-        """A config that makes this model; ``CheckpointError`` where no flavor does."""
-        for name, flavors in FLAVORS.items():
-            for flavor, shape in flavors.items():
-                if replace(shape, vocab_size=self.model.vocab_size, max_seq_len=self.model.max_seq_len) == self.model:
-                    model = Model(name=name, flavor=flavor, tokenizer_path=self.tokenizer_path)  # type: ignore[arg-type]
-                    return to_toml(JobConfig(model=model, training=Training(seq_len=self.model.max_seq_len)))
-        raise CheckpointError(
-            f"no flavor of torchtrain/models/llama/flavors.py has the shape of this model: {self.model}"
-        )
+        """A config that makes this model."""
+        model = model_section(self.model, self.tokenizer_path)
+        return to_toml(JobConfig(model=model, training=Training(seq_len=self.model.max_seq_len)))
 
 
 class Lazy(Mapping[str, Tensor]):
@@ -110,16 +99,16 @@ class Lazy(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def open_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
+def open_source(path: Path, tokenizer_path: str) -> Source:
     """See what ``path`` is, and open it."""
     if is_hf_folder(path):
         return hf_source(path, tokenizer_path)
     if (path / "params.json").is_file():
         return meta_source(path, tokenizer_path)
-    return own_source(path, tokenizer_path, shape_of)
+    return own_source(path, tokenizer_path)
 
 
-def own_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
+def own_source(path: Path, tokenizer_path: str) -> Source:
     """A checkpoint of ours."""
     folder = find_checkpoint(path)
     for record in read_manifest(folder).files:
@@ -127,7 +116,7 @@ def own_source(path: Path, tokenizer_path: str, shape_of: ShapeOf) -> Source:
             raise CheckpointError(problem)
     config = from_file(str(folder / CONFIG))
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
-    shape = shape_of(config, load_tokenizer(tokenizer_path))
+    shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
     reader = VerifiedReader(folder)
 
     def read(name: str) -> Tensor:
@@ -180,9 +169,10 @@ def meta_source(folder: Path, tokenizer_path: str) -> Source:
 
 
 def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
-    path = tokenizer_path or str(folder / "tokenizer.model")
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} is no file, and the model needs its tokenizer; give it by --tokenizer_path")
+    """The tokenizer of the model in ``folder``, unless another is asked for."""
+    path = tokenizer_path or str(folder)
+    if not tokenizer_file(path).is_file():
+        raise CheckpointError(f"{path} has no tokenizer, and the model needs it; give it by --tokenizer_path")
     return path
 
 

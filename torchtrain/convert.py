@@ -26,7 +26,7 @@ class Options:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype of the weights written."""
     tokenizer_path: str = ""
-    """The model's tokenizer. Default: the one the checkpoint's config names, or tokenizer.model in the source."""
+    """The model's tokenizer, a file or folder. Default: that of the checkpoint's config, or in the source."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
         # Not above: --help needs no torch.
-        from torchtrain.build import model_shape
         from torchtrain.conversion import convert
 
         source, target = Path(options.source), Path(options.target)
-        convert(source, target, options.to, options.dtype, model_shape, options.tokenizer_path)
+        convert(source, target, options.to, options.dtype, options.tokenizer_path)
         return 0
 
     return run_door(run)

@@ -43,7 +43,7 @@ class Options:
     seed: int = 0
     """The same seed gives the same text."""
     tokenizer_path: str = ""
-    """The model's tokenizer. Default: the one of the run, or tokenizer.model in the Hugging Face folder."""
+    """The model's tokenizer, a file or folder. Default: the one of the run, or in the Hugging Face folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: cuda where there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtrain.models.llama.model import Attention, Transformer
+from torchtrain.models.llama.model import Transformer
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,7 @@ def generate(
     ]
     ended = [False] * len(prompts)
 
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    plain = [attention.inner_attention for attention in attentions]
-    for attention, inner in zip(attentions, plain, strict=True):
-        attention.inner_attention = CachedAttention(inner, capacity)
+    model.replace_inner_attention(lambda inner: CachedAttention(inner, capacity))
     try:
         start = 0
         for _ in range(max_new_tokens):
@@ -113,8 +110,7 @@ def generate(
                 return
             tokens, start = chosen[:, None], end
     finally:
-        for attention, inner in zip(attentions, plain, strict=True):
-            attention.inner_attention = inner
+        model.replace_inner_attention(lambda cached: cached.get_submodule("inner"))
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

@@ -53,9 +53,10 @@ def run(config: JobConfig) -> None:
         return
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or cores
+    tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
     for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
         key = f"data.sources[{number}]" if several else "data"
-        shards = prepare(source, key, config.model.tokenizer_path, folder, processes).shards
+        shards = prepare(source, key, tokenizer_path, folder, processes).shards
         logger.info(
             "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
             "to train on it: --data.path %s",

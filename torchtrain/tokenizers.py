@@ -1,22 +1,26 @@
-"""Tokenizers: SentencePiece models and tiktoken rank files, behind one small interface.
+"""Tokenizers: Hugging Face's tokenizer.json, SentencePiece models and tiktoken rank files, behind one small interface.
 
-Which of the two a file is, is seen by looking into it: both go by the name ``tokenizer.model``.
+Which of them a file is, is seen by looking into it: two go by the name ``tokenizer.model``.
 """
 
 import base64
 import binascii
 import hashlib
 import itertools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 import tiktoken
+import tokenizers
 
 from torchtrain.errors import TokenizerError
 from torchtrain.reading import MISSING, read_file
+
+TOKENIZER_JSON = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
@@ -28,7 +32,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     """Id that ends a document; None if the tokenizer has none."""
     content_hash: str
-    """SHA-256 of the file, in hex: data prepared with one tokenizer is never read with another."""
+    """SHA-256, in hex, of all that ids depend on: data prepared with one tokenizer is never read with another."""
 
     token_bytes: list[int]
     """For each id the bytes of UTF-8 that it stands for; 0 for special tokens."""
@@ -38,30 +42,38 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, ids that the tokenizer does not have nothing."""
         ...
 
 
 def tokenizer_file(path: str = "") -> Path:
-    """Where the tokenizer of ``model.tokenizer_path`` lies; ``""`` is the small one in the package."""
-    return Path(path) if path else Path(__file__).parent / "assets" / "tokenizer.model"
+    """Where the tokenizer of ``model.tokenizer_path`` lies; ``""`` is the small one in the package.
+
+    In a folder that is ``tokenizer.json`` before ``tokenizer.model``, as with transformers.
+    """
+    if not path:
+        return Path(__file__).parent / "assets" / "tokenizer.model"
+    inside = [Path(path, name) for name in (TOKENIZER_JSON, "tokenizer.model")]
+    return next((file for file in inside if file.is_file()), Path(path))
 
 
 def load_tokenizer(path: str = "") -> Tokenizer:
     """Read a tokenizer; ``""`` is the small one in the package, trained on the Python standard library.
 
     Raises:
-        TokenizerError: the file is missing, unreadable, or no tokenizer of the two kinds.
+        TokenizerError: the file is missing, unreadable, or no tokenizer of the three kinds.
     """
     file = tokenizer_file(path)
     try:
         content = read_file(file)
     except MISSING as error:
-        reason = "a folder; give the file in it" if Path(path).is_dir() else error.strerror
+        reason = f"no {TOKENIZER_JSON} or tokenizer.model is in it" if Path(path).is_dir() else error.strerror
         raise TokenizerError(
-            f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a SentencePiece model or a tiktoken "
-            "rank file, such as the tokenizer.model that comes with Llama weights"
+            f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a {TOKENIZER_JSON}, a SentencePiece "
+            "model or Llama 3's tiktoken rank file, or a folder with one of them"
         ) from None
+    if content.lstrip()[:1] == b"{":
+        return JsonTokenizer(content, path, file.parent)
     # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
     if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
         return TiktokenTokenizer(content, path)
@@ -76,9 +88,8 @@ class SentencePieceTokenizer:
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
-            hint = "; a Hugging Face tokenizer.json is neither" if content.lstrip()[:1] == b"{" else ""
             raise TokenizerError(
-                f"model.tokenizer_path = {path!r} is neither a SentencePiece model nor a tiktoken rank file{hint}"
+                f"model.tokenizer_path = {path!r} is no {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file"
             ) from None
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id = _present(self._processor.bos_id())
@@ -99,8 +110,70 @@ class SentencePieceTokenizer:
         return _framed(self, self._processor.encode(text), bos, eos)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._processor.decode(list(ids))
+        text: str = self._processor.decode([i for i in ids if i < self.vocab_size])
         return text
+
+
+class JsonTokenizer:
+    """A Hugging Face ``tokenizer.json``, with the files beside it that name its special tokens."""
+
+    def __init__(self, content: bytes, path: str, folder: Path) -> None:
+        try:
+            about = json.loads(content)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library has no narrower one
+            raise TokenizerError(f"model.tokenizer_path = {path!r} is no {TOKENIZER_JSON}: {error}") from None
+        if about["model"].get("type") not in ("BPE", "Unigram"):
+            raise TokenizerError(
+                f"model.tokenizer_path = {path!r} is a {about['model'].get('type')} model; there are BPE and Unigram"
+            )
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True  # as plain text
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.bos_id, self.eos_id = (special_id(name, vocabulary, folder, path) for name in ("bos", "eos"))
+        self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()
+        added = {token["id"]: token for token in about.get("added_tokens", ())}
+        unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
+        steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
+        by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
+        self.token_bytes = [0] * self.vocab_size
+        for piece, number in vocabulary.items():
+            if number in added or number in unknown:
+                plain = number in added and not added[number]["special"]
+                self.token_bytes[number] = len(piece.encode()) if plain else 0
+            elif by_letters or re.fullmatch("<0x[0-9A-F]{2}>", piece):
+                self.token_bytes[number] = len(piece) if by_letters else 1
+            else:
+                self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # as above
+        return _framed(self, self._tokenizer.encode(text, add_special_tokens=False).ids, bos, eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def special_id(name: str, vocabulary: Mapping[str, int], folder: Path, path: str) -> int | None:
+    """Id of the token ``name`` (bos or eos) by the files in ``folder``; None where they say that there is none."""
+    for file, key in (("tokenizer_config.json", f"{name}_token"), ("generation_config.json", f"{name}_token_id")):
+        try:
+            value: Any = json.loads(read_file(folder / file))[key]
+        except (*MISSING, KeyError):
+            continue
+        except (ValueError, TypeError) as error:
+            raise TokenizerError(
+                f"{folder / file}, beside model.tokenizer_path = {path!r}, is damaged: {error}"
+            ) from None
+        value = value[0] if isinstance(value, list) and value else value
+        value = value.get("content", "") if isinstance(value, dict) else value
+        found = vocabulary.get(value) if isinstance(value, str) else value
+        if value is not None and found not in vocabulary.values():
+            raise TokenizerError(f"{folder / file}: {key} = {value!r} is no token of model.tokenizer_path = {path!r}")
+        return found
+    return None
 
 
 # Llama 3's pre-tokenizer, and its special tokens in the order of their ids with the names of Llama 3.1 (3.0 reserved
@@ -123,6 +196,7 @@ _LLAMA3_SPECIALS = (
     "<|python_tag|>",
 )
 _LLAMA3_SPECIAL_COUNT = 256
+LLAMA3_RANKS = 128_000
 
 # Limits of the reference implementation: tiktoken fails on longer texts, and its regular expression overflows the
 # stack on longer runs of only spaces or only non-spaces.
@@ -155,6 +229,12 @@ class TiktokenTokenizer:
                 f"model.tokenizer_path = {path!r}: each of the 256 bytes must be one of its {len(ranks)} tokens, and "
                 f"{len(missing)} are not (such as {missing[0]}); the file may be cut short: fetch it again"
             )
+        if len(ranks) != LLAMA3_RANKS:
+            raise TokenizerError(
+                f"model.tokenizer_path = {path!r} has {len(ranks):,} ranks, and Llama 3's file has {LLAMA3_RANKS:,}: "
+                "it is cut short, or of another model (Llama 4's has 200,000), which splits text by another pattern; "
+                f"give that model's {TOKENIZER_JSON}"
+            )
         reserved = (f"<|reserved_special_token_{n}|>" for n in itertools.count(3))
         names = itertools.islice(itertools.chain(_LLAMA3_SPECIALS, reserved), _LLAMA3_SPECIAL_COUNT)
         specials = {name: len(ranks) + n for n, name in enumerate(names)}
@@ -176,7 +256,7 @@ class TiktokenTokenizer:
         return _framed(self, ids, bos, eos)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode(list(ids))
+        return self._encoding.decode([i for i in ids if i < self.vocab_size])
 
 
 def _short_parts(text: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,9 +50,11 @@ def train(config: JobConfig) -> int:
     from torchtrain.metrics import MetricsRecorder
     from torchtrain.models.llama.flops import flops_per_token, peak_flops
     from torchtrain.profiling import Profiler
+    from torchtrain.shape import resolve_model
     from torchtrain.train_step import TrainStep
     from torchtrain.validation import Validator
 
+    config = replace(config, model=resolve_model(config.model))
     folder = Path(config.job.dump_folder)
     enable_flight_recorder(folder / "hangs")
     plan = plan_run(config)

@@ -12,6 +12,8 @@ from typing import Any
 
 import tomli
 
+from torchtrain.config.parse import to_dict
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import CheckpointError
 
 
@@ -95,7 +97,7 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
 
 def _options(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with those filled in that follow from others."""
-    options = {f"{section}.{key}": value for section, keys in tomli.loads(text).items() for key, value in keys.items()}
+    options = {**_flat(to_dict(JobConfig())), **_flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
     if options.get("lr_scheduler.decay_type") == "constant":
@@ -104,6 +106,13 @@ def _options(text: str) -> dict[str, Any]:
     elif "training.steps" in options:
         options.setdefault("lr_scheduler.total_steps", options["training.steps"])
     return options
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
 
 
 def check_contract(

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -18,30 +18,16 @@ from torchtrain.checkpoint.states import ModelState, load_tensors, local_part, s
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.errors import CheckpointError
-from torchtrain.models.llama.hf import config_from_hf, hf_config, hf_name
+from torchtrain.log import logger
+from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
-from torchtrain.reading import MISSING, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
-CONFIG_FILE = "config.json"
 
 
 def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
-
-
-def read_hf_config(folder: Path) -> TransformerConfig:
-    """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
-    try:
-        content = json.loads(read_file(folder / CONFIG_FILE))
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
-        return config_from_hf(content)
-    except KeyError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
-    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} describes no Llama that can be read here: {error}") from error
 
 
 def expected_tensors(model: TransformerConfig) -> dict[str, torch.Size]:
@@ -60,16 +46,26 @@ def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
         return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
 
 
-def check_same_shape(found: TransformerConfig, model: TransformerConfig, folder: Path) -> None:
-    """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``."""
+def check_same_shape(
+    found: TransformerConfig, model: TransformerConfig, folder: Path, wanted: Collection[str] = ()
+) -> None:
+    """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``.
+
+    ``wanted``: fields of ``model`` that may be others than in ``found``, such as ``rope_scaling``.
+    """
     found = replace(found, max_seq_len=model.max_seq_len)
-    if found != model:
-        names = [name for name in vars(model) if getattr(found, name) != getattr(model, name)]
-        listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
-        raise CheckpointError(
-            f"{folder} holds another model than the config asks for: {listed}. Choose the model.flavor and the "
-            "model.tokenizer_path that belong to it"
-        )
+    if found == model:
+        return
+    compared = (field.name for field in fields(model) if field.compare)
+    names = [name for name in compared if getattr(found, name) != getattr(model, name)]
+    listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
+    if set(names) <= set(wanted):
+        logger.warning("the weights in %s are of a model with %s, as [model.shape] asks for", folder, listed)
+        return
+    raise CheckpointError(
+        f"{folder} holds another model than the config asks for: {listed}. Set model.hf_folder to it, or the "
+        "model.flavor, model.vocab_size, [model.shape] and model.tokenizer_path that belong to it"
+    )
 
 
 def load_hf(
@@ -200,4 +196,4 @@ def write_hf_config(folder: Path, model: TransformerConfig, dtype: str, tokenize
     tokenizer = load_tokenizer(tokenizer_path)
     config = hf_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_hf_tokenizer(folder, tokenizer, tokenizer_file(tokenizer_path).read_bytes())
+    write_hf_tokenizer(folder, tokenizer, tokenizer_file(tokenizer_path))

@@ -2,21 +2,38 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from torchtrain.tokenizers import LLAMA3_PATTERN, SentencePieceTokenizer, Tokenizer
+from torchtrain.tokenizers import LLAMA3_PATTERN, TOKENIZER_JSON, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+
+CONFIG_FILE = "tokenizer_config.json"
+# What may belong to a tokenizer.json, and is copied with it.
+BESIDE = (
+    *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
 
 
-def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, content: bytes) -> None:
-    """Write ``tokenizer``, read from a file of ``content``, so that it gives the same ids there, after a bos."""
-    if isinstance(tokenizer, SentencePieceTokenizer):
+def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
+    """Write ``tokenizer``, read from ``file``, so that it gives the same ids there, after a bos."""
+    content = file.read_bytes()
+    if isinstance(tokenizer, JsonTokenizer):
+        (folder / TOKENIZER_JSON).write_bytes(content)
+        for name in BESIDE:
+            if (file.parent / name).is_file():
+                shutil.copyfile(file.parent / name, folder / name)
+        if (folder / CONFIG_FILE).exists():
+            return
+        config = _fast_config(tokenizer)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
         (folder / "tokenizer.model").write_bytes(content)
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        config: dict[str, Any] = {
+        config = {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": False,
             "add_prefix_space": processor.encode("a", out_type=str)[0].startswith("\u2581"),
@@ -25,13 +42,17 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, content: bytes) -> No
             **{f"{name}_token": processor.id_to_piece(i) for name, i in _framing(tokenizer).items()},
         }
     else:
-        (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_json(tokenizer, content)), encoding="utf-8")
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **{f"{name}_token": tokenizer.decode([i]) for name, i in _framing(tokenizer).items()},
-        }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / TOKENIZER_JSON).write_text(json.dumps(_tokenizer_json(tokenizer, content)), encoding="utf-8")
+        config = _fast_config(tokenizer)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _fast_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{name}_token": tokenizer.decode([i]) for name, i in _framing(tokenizer).items()},
+    }
 
 
 def _framing(tokenizer: Tokenizer) -> dict[str, int]:

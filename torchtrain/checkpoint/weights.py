@@ -1,18 +1,19 @@
 """Only the weights, for whoever starts from them or uses them without training. What they lie in stays as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
-from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf, read_hf_config
+from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify_file
 from torchtrain.checkpoint.states import ModelState, flatten, load_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.errors import CheckpointError
+from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.model import TransformerConfig
 
 
@@ -32,17 +33,19 @@ def find_weights(path: Path) -> Path:
     return path if is_hf_folder(path) else find_checkpoint(path)
 
 
-def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerConfig) -> None:
+def load_weights(
+    parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, wanted: Collection[str] = ()
+) -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
-    Layouts and dtypes need not be alike.
+    Layouts and dtypes need not be alike. ``wanted``: as for ``check_same_shape``.
 
     Raises:
         CheckpointError: a file is missing or damaged, a parameter is not in it, or it is for another model.
     """
     state = ModelState(parts, model.tied_embeddings)
     if is_hf_folder(folder):
-        check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder)
+        check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder, wanted)
         load_hf(state.state_dict(), folder, model)
         return
     rank, ranks = dist.get_rank(), dist.get_world_size()

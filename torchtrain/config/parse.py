@@ -164,8 +164,8 @@ def to_toml(config: JobConfig) -> str:
     return tomli_w.dumps(to_dict(config))
 
 
-def to_dict(config: JobConfig) -> dict[str, Any]:
-    """The config as nested dicts of plain values, without the keys that are None."""
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config, or a section of it, as nested dicts of plain values, without the keys that are None."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -38,13 +38,72 @@ class Job:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    type: Literal["none", "llama3", "linear", "yarn"] | None = None
+    """How RoPE is stretched beyond the length first trained. Default: the flavor's, or llama3 where others are set."""
+    factor: float | None = None
+    """By how much. Default, as of the following: the flavor's, or 8."""
+    low_freq_factor: float | None = None
+    """llama3: full turns in the original length up to which a frequency is slowed by all of the factor. Default: 1."""
+    high_freq_factor: float | None = None
+    """llama3: full turns from which it is kept. Default: 4."""
+    original_max_seq_len: int | None = None
+    """llama3 and yarn: the length that was first trained. Default: 8192."""
+    beta_fast: float | None = None
+    """yarn: full turns from which a frequency is kept. Default: 32."""
+    beta_slow: float | None = None
+    """yarn: full turns up to which it is slowed by all of the factor. Default: 1."""
+    attention_factor: float | None = None
+    """yarn: by how much queries and keys grow. Default: 0.1 ln(factor) + 1."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of the model's shape is not as model.flavor or model.hf_folder has it."""
+
+    dim: int | None = None
+    """Width of the residual stream."""
+    n_layers: int | None = None
+    """Blocks."""
+    n_heads: int | None = None
+    """Query heads."""
+    n_kv_heads: int | None = None
+    """Key/value heads; they must divide the query heads."""
+    ffn_dim: int | None = None
+    """Inner width of the feed-forward network."""
+    head_dim: int | None = None
+    """Width of a head. Default: the flavor's own, or dim / n_heads."""
+    norm_eps: float | None = None
+    """Epsilon of the norms."""
+    rope_theta: float | None = None
+    """Base of RoPE's wavelengths."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """[model.shape.rope_scaling]"""
+    tied_embeddings: bool | None = None
+    """The output layer is the embedding."""
+    qk_norm: bool | None = None
+    """Normalize queries and keys, each head by itself, as Qwen3 does."""
+    qkv_bias: bool | None = None
+    """Biases of wq, wk and wv, as in Qwen2."""
+
+
+@dataclass(frozen=True)
 class Model:
-    name: Literal["llama2", "llama3"] = "llama3"
+    name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
     """Family of the model."""
     flavor: str = "debugmodel"
-    """Size within the family. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B, 3B, 8B, 70B, 405B."""
+    """Size within the family; empty: [model.shape] gives all. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B,
+    3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B, 4B, 8B, 14B, 32B."""
+    hf_folder: str = ""
+    """Hugging Face folder of a model of these families: its shape in place of name and flavor, and its tokenizer unless
+    tokenizer_path names another. Its weights are not read; that is checkpoint.initial_load_path."""
+    vocab_size: int | None = None
+    """Rows of embedding and output: at least as many as the tokenizer has ids. Default: as many, or as in hf_folder."""
     tokenizer_path: str = ""
-    """SentencePiece model or tiktoken rank file (Llama 3's tokenizer.model). Default: the small one in the package."""
+    """Hugging Face tokenizer.json, SentencePiece model, Llama 3's tiktoken rank file (tokenizer.model), or a folder
+    with one of them. Default: the small one in the package."""
+    shape: Shape = field(default_factory=Shape)
+    """[model.shape]: what is not as the flavor has it, such as dim = 768 or n_layers = 12."""
 
 
 @dataclass(frozen=True)

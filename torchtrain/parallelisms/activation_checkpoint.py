@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtrain.config.schema import ActivationCheckpoint
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.llama.model import Transformer, TransformerBlock
 
 # Results that cost more to compute again than to keep: attention, and what came over the network.
 EXPENSIVE_OPS = frozenset(
@@ -30,15 +30,17 @@ EXPENSIVE_OPS = frozenset(
 )
 
 
-MATRIX_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default})
-# A block's products are wq, wk, wv, wo, w1, w3, w2. Per byte kept all save the same work; the result of the last is an
-# input of nothing in the block, and so never needed again.
-KEPT_PRODUCTS = (1, 3, 5)
-PRODUCTS_PER_BLOCK = 7
+MATRIX_PRODUCTS = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+)
+# Per byte kept all products of a block save the same work. The result of the last is an input of nothing in the block,
+# and so never needed again.
+PRODUCTS_PER_BLOCK = len(TransformerBlock.PRODUCTS)
+KEPT_PRODUCTS = range(1, PRODUCTS_PER_BLOCK, 2)
 
 
 class KeepExpensive:
-    """Policy of one forward (or its recomputation): keep ``EXPENSIVE_OPS`` and three of the seven matrix products."""
+    """Policy of one forward (or its recomputation): keep ``EXPENSIVE_OPS`` and every second matrix product."""
 
     def __init__(self) -> None:
         self.products = {False: 0, True: 0}  # counted apart in forward and in its recomputation

@@ -69,5 +69,4 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
 
     Each rank then calls the forward with ``local_sequence`` of tokens and positions.
     """
-    for block in model.layers.values():
-        block.get_submodule("attention").inner_attention = ContextParallelAttention(mesh)
+    model.replace_inner_attention(lambda _: ContextParallelAttention(mesh))

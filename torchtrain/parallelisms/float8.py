@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtrain.config.schema import Float8
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 
 MULTIPLE = 16  # of both sides of a matrix: what the float8 kernels ask for
 
@@ -28,10 +28,15 @@ def check_float8(config: Float8, model: TransformerConfig, device: torch.device,
         raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
     if tensor_degree > 1:
         raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {tensor_degree} do not go together yet")
-    widths = {"dim": model.dim, "ffn_dim": model.ffn_dim, "n_kv_heads * head_dim": model.n_kv_heads * model.head_dim}
-    for key, width in widths.items():
-        if width % MULTIPLE:
-            raise ConfigError(f"{given} needs a model whose {key} = {width} is a multiple of {MULTIPLE}")
+    with torch.device("meta"):
+        block = TransformerBlock(model)
+    for name in block.PRODUCTS:
+        rows, columns = block.get_parameter(f"{name}.weight").shape
+        if rows % MULTIPLE or columns % MULTIPLE:
+            raise ConfigError(
+                f"{given} needs matrices whose sides are multiples of {MULTIPLE}, and {name} is {rows} x {columns}; "
+                "set 'none', or change the model's shape"
+            )
 
 
 def apply_float8(model: Transformer, config: Float8, *, shards: int, emulate: bool = False) -> None:

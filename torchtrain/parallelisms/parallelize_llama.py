@@ -1,12 +1,14 @@
-"""How a Llama is split and sped up: all that is known of it, in order."""
+"""How a model is split and sped up: all that is known of it, in order."""
 
 import logging
 
 import torch
 import torch._functorch.config
+from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.initialization import full_name
 from torchtrain.models.llama.attention_backend import apply_attention_backend
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -40,6 +42,17 @@ def parallelize_llama(
     if compile.enable:
         apply_compile(model, activation_checkpoint)
     apply_fsdp(model, mesh.fsdp, training, parallelism)
+    check_meshes(model, mesh)
+
+
+def check_meshes(model: Transformer, mesh: Mesh) -> None:
+    """Assert that each parameter lies on all axes that split the model: one in no plan would be trained apart."""
+    expected = (*(mesh.fsdp.mesh_dim_names or ()), *(("tensor",) if mesh.degrees.tensor > 1 else ()))
+    for name, parameter in model.named_parameters():
+        axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        assert axes == expected, (
+            f"{full_name(name)} lies on the mesh {axes}, not {expected}: tensor_parallel.py must have a plan for it"
+        )
 
 
 def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoint) -> None:

@@ -74,6 +74,9 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
             plan[f"{block}.{name}"] = ColwiseParallel()
         for name in ("attention.wo", "feed_forward.w2"):
             plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=residual)
+        if model.config.qk_norm:
+            for name in ("attention.q_norm", "attention.k_norm"):
+                plan[f"{block}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # split by heads
     parallelize_module(model, mesh, plan)
     model.tie_weights()  # the plan has made two parameters of a shared one
 

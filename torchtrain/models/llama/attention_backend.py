@@ -25,7 +25,7 @@ def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.d
     if device.type not in ("cpu", "cuda"):
         return "unknown"
     q, k = (  # of full size, and in the memory of one head's vector
-        torch.empty(model.head_dim, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
+        torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, model.n_kv_heads)
     )
     choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))
@@ -56,8 +56,7 @@ def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) 
 def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
     """Put ``BatchedBackwardAttention`` into every block of ``model`` where it is the fastest."""
     if has_batched_backward(wanted, dtype, device):
-        for block in model.layers.values():
-            block.get_submodule("attention").inner_attention = BatchedBackwardAttention()
+        model.replace_inner_attention(lambda _: BatchedBackwardAttention())
 
 
 class BatchedBackwardAttention(nn.Module):

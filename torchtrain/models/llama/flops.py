@@ -21,8 +21,8 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     6 per parameter of a matrix product (the embedding lookup is none) plus 12 * layers * heads * head_dim * seq_len for
     attention, not halved for causality, as in PaLM (https://arxiv.org/abs/2204.02311, appendix B).
     """
-    heads_width = config.n_heads * config.head_dim
-    attention = 2 * config.dim * heads_width + 2 * config.dim * config.n_kv_heads * config.head_dim
+    heads_width = config.n_heads * config.head_size
+    attention = 2 * config.dim * heads_width + 2 * config.dim * config.n_kv_heads * config.head_size
     feed_forward = 3 * config.dim * config.ffn_dim
     matrices = config.n_layers * (attention + feed_forward) + config.dim * config.vocab_size
     return 6 * matrices + 12 * config.n_layers * heads_width * seq_len

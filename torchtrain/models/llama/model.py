@@ -1,7 +1,7 @@
-"""Llama 2, 3, 3.1 and 3.2, and nothing of how it is split over ranks.
+"""The dense decoder of Llama, Mistral and Qwen, by its config, and nothing of how it is split over ranks.
 
 Shapes in comments: bs = sequences, seq = tokens of a sequence, dim = width of the residual stream, heads and kv_heads =
-query and key/value heads, head_dim = dim / heads, vocab = vocabulary.
+query and key/value heads, head_dim = width of a head, vocab = vocabulary.
 
 A pipeline stage is the same ``Transformer`` with some children set to None or taken from ``layers``.
 """
@@ -9,8 +9,8 @@ A pipeline stage is the same ``Transformer`` with some children set to None or t
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,20 +20,36 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of RoPE beyond the length that was first trained.
+    """Stretching of RoPE, by ``factor``, beyond the length that was first trained (``original_max_seq_len``).
 
-    Source: ``apply_scaling`` in Meta's llama-models, ``models/llama3/model.py``.
+    linear: all positions (https://arxiv.org/abs/2306.15595). llama3: ``apply_scaling`` in Meta's llama-models,
+    ``models/llama3/model.py``, with the two ``freq_factor``. yarn: https://arxiv.org/abs/2309.00071, with the two
+    ``beta`` and ``attention_factor``, by which queries and keys grow; None: 0.1 ln(factor) + 1.
     """
 
+    type: Literal["llama3", "linear", "yarn"] = "llama3"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
+                raise ValueError(f"rope_scaling.{name} = {value} must be above 0")
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a model. ``ffn_dim`` is the inner width of the feed-forward network."""
+    """Shape of a model; ValueError says which rule it breaks.
+
+    ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
+    n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
+    wq, wk and wv have biases, as in Qwen2. ``family`` changes nothing of the computation.
+    """
 
     dim: int
     n_layers: int
@@ -46,10 +62,24 @@ class TransformerConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
+    head_dim: int | None = field(default=None, compare=False)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    family: str = field(default="llama3", compare=False)
+    head_size: int = field(init=False)
+    """``head_dim``, or what it is by default."""
 
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value} must be above 0, and finite")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}")
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(f"n_heads = {self.n_heads} must divide dim = {self.dim}, unless head_dim is set")
+        object.__setattr__(self, "head_size", self.dim // self.n_heads if self.head_dim is None else self.head_dim)
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f"head_dim = {self.head_size} must be even, and at least 2: RoPE pairs channels")
 
 
 class RMSNorm(nn.Module):
@@ -67,18 +97,38 @@ class RMSNorm(nn.Module):
 def rope_frequencies(config: TransformerConfig) -> Tensor:
     """Angle by which each pair of channels turns per position, float32 of shape (head_dim / 2,).
 
-    RoFormer, https://arxiv.org/abs/2104.09864, with Llama 3.1's scaling where the config has one: long wavelengths are
-    slowed by ``factor``, short ones kept, and those between interpolated.
+    RoFormer, https://arxiv.org/abs/2104.09864, with the scaling that the config has (``RopeScaling``): llama3 and yarn
+    slow long wavelengths by ``factor``, keep short ones, and interpolate between.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # full turns within the original length
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    if scaling.type == "yarn":
+        # The pairs, as numbers on a line, that make so many full turns within the original length.
+        radians = (scaling.original_max_seq_len / turns for turns in (scaling.beta_fast, scaling.beta_slow))
+        pairs = [config.head_size * math.log(r / (2 * math.pi)) / (2 * math.log(config.rope_theta)) for r in radians]
+        low, high = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), config.head_size - 1)
+        ramp = (torch.arange(config.head_size // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+    else:
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # full turns within the original length
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rope_amplitude(config: TransformerConfig) -> float:
+    """By how much RoPE lengthens queries and keys: yarn's ``attention_factor``."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -126,11 +176,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.head_dim = config.head_size
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.inner_attention: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
@@ -139,6 +191,8 @@ class Attention(nn.Module):
         q = self.wq(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, heads, head_dim)
         k = self.wk(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
         v = self.wv(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         out = self.inner_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out.transpose(1, 2).reshape(bs, seq, -1))  # type: ignore[no-any-return]
@@ -160,6 +214,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each with a norm before and a residual around it."""
 
+    PRODUCTS = (
+        *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
+        *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    )
+    """The layers that multiply by a matrix, in the order of the forward."""
+
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -173,7 +233,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A Llama: tokens in, logits out."""
+    """Tokens in, logits out."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -186,7 +246,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
-        table = torch.empty(config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
+        table = torch.empty(config.max_seq_len, config.head_size // 2, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
         self.register_buffer("rope_sin", table.clone(), persistent=False)
         self.init_weights()
@@ -196,7 +256,7 @@ class Transformer(nn.Module):
 
         Matrices: normal of standard deviation 0.02, cut at three of them; those that write to the residual stream, of
         0.02 / sqrt(2 * depth), so that the stream's variance grows slowly with depth; the output, of 1 / sqrt(dim), so
-        that the first logits have unit variance. Norms: ones.
+        that the first logits have unit variance. Norms: ones. Biases: zeros.
         """
         std = 0.02
         self.tie_weights()
@@ -208,8 +268,9 @@ class Transformer(nn.Module):
                 init_matrix(block.get_submodule(name), std)
             for name in ("attention.wo", "feed_forward.w2"):
                 init_matrix(block.get_submodule(name), residual_std)
-            nn.init.ones_(block.get_parameter("attention_norm.weight"))
-            nn.init.ones_(block.get_parameter("ffn_norm.weight"))
+            for name, parameter in block.named_parameters():
+                if parameter.ndim == 1:
+                    nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
         if self.norm is not None:
             nn.init.ones_(self.norm.get_parameter("weight"))
         if self.output is not None and not self.config.tied_embeddings:
@@ -222,13 +283,19 @@ class Transformer(nn.Module):
             return
         with torch.device("cpu"):  # the same bits on every device
             angles = torch.outer(torch.arange(self.config.max_seq_len).float(), rope_frequencies(self.config))
-        self.rope_cos.copy_(angles.cos())
-        self.rope_sin.copy_(angles.sin())
+        self.rope_cos.copy_(angles.cos() * rope_amplitude(self.config))
+        self.rope_sin.copy_(angles.sin() * rope_amplitude(self.config))
 
     def tie_weights(self) -> None:
         """Make the output share the embedding's parameter where the config says so and both are here."""
         if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
+
+    def replace_inner_attention(self, make: Callable[[nn.Module], nn.Module]) -> None:
+        """Put ``make(inner)`` in the place of the ``inner`` attention of each block."""
+        for block in self.layers.values():
+            attention: Any = block.get_submodule("attention")
+            attention.inner_attention = make(attention.inner_attention)
 
     def forward(
         self,

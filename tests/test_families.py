@@ -1,0 +1,294 @@
+"""Models of each family, saved by transformers: ours computes the same, and goes back to a folder that it reads."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from gloo_pool import GlooPool
+from parity import TINY, build, config_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.states import ModelState
+from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config import schema
+from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.generation import Sampling, generate
+from torchtrain.initialization import layout_independent_init
+from torchtrain.models import families
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
+from torchtrain.models.llama.model import TransformerBlock
+from torchtrain.parallelisms import tensor_parallel
+from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
+from torchtrain.shape import model_section, model_shape, resolve_model
+from torchtrain.tokenizers import load_tokenizer
+
+VOCAB = 320
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **keys}}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama with its own head_dim": ("Llama", {"head_dim": 12}),
+    "linear": ("Llama", rope(rope_type="linear", factor=3.0)),
+    "Mistral": ("Mistral", {"sliding_window": None, "head_dim": 16, **rope(rope_type="default")}),
+    "Qwen2": ("Qwen2", rope(rope_type="default")),
+    "yarn": ("Qwen2", rope(**YARN)),
+    "yarn with all keys": (
+        "Qwen3",
+        {"head_dim": 16, **rope(**YARN, beta_fast=4.0, beta_slow=2.0, attention_factor=0.7)},
+    ),
+    "Qwen3": ("Qwen3", {"head_dim": 16}),
+    "tied Qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+}
+TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def random_model(name: str) -> Any:
+    """transformers' model, with vectors (norms, biases) that are not what a fresh model has."""
+    kind, keys = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **keys})
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if key.endswith("norm.weight") else 0.0, 0.2)
+    return model
+
+
+def assert_close_to_largest(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_compute_what_transformers_does(tmp_path: Path, name: str) -> None:
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "in")
+    shape = families.read_hf_config(tmp_path / "in")
+    model = Transformer(shape)
+    load_weights([model], tmp_path / "in", shape)
+    logits, expected = model(TOKENS), theirs(TOKENS).logits
+    assert_close_to_largest(logits, expected)
+    weights = torch.randn_like(logits)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    ours = {families.hf_name(key): parameter.grad for key, parameter in model.named_parameters()}
+    assert ours.keys() == gradients.keys()
+    for key, gradient in ours.items():
+        assert_close_to_largest(gradient, gradients[key])
+
+    save_hf(ModelState([model], shape.tied_embeddings).state_dict(), tmp_path / "out", shape, "float32", "")
+    assert families.read_hf_config(tmp_path / "out") == shape
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values()), info
+    assert type(again) is type(theirs)
+    assert again.config.rope_parameters.items() >= theirs.config.rope_parameters.items()
+    assert_close_to_largest(again(TOKENS).logits, expected)
+
+    prompt = TOKENS[:1, :5]
+    seen = torch.ones_like(prompt)
+    made = theirs.generate(prompt, attention_mask=seen, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    steps = generate(model, prompt.tolist(), Sampling(), max_new_tokens=8)
+    assert [token for (token,) in steps] == made[0, 5:].tolist()
+
+
+def test_the_config_names_families_flavors_and_fields_as_they_are() -> None:
+    assert set(typing.get_args(typing.get_type_hints(schema.Model)["name"])) == families.FAMILIES.keys()
+    listed = "; ".join(f"{name}: {', '.join(family.flavors)}" for name, family in families.FAMILIES.items())
+    assert listed in " ".join((Path(schema.__file__).read_text()).split())
+    others = {"vocab_size", "max_seq_len", "family", "head_size"}
+    assert {field.name for field in fields(schema.Shape)} == {
+        field.name for field in fields(TransformerConfig)
+    } - others
+    assert [field.name for field in fields(schema.RopeScaling)] == [field.name for field in fields(RopeScaling)]
+
+
+def section(**values: Any) -> schema.Model:
+    return schema.Model(**values)
+
+
+def shape_of(model: schema.Model) -> TransformerConfig:
+    return model_shape(model, load_tokenizer(), 128)
+
+
+def test_a_shape_overrides_its_flavor() -> None:
+    flavor = replace(families.flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
+    assert shape_of(section()) == flavor
+    changes = {"dim": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
+    found = shape_of(section(shape=schema.Shape(**changes)))
+    assert found == replace(flavor, **changes)
+    assert found.head_size == 64
+    yarn = schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0, original_max_seq_len=64), qk_norm=True)
+    found = shape_of(section(vocab_size=4224, shape=yarn))
+    scaling = RopeScaling("yarn", factor=2.0, original_max_seq_len=64)
+    assert found == replace(flavor, rope_scaling=scaling, qk_norm=True, vocab_size=4224)
+    assert shape_of(section(shape=schema.Shape(rope_scaling=schema.RopeScaling("none")))).rope_scaling is None
+    more = schema.Shape(rope_scaling=schema.RopeScaling(factor=32.0))
+    assert shape_of(section(shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
+    assert shape_of(section(name="llama2", shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
+    kind, keys = MODELS[name]
+    shape = families.config_from_hf(getattr(transformers, f"{kind}Config")(**{**SMALL, **keys}).to_dict())
+    shape = replace(shape, vocab_size=4096, max_seq_len=128)
+    assert shape_of(model_section(shape, "")) == shape
+    assert shape_of(model_section(shape, "")).family == shape.family
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (section(vocab_size=4000), "model.vocab_size = 4000 must be at least 4096, the number of the tokenizer's ids"),
+        (section(shape=schema.Shape(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
+        (section(shape=schema.Shape(n_heads=12)), "n_heads = 12 must divide dim = 256, unless head_dim is set"),
+        (section(shape=schema.Shape(head_dim=9)), "head_dim = 9 must be even"),
+        (section(shape=schema.Shape(n_layers=0)), "n_layers = 0 must be above 0"),
+        (section(shape=schema.Shape(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
+        (
+            section(shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=-1.0))),
+            "rope_scaling.factor = -1.0 must be above 0",
+        ),
+        (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
+        (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(model: schema.Model, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        shape_of(model)
+
+
+def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
+    random_model("tied Qwen3").save_pretrained(tmp_path)
+    shape = families.read_hf_config(tmp_path)
+    found = resolve_model(section(hf_folder=str(tmp_path)))
+    assert (found.hf_folder, found.tokenizer_path) == ("", str(tmp_path))
+    assert found == model_section(shape, str(tmp_path))
+    changed = resolve_model(
+        section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=schema.Shape(n_layers=5))
+    )
+    assert (changed.vocab_size, changed.tokenizer_path, changed.shape.n_layers) == (400, "t", 5)
+    assert changed.shape.dim == found.shape.dim == 32
+    longer = section(hf_folder=str(tmp_path), shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0)))
+    assert resolve_model(longer).shape.rope_scaling == schema.RopeScaling("yarn", factor=2.0)
+    random_model("yarn").save_pretrained(tmp_path / "yarn")
+    more = section(hf_folder=str(tmp_path / "yarn"), shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=8.0)))
+    assert resolve_model(more).shape.rope_scaling == schema.RopeScaling(
+        "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
+    )
+    with pytest.raises(CheckpointError, match=r"nowhere/config.json describes no model that can be read here"):
+        resolve_model(section(hf_folder=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model("Qwen3").save_pretrained(tmp_path)
+    shape = families.read_hf_config(tmp_path)
+    longer = replace(shape, rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64))
+    with pytest.raises(CheckpointError, match="another model than the config asks for: rope_scaling = None, here Rope"):
+        load_weights([Transformer(longer)], tmp_path, longer)
+    monkeypatch.setattr("torchtrain.log.logger.propagate", True)
+    load_weights([Transformer(longer)], tmp_path, longer, {"rope_scaling"})
+    assert "of a model with rope_scaling = None, here Rope" in caplog.text
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_new_block_has_biases_of_zero_and_norms_of_one(bias: bool) -> None:
+    model = Transformer(replace(TINY, qkv_bias=bias, qk_norm=True))
+    vectors = {name: p for name, p in model.layers["1"].named_parameters() if p.ndim == 1}
+    assert len(vectors) == (7 if bias else 4)
+    for name, vector in vectors.items():
+        assert (vector == (0.0 if name.endswith("bias") else 1.0)).all(), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func in MATRIX_PRODUCTS
+            return func(*args, **(kwargs or {}))
+
+    block = TransformerBlock(replace(TINY, qkv_bias=bias))
+    table = torch.ones(1, 8, 1, 4)
+    with Count() as count:
+        block(torch.randn(2, 8, TINY.dim), table, table)
+    assert count.products == len(block.PRODUCTS)
+    assert {f"{name}.weight" for name in block.PRODUCTS} == {n for n, p in block.named_parameters() if p.ndim == 2}
+
+
+def _build_without_a_plan_for(name: str) -> None:
+    parallelize = tensor_parallel.parallelize_module
+
+    def forgetful(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
+        return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
+
+    tensor_parallel.parallelize_module = forgetful
+    told = r"layers.0.attention.k_norm.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    try:
+        with pytest.raises(AssertionError, match=told):
+            build(config_of(parallelism={"tensor_parallel_degree": 2}), replace(TINY, qk_norm=True))
+    finally:
+        tensor_parallel.parallelize_module = parallelize
+
+
+def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
+    gloo.run(2, _build_without_a_plan_for, "attention.k_norm")
+
+
+def _greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
+    mesh = Mesh(torch.device("cpu"), Degrees(tensor=ranks))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks > 1:
+        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
+    model.to_empty(device="cpu")
+    with layout_independent_init([model], 3), torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
+    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
+
+
+def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:
+    shape = replace(TINY, head_dim=12, qk_norm=True, qkv_bias=True)
+    (alone,) = gloo.run(1, _greedy, shape, 1)
+    assert gloo.run(2, _greedy, shape, 2) == [alone, alone]
+    assert len(set(alone)) > 2

@@ -1,0 +1,128 @@
+"""tokenizer.json: the ids of transformers, on texts that are hard, and the same again from what is exported."""
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from json_tokenizers import BOS, EOS, KINDS, SPECIAL_PIECES, TOOL, hard_texts, save_tokenizer
+from parity import TINY
+from transformers import AutoTokenizer
+
+from torchtrain.checkpoint.hf import write_hf_config
+from torchtrain.errors import TokenizerError
+from torchtrain.tokenizers import load_tokenizer
+
+TEXTS = hard_texts()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "hf", request.param)
+
+
+def utf8(text: str) -> str:
+    """Of a lone surrogate both sides make something else than text."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def test_ids_and_texts_are_those_of_transformers(folder: Path) -> None:
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    plain = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+    assert len(TEXTS) == 500
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (len(theirs), theirs.bos_token_id, theirs.eos_token_id)
+    special = 0
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == plain.encode(utf8(text), add_special_tokens=False), text
+        if any(token.content in text for token in theirs.added_tokens_decoder.values() if token.special):
+            special += 1
+            assert ids != theirs.encode(utf8(text), add_special_tokens=False)
+            assert not {ours.bos_id, ours.eos_id} & set(ids)  # text that spells a special token is text
+        else:
+            assert ids == theirs.encode(utf8(text), add_special_tokens=False), text
+        assert ours.encode(text, bos=True, eos=True) == [ours.bos_id, *ids, ours.eos_id]
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    assert special > 100
+    tool = theirs.convert_tokens_to_ids(TOOL)
+    assert tool in ours.encode(f"a {TOOL} b")  # not special, to transformers either
+    assert ours.token_bytes[tool] == len(TOOL)
+    assert ours.token_bytes[ours.bos_id or 0] == 0
+    assert ours.decode([ours.vocab_size + 5]) == ""  # of a model with more rows than the tokenizer has ids
+
+
+def test_a_file_is_read_as_its_folder_is(folder: Path) -> None:
+    file, whole = load_tokenizer(str(folder / "tokenizer.json")), load_tokenizer(str(folder))
+    assert (file.bos_id, file.eos_id, file.content_hash) == (whole.bos_id, whole.eos_id, whole.content_hash)
+
+
+def test_an_export_has_the_tokenizers_own_files(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_hf_config(tmp_path, TINY, "float32", str(folder))
+    for file in folder.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    original = load_tokenizer(str(folder))
+    assert load_tokenizer(str(tmp_path)).content_hash == original.content_hash
+    for text in map(utf8, TEXTS[::10]):
+        if not any(piece in text for piece in SPECIAL_PIECES):
+            assert again.encode(text, add_special_tokens=False) == original.encode(text)
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
+    for kind, spaces in (("byte-level BPE", 0), ("metaspace BPE", 1)):  # the second begins with a space of its own
+        tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / kind, kind)))
+        for text in map(utf8, TEXTS[1:]):
+            if "\u2581" not in text and (not spaces or not (set(" \u2581") & set(text[:1]) or TOOL in text)):
+                size = len((text if spaces else unicodedata.normalize("NFC", text)).encode())
+                assert sum(tokenizer.token_bytes[i] for i in tokenizer.encode(text)) == size + spaces, text
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (None, None)),
+        ({"tokenizer_config.json": {"bos_token": None, "eos_token": {"content": EOS}}}, (None, EOS)),
+        ({"generation_config.json": {"bos_token_id": 3, "eos_token_id": [5, 3]}}, (3, 5)),
+        (
+            {
+                "tokenizer_config.json": {"bos_token": None, "eos_token": EOS},
+                "generation_config.json": {"bos_token_id": 3, "eos_token_id": 4},
+            },
+            (None, EOS),
+        ),
+        ({"tokenizer_config.json": {"bos_token": BOS}, "generation_config.json": {"eos_token_id": 4}}, (BOS, 4)),
+    ],
+)
+def test_special_ids_come_from_the_files_beside(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[Any, Any]
+) -> None:
+    save_tokenizer(tmp_path / "whole")
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((tmp_path / "whole/tokenizer.json").read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "whole").get_vocab()
+    assert (tokenizer.bos_id, tokenizer.eos_id) == tuple(vocabulary.get(token, token) for token in expected)
+    whole = load_tokenizer(str(tmp_path / "whole"))
+    same = (tokenizer.bos_id, tokenizer.eos_id) == (whole.bos_id, whole.eos_id)
+    assert (tokenizer.content_hash == whole.content_hash) == same
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "bos_token = '<nowhere>' is no token of"),
+        ("generation_config.json", '{"eos_token_id": 99999}', "eos_token_id = 99999 is no token of"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json, beside .* is damaged"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json, beside .* is damaged"),
+    ],
+)
+def test_files_beside_that_do_not_fit_are_refused(tmp_path: Path, name: str, content: str, told: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TokenizerError, match=told):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,284 @@
+"""What a family of models is: its published sizes, and its config and names of tensors in Hugging Face's files.
+
+Sizes, from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of Models
+(https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Qwen3
+(https://arxiv.org/abs/2505.09388). Of each there is a small one to debug with.
+
+All are one ``Transformer``. Its q and k rows are in Hugging Face's order (see ``apply_rope``): none is permuted.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.reading import MISSING, read_file
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family. ``model_type`` and ``architecture``: what ``config.json`` calls it."""
+
+    model_type: str
+    architecture: str
+    flavors: Mapping[str, TransformerConfig]
+    fixed: Mapping[str, Any]
+    """Keys of ``config.json`` that must have these values, and no others, for the computation to be ours."""
+    defaults: Mapping[str, Any]
+    """What transformers takes for a key that ``config.json`` lacks, where families differ."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> TransformerConfig:
+    return TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=32000, max_seq_len=4096)
+
+
+def _llama3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
+) -> TransformerConfig:
+    return TransformerConfig(
+        dim,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        ffn_dim,
+        vocab_size=128256,
+        max_seq_len=131072,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(factor=scale),
+        tied_embeddings=tied,
+    )
+
+
+def _qwen3(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, tied: bool = False, head_dim: int = 128
+) -> TransformerConfig:
+    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=151936, max_seq_len=40960)
+    return replace(shape, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
+
+
+def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
+    fixed = {"attention_bias": False, "mlp_bias": False}
+    return Family("llama", "LlamaForCausalLM", flavors, fixed, {"max_position_embeddings": 2048})
+
+
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama2": _llama(
+            {
+                "debugmodel": _llama2(256, 6, 8, 8, 768),
+                "7B": _llama2(4096, 32, 32, 32, 11008),
+                "13B": _llama2(5120, 40, 40, 40, 13824),
+                "70B": _llama2(8192, 80, 64, 8, 28672),
+            }
+        ),
+        "llama3": _llama(
+            {
+                "debugmodel": _llama3(256, 6, 8, 768, n_kv_heads=4),
+                "1B": _llama3(2048, 16, 32, 8192, scale=32.0, tied=True),
+                "3B": _llama3(3072, 28, 24, 8192, scale=32.0, tied=True),
+                "8B": _llama3(4096, 32, 32, 14336),
+                "70B": _llama3(8192, 80, 64, 28672),
+                "405B": _llama3(16384, 126, 128, 53248),
+            }
+        ),
+        "mistral": Family(
+            "mistral",
+            "MistralForCausalLM",
+            {"debugmodel": _llama2(256, 6, 8, 4, 768)},
+            fixed={"sliding_window": None},
+            defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        "qwen2": Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            {"debugmodel": replace(_llama2(256, 6, 8, 4, 768), qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
+            fixed={"use_sliding_window": False},
+            defaults=_QWEN_DEFAULTS,
+            qkv_bias=True,
+        ),
+        "qwen3": Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            {
+                "debugmodel": _qwen3(256, 6, 8, 768, n_kv_heads=4, head_dim=64),
+                "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+                "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+                "4B": _qwen3(2560, 36, 32, 9728, tied=True),
+                "8B": _qwen3(4096, 36, 32, 12288),
+                "14B": _qwen3(5120, 40, 40, 17408),
+                "32B": _qwen3(5120, 64, 64, 25600),
+            },
+            fixed={"attention_bias": False, "use_sliding_window": False},
+            defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+            qk_norm=True,
+        ),
+    }
+)
+
+
+def flavor_config(name: str, flavor: str) -> TransformerConfig:
+    """The shape of ``flavor`` of the family ``name``; ConfigError names the flavors there are."""
+    flavors = FAMILIES[name].flavors
+    if flavor not in flavors:
+        raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
+    return replace(flavors[flavor], family=name)
+
+
+def export_family(config: TransformerConfig) -> Family:
+    """The family as which a model is written: its own, or one that computes the same; ValueError: there is none."""
+    for family in (FAMILIES[config.family], *FAMILIES.values()):
+        if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
+            return family
+    raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
+
+
+_HF_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of our parameter ``name``: ``layers.3.attention.wq.weight`` and the like."""
+    layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]
+    return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
+
+
+# What scales RoPE, by our names; Hugging Face's differ in one.
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+}
+
+
+def _hf_scaling_name(name: str) -> str:
+    return name.replace("max_seq_len", "max_position_embeddings")
+
+
+def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``; errors as ``export_family``."""
+    family, scaling = export_family(config), config.rope_scaling
+    rope = None
+    if scaling is not None:
+        values = {name: getattr(scaling, name) for name in _SCALING[scaling.type]}
+        given = {_hf_scaling_name(name): value for name, value in values.items() if value is not None}
+        rope = {"rope_type": scaling.type, **given}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        **family.fixed,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+def read_hf_config(folder: Path) -> TransformerConfig:
+    """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
+    try:
+        content = json.loads(read_file(folder / CONFIG_FILE))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
+        return config_from_hf(content)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
+    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} describes no model that can be read here: {error}") from error
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
+    """Our shape of the model whose ``config.json`` is ``hf``; ValueError says what of it we do not have.
+
+    A key that is not there has transformers' default.
+    """
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    model_type = hf.get("model_type", "llama")
+    if model_type not in by_type:
+        raise ValueError(f"model_type = {model_type!r}; there are {', '.join(by_type)}")
+    name = by_type[model_type]
+    family = FAMILIES[name]
+    hf = {**family.defaults, **hf}
+    for key, ours in {"hidden_act": "silu", **family.fixed}.items():
+        if hf.get(key, ours) != ours:
+            why = ", and attention in sliding windows is not supported" if "sliding" in key else ""
+            raise ValueError(f"{key} = {hf[key]!r}; a {model_type} here has {ours!r}{why}")
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types = {hf['layer_types']!r}; here all have 'full_attention', no sliding windows")
+    if hf.get("quantization_config"):
+        raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
+    n_heads = hf["num_attention_heads"]
+    # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
+    rope = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
+    return TransformerConfig(
+        dim=hf["hidden_size"],
+        n_layers=hf["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+        ffn_dim=hf["intermediate_size"],
+        vocab_size=hf["vocab_size"],
+        max_seq_len=hf["max_position_embeddings"],
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_scaling=_scaling_from_hf({**hf, **rope}),
+        tied_embeddings=hf.get("tie_word_embeddings", False),
+        head_dim=hf.get("head_dim"),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        family=name,
+    )
+
+
+def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
+    """``rope``: the keys of ``config.json`` with those on RoPE above all others."""
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ("default", *_SCALING):
+        raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_SCALING)}")
+    for key, ours in {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}.items():
+        if rope.get(key) not in (None, ours):
+            raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
+    if rope_type == "default":
+        return None
+    optional = {"beta_fast": None, "beta_slow": None, "attention_factor": None}
+    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **optional, **rope}
+    found = {name: rope[_hf_scaling_name(name)] for name in _SCALING[rope_type]}
+    values: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if null := [name for name in found if name not in values and name not in optional]:
+        raise ValueError(f"{', '.join(null)} of RoPE with rope_type = {rope_type!r} must not be null")
+    return RopeScaling(**{"type": rope_type, **values})

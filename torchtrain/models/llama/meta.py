@@ -1,0 +1,57 @@
+"""The same Llama in Meta's own files."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+
+
+def config_from_meta(params: Mapping[str, Any], vocab_size: int) -> TransformerConfig:
+    """Our shape of the model whose ``params.json``, in Meta's folder, is ``params``.
+
+    The formulas are those of ``FeedForward`` in Meta's llama-models, ``models/llama3/model.py``. Meta's file does not
+    say how far RoPE is stretched, nor that embeddings are tied: Llama 3.2's 1B and 3B, which are, stretch by 32.
+    """
+    dim, n_heads = params["dim"], params["n_heads"]
+    ffn_dim = int(2 * 4 * dim / 3)
+    ffn_dim = int((params.get("ffn_dim_multiplier") or 1) * ffn_dim)
+    multiple = params.get("multiple_of", 256)
+    ffn_dim = multiple * math.ceil(ffn_dim / multiple)
+    scaled = params.get("use_scaled_rope", False)
+    small = scaled and dim <= 3072
+    theta = params.get("rope_theta", 10000.0)
+    return TransformerConfig(
+        dim=dim,
+        n_layers=params["n_layers"],
+        n_heads=n_heads,
+        n_kv_heads=params.get("n_kv_heads") or n_heads,
+        ffn_dim=ffn_dim,
+        vocab_size=vocab_size,
+        max_seq_len=131072 if scaled else 8192 if theta > 10000.0 else 4096,
+        norm_eps=params.get("norm_eps", 1e-5),
+        rope_theta=theta,
+        rope_scaling=RopeScaling(factor=32.0 if small else 8.0) if scaled else None,
+        tied_embeddings=small,
+    )
+
+
+def meta_rows_to_ours(weight: Tensor, n_heads: int) -> Tensor:
+    """Rows of Meta's wq or wk (heads x head_dim, dim), pairs of channels side by side, in our order: in halves."""
+    rows, dim = weight.shape
+    return weight.view(n_heads, rows // n_heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
+
+
+# Along which dimension Meta's files of one model split a parameter; norms are whole in each.
+META_SPLIT_DIM = {
+    "attention.wq": 0,
+    "attention.wk": 0,
+    "attention.wv": 0,
+    "attention.wo": 1,
+    "feed_forward.w1": 0,
+    "feed_forward.w2": 1,
+    "feed_forward.w3": 0,
+    "output": 0,
+}

@@ -1,0 +1,85 @@
+"""The shape of the model that the section [model] and a tokenizer describe, and the section that describes a shape."""
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torchtrain.config.parse import to_dict
+from torchtrain.config.schema import Model, Shape
+from torchtrain.config.schema import RopeScaling as RopeSection
+from torchtrain.errors import ConfigError
+from torchtrain.models.families import export_family, flavor_config, read_hf_config
+from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.tokenizers import Tokenizer
+
+
+def model_shape(model: Model, tokenizer: Tokenizer, seq_len: int) -> TransformerConfig:
+    """Flavor, [model.shape] and vocabulary of ``model``, from ``resolve_model``, for sequences of ``seq_len`` tokens.
+
+    Raises:
+        ConfigError: there is no such flavor or shape, or the tokenizer has more ids than the model.
+    """
+    changes = given(model.shape)
+    scaling = changes.pop("rope_scaling", None)
+    vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
+    check_vocabulary(vocab_size, tokenizer)
+    try:
+        if model.flavor:
+            base = flavor_config(model.name, model.flavor)
+        else:
+            base = TransformerConfig(**changes, vocab_size=vocab_size, family=model.name)
+        if scaling is not None:
+            old = base.rope_scaling or RopeScaling()
+            changes["rope_scaling"] = None if scaling.get("type") == "none" else replace(old, **scaling)
+        shape = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
+        export_family(shape)
+    except TypeError as error:  # its message names what is missing
+        raise ConfigError(f"model.flavor is empty, and [model.shape] does not give all: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"[model.shape] on {model.name} {model.flavor}: {error}") from error
+    return shape
+
+
+def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
+    """ConfigError where the tokenizer has ids that the model has no row for."""
+    if vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
+            "ids; raise it, or give the tokenizer of the model by its path"
+        )
+
+
+def given(section: Shape) -> dict[str, Any]:
+    """What ``section`` sets."""
+    return {key: value for key, value in to_dict(section).items() if value != {}}
+
+
+def resolve_model(model: Model) -> Model:
+    """``model`` with what ``hf_folder`` stands for in its place, so that it needs the folder no more.
+
+    Raises:
+        CheckpointError: the folder holds no model of ours.
+    """
+    if not model.hf_folder:
+        return model
+    explicit = model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
+    changes = given(model.shape)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
+    shape = replace(explicit.shape, **changes)
+    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
+    return replace(explicit, shape=shape, vocab_size=vocab_size)
+
+
+def model_section(shape: TransformerConfig, tokenizer_path: str) -> Model:
+    """The section [model] that gives ``shape``, without a flavor."""
+    names = {field.name for field in fields(Shape)} - {"rope_scaling"}
+    values = {name: getattr(shape, name) for name in names} | {"head_dim": shape.head_size}
+    scaling = RopeSection() if shape.rope_scaling is None else RopeSection(**asdict(shape.rope_scaling))
+    return Model(
+        name=shape.family,  # type: ignore[arg-type]
+        flavor="",
+        vocab_size=shape.vocab_size,
+        tokenizer_path=tokenizer_path,
+        shape=Shape(rope_scaling=scaling, **values),
+    )
