@@ -120,7 +120,7 @@ def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_reduce`` of a sum, which would take its time to do nothing where a rank is alone in ``group``."""
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
+    """``dist.all_reduce``, which would take its time to do nothing where a rank is alone in ``group``."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, op, group)
