@@ -1,8 +1,7 @@
 """AdamW over sharded parameters, and the norm of the whole gradient."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch.optim.adamw import adamw
 
 from torchtrain.config.schema import Optimizer
 from torchtrain.distributed.process_group import all_reduce
-
-ROW_NORM = partial(torch.linalg.vector_norm, dim=-1)
 
 
 def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
@@ -50,18 +47,15 @@ class ShardedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self._padded: list[tuple[Tensor, Tensor]] = []
         super().step(closure)
-        for tensor, padded in self._padded:
-            tensor.copy_(unpad(padded, tensor))
+        copy_back(self._padded)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        *elements, _, _ = lists  # without maxima, which are not kept, and numbers of steps
-        for tensors in lists:
-            tensors[:] = [local(tensor) for tensor in tensors]
-        for tensors in elements if group["fused"] else ():
-            padded = [pad(tensor) for tensor in tensors]
-            self._padded += [(t, p) for t, p in zip(tensors, padded, strict=True) if p is not t]
-            tensors[:] = padded
+        for i, tensors in enumerate(lists):
+            own = [local(tensor) for tensor in tensors]
+            # The last are numbers of steps.
+            tensors[:] = [pad(tensor) for tensor in own] if group["fused"] and i < len(lists) - 1 else own
+            self._padded += zip(own, tensors, strict=True)
         return has_complex
 
 
@@ -83,17 +77,14 @@ class AdamWBfloat16(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        resting = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
-        own = local(parameter)
-        elements = [own, local(parameter.grad), *(tensor.float() for tensor in resting)]
-        if group["fused"]:
-            elements = [pad(tensor) for tensor in elements]
-        updated, gradient, mean, square_mean = elements
+        resting = [local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        working = [pad(tensor.float()) if group["fused"] else tensor.float() for tensor in resting]
+        updated, gradient, mean, square_mean = ([tensor] for tensor in working)
         adamw(
-            [updated],
-            [gradient],
-            [mean],
-            [square_mean],
+            updated,
+            gradient,
+            mean,
+            square_mean,
             [],
             [state["step"]],
             fused=group["fused"],
@@ -107,9 +98,7 @@ class AdamWBfloat16(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for kept, tensor in zip((own, *resting), (updated, mean, square_mean), strict=True):
-            if kept is not tensor:
-                kept.copy_(unpad(tensor, kept))
+        copy_back(zip(resting, working, strict=True))
 
 
 def local(tensor: Any) -> Tensor:
@@ -117,17 +106,19 @@ def local(tensor: Any) -> Tensor:
 
 
 def pad(tensor: Tensor) -> Tensor:
-    """``tensor``, flat and padded to a multiple of 64 where it lies on a CPU.
+    """On a CPU, a flat copy of ``tensor`` with zeros up to a multiple of 64 elements, if it needs any.
 
-    There the fused kernel rounds the elements that do not fill a vector in another way than the others. Which these are
-    must not depend on how a parameter is split.
+    There the fused kernel rounds otherwise what does not fill a vector, and that must not depend on how a parameter is
+    split.
     """
-    rest = -tensor.numel() % 64 if tensor.device.type == "cpu" else 0
-    return nn.functional.pad(tensor.flatten(), (0, rest)) if rest else tensor
+    missing = -tensor.numel() % 64 if tensor.device.type == "cpu" else 0
+    return nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
 
 
-def unpad(padded: Tensor, like: Tensor) -> Tensor:
-    return padded.flatten()[: like.numel()].view(like.shape)
+def copy_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, working in pairs:
+        if working is not tensor:
+            tensor.copy_(working.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
@@ -151,7 +142,7 @@ def clip_grad_norm(
     """Scale the gradient down to ``max_norm`` where its L2 norm over all parameters is above; returns the norm before.
 
     The parameters are DTensors. ``copies`` are those that another rank counts, under another mesh. The norm, a float32
-    scalar, has the same value on every rank; with ``exact`` the same bits on any number of shards.
+    scalar, has the same value on every rank; with ``exact`` the same bits for any number of them that share the rows.
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     device = torch.device("cpu")
@@ -164,51 +155,46 @@ def clip_grad_norm(
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
             # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
             # a row are not, and take a quarter of the time of float64 throughout.
-            norms.append(row_norms(gradient.to_local()) if exact else ROW_NORM(gradient.to_local()).flatten())
+            norms.append(row_norms(gradient.to_local(), exact))
     # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
-    squares = torch.cat(norms).double().square()
+    squares = torch.cat(norms).double().square().to(device)
     if exact:
-        total = exact_sum(squares.to(device))
+        total = exact_sum(squares)
     else:
-        total = squares.sum().to(device)
-        all_reduce(total)
+        all_reduce(total := squares.sum())
     norm = total.sqrt().float().to(parameters[0].device)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def row_norms(local: Tensor) -> Tensor:
-    """Norms of the rows of ``local``, or of its elements if it is a vector, whose bits no other row has a part in."""
-    if local.ndim == 1:
-        return local.abs()
-    if local.device.type == "cpu":
-        return ROW_NORM(local).flatten()
-    # Kernels elsewhere choose by the number of rows how to add. So by elements alone: halves, until one is left.
-    squares = local.double().square().flatten(0, -2)
-    while (width := squares.shape[-1]) > 1:
-        halves = squares[:, : width // 2] + squares[:, width - width // 2 :]
-        squares = torch.cat((halves, squares[:, width // 2 : width - width // 2]), dim=1)
+def row_norms(gradient: Tensor, exact: bool) -> Tensor:
+    """Of a matrix the norm of each row, of a vector that of each element."""
+    if gradient.ndim == 1:
+        return gradient.abs()
+    if not exact or gradient.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+        return norms.flatten()
+    # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
+    squares = gradient.double().square().flatten(0, -2)
+    while (width := squares.shape[1]) > 1:
+        halves = squares[:, : width // 2] + squares[:, -(width // 2) :]
+        squares = torch.cat((halves, squares[:, width // 2 : -(width // 2)]), dim=1)
     return squares.sqrt().flatten()
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Sum of float64 ``values``, none negative, over all elements and ranks: the same bits in any order. Collective.
+    """Sum over all ranks of float64 ``values``, none negative and 2^30 at most, with the same bits in any order.
 
-    Each is split into a multiple of 2^-32 of the largest's power of two, and one of 2^-64: sums of up to 2^30 are exact in
-    64-bit integers. NaN or infinity where one of ``values`` is.
+    Each is added as two 64-bit integers, down to 2^-64 of the largest. Infinite if one is infinite or NaN. Collective.
     """
-    largest = values.max()
-    largest = torch.where(largest.isfinite(), largest, math.inf)  # a maximum over ranks may lose NaN
+    largest = values.nan_to_num(math.inf, posinf=math.inf).max()
     all_reduce(largest, op=dist.ReduceOp.MAX)
-    # A power of two by its bits: torch.ldexp computes it in float32.
-    scale = ((1023 + 32 - torch.frexp(largest)[1].long()) << 52).view(torch.float64)
-    scaled = values * scale
-    coarse = scaled.floor()
-    fine = ((scaled - coarse) * 2.0**32).round()
+    scale = (1055 - torch.frexp(largest)[1].long() << 52).view(torch.float64)  # a power of two, made of its bits
+    coarse = (values * scale).floor()  # under 2^32
+    fine = ((values * scale - coarse) * 2.0**32).round()
     sums = torch.stack((coarse.long().sum(), fine.long().sum()))
     all_reduce(sums)
-    coarse, fine = sums.double()
-    return torch.where(largest.isfinite(), (coarse + fine / 2.0**32) / scale, largest)
+    return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)
 
 
 def _is_first_copy(tensor: DTensor) -> bool:

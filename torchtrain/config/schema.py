@@ -113,8 +113,8 @@ class Training:
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """dtype in which gradients are reduced over ranks."""
     sums: Literal["fast", "exact"] = "fast"
-    """How gradients are added up over microbatches and ranks. exact: in integers of 64 bits, so that the run has the same
-    bits on any number of data-parallel ranks; each microbatch is rounded and reduced by itself."""
+    """How gradients are added up. exact: as 64-bit integers, so that the run has the same bits on any number of
+    data-parallel ranks (docs/parallelism.md)."""
     loss_chunk_tokens: int = -1
     """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
     many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
@@ -270,9 +270,8 @@ class Parallelism:
     the shards, and no gradient is kept whole. unsharded: whole float32 gradients are kept until the last microbatch,
     which alone reduces: 4 bytes a parameter of this rank's layers, for small models and slow links."""
     fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
-    """How training.sums = "exact" sends gradients to the ranks that hold their shards: rounded, 8 bytes each, by the
-    backend's reduce-scatter (ring), or in mixed_precision_param by an all-to-all. auto: the latter on CPUs and within a
-    machine."""
+    """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
+    in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
     tensor_parallel_degree: int = 1
     """Ranks over which each matrix is split."""
     enable_sequence_parallel: bool = True
@@ -500,29 +499,17 @@ class JobConfig:
             "faults.on_bad_numbers = 'rollback' needs checkpoints to go back to: set checkpoint.enable = true",
         )
         if self.training.sums == "exact":
-            self._check_exact_sums()
+            layout = self.parallelism
+            split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule
+            rule = "training.sums = 'exact' rounds and reduces the gradient of each microbatch by itself:"
+            sharded = layout.fsdp_gradient_accumulation == "sharded"
+            require(sharded, f"{rule} set parallelism.fsdp_gradient_accumulation = 'sharded'")
+            in_float32 = self.training.mixed_precision_reduce == "float32"
+            require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
+            require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
         for name in self.checkpoint.allow_changes:
             section, _, key = name.partition(".")
             require(
                 hasattr(getattr(self, section, None), key),
                 f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
             )
-
-    def _check_exact_sums(self) -> None:
-        given = 'training.sums = "exact"'
-        require(
-            self.parallelism.fsdp_gradient_accumulation == "sharded",
-            f"{given} rounds the gradient of each microbatch before it is added to others, which parallelism."
-            "fsdp_gradient_accumulation = 'unsharded' does before it reduces; set 'sharded'",
-        )
-        require(
-            self.training.mixed_precision_reduce == "float32",
-            f"{given} adds 64-bit integers, whatever training.mixed_precision_reduce; leave it at 'float32'",
-        )
-        require(
-            self.parallelism.pipeline_parallel_degree == 1
-            or not self.parallelism.pipeline_parallel_schedule.endswith("ZeroBubble"),
-            f"{given} needs the gradient of each microbatch by itself, and parallelism.pipeline_parallel_schedule = "
-            f"{self.parallelism.pipeline_parallel_schedule!r} adds weights' gradients of several before it reduces them; "
-            "take 1F1B, GPipe or Interleaved1F1B",
-        )

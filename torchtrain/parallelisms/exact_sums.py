@@ -1,13 +1,13 @@
-"""Sums of gradients that have the same bits in any order and grouping: over microbatches, ranks and replicas.
+"""Sums of gradients with the same bits in any order and grouping: over microbatches, ranks and replicas.
 
-A summand is the gradient of one microbatch on one rank. Each is rounded to a multiple of a power of two, the spacing, and
-added as a 64-bit integer, which is exact. The spacing is the finest at which the sums of the step cannot overflow, as the
-largest summand of the step before tells; a step whose summands go beyond is found out, and made again.
+Each summand, the gradient of one microbatch on one rank, is rounded to a multiple of a power of two, the spacing, and
+added as a 64-bit integer, which is exact. The spacing is the finest with which no sum can overflow, as the largest
+summand of the step before tells. A step whose summands go beyond is found out and made again.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.log import logger
 
-HEADROOM_BITS = 6  # by which summands may grow from one step to the next
+HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
 SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
 MIN_SPACING = -126  # its inverse must be a float32
 CPU_BLOCK = 1 << 15  # elements that are added at once, within the cache
@@ -28,12 +27,12 @@ UNKNOWN = -(1 << 20)
 
 
 class ExactSums(Stateful):
-    """The spacing of all gradients of a model: the same on every layout, and saved, so that a resumed run has it, too."""
+    """The spacing, on all ranks alike. Checkpoints hold what it depends on."""
 
     def __init__(self, device: torch.device) -> None:
-        self.exponent = torch.tensor(UNKNOWN)  # of two, above the largest summand of the last step
+        self.exponent = torch.tensor(UNKNOWN)  # of a power of two above the last step's largest summand
         self.largest = torch.zeros((), device=device)  # summand of this step
-        self.limit = self.spacing = 0  # both exponents of two
+        self.limit = self.spacing = 0  # exponents of two
 
     def state_dict(self) -> dict[str, Any]:
         return {"exponent": self.exponent}
@@ -48,44 +47,41 @@ class ExactSums(Stateful):
         self.largest.zero_()
 
     def see(self, summands: Tensor) -> None:
-        """Note the size of ``summands`` before they are rounded."""
         low, high = summands.aminmax()
         torch.maximum(self.largest, torch.maximum(-low, high).float(), out=self.largest)
 
     def rounded(self, summands: Tensor) -> Tensor:
-        """Multiples of the spacing, as int64."""
+        """Multiples of the spacing: int64."""
         return (summands * 2.0**-self.spacing).round_().to(torch.int64)
 
     @torch.no_grad()
     def finish(self, parts: Sequence[nn.Module]) -> bool:
-        """Call it after the last backward: turn the sums into gradients. The host waits for the device here.
+        """Call it after the last backward: turns sums into gradients. The host waits for the device.
 
-        False where they may have overflown: the step must be made again. Gradients are NaN where a summand is not finite.
+        False where sums may have overflown: the step must be made again. If a summand is not finite, gradients are NaN.
         """
-        gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        self.largest.nan_to_num_(nan=math.inf)  # a maximum over ranks may lose NaN
+        gradients = [
+            cast(DTensor, p.grad).to_local() for part in parts for p in part.parameters() if p.grad is not None
+        ]
+        self.largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
         all_reduce(self.largest, op=dist.ReduceOp.MAX)
         largest = self.largest.item()
-        if not math.isfinite(largest):
-            torch._foreach_mul_(local, math.nan)
-            return True
-        exponent = math.frexp(largest)[1]
-        if largest > 0:
-            self.exponent.fill_(exponent)
-        if largest > 0 and exponent > self.limit:
-            if self.limit > UNKNOWN + HEADROOM_BITS:
-                logger.info("gradients have grown more than 2^%d times: the step is made again", HEADROOM_BITS)
-            return False
-        torch._foreach_mul_(local, 2.0**self.spacing)
+        scale = 2.0**self.spacing if math.isfinite(largest) else math.nan
+        if math.isfinite(largest) and largest > 0:
+            self.exponent.fill_(exponent := math.frexp(largest)[1])
+            if exponent > self.limit:
+                return False
+        torch._foreach_mul_(gradients, scale)
         return True
 
 
 class ExactReduceScatter(ReduceScatter):
-    """Takes gradients in their own ``dtype`` from FSDP, and gives it sums as int64."""
+    """Takes gradients in ``dtype`` from FSDP, and gives it their sums over ``ranks`` in multiples of the spacing.
+
+    ``all_to_all``: gradients are sent as they are, and rounded where they arrive; else rounded before, 8 bytes each.
+    """
 
     def __init__(self, sums: ExactSums, dtype: torch.dtype, ranks: int, *, all_to_all: bool) -> None:
-        """``all_to_all``: send gradients in ``dtype``, and round where they arrive; else send rounded ones, 8 bytes each."""
         self.sums = sums
         self.dtype = dtype
         self.ranks = ranks
@@ -100,16 +96,11 @@ class ExactReduceScatter(ReduceScatter):
         summands, self.input = self.input, None
         self.sums.see(summands)
         if self.ranks == 1:
-            summands.mul_(2.0**-self.sums.spacing).round_()  # FSDP then copies them to the output, and calls nothing
-        return torch.empty(*size, dtype=torch.int64, device=device)
+            summands.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
         assert op == dist.ReduceOp.SUM
@@ -120,8 +111,8 @@ class ExactReduceScatter(ReduceScatter):
         summands = torch.empty_like(input_tensor)
         dist.all_to_all_single(summands, input_tensor, group=group)
         block = CPU_BLOCK if output_tensor.device.type == "cpu" else output_tensor.numel()
-        columns = summands.view(self.ranks, -1).split(block, dim=1)
-        for column, total in zip(columns, output_tensor.split(block), strict=True):
+        columns = torch.split(summands.view(self.ranks, -1), block, dim=1)
+        for total, column in zip(torch.split(output_tensor, block), columns, strict=True):
             total.copy_(self.sums.rounded(column[0]))
             for summand in column[1:]:
                 total += self.sums.rounded(summand)

@@ -1,6 +1,5 @@
 """Per-parameter sharding with FSDP2."""
 
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -12,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.distributed.process_group import on_one_machine
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
 
@@ -21,8 +21,8 @@ def apply_fsdp(
 ) -> None:
     """Shard each block and then the root over ``meshes.fsdp``: 1-D (shard), or 2-D (replicate, shard) for HSDP.
 
-    One rank on a CPU is the exception: by default all is in the root's group. With exact ``sums`` the mesh is always 2-D:
-    for it alone FSDP keeps the sums of microbatches in the dtype in which it reduces.
+    One rank on a CPU is the exception: by default all is in the root's group. With ``sums`` the mesh is always 2-D:
+    only then FSDP adds up microbatches in its reduce_dtype.
     """
     mesh = meshes.fsdp if sums is None else meshes.hsdp
     dtype = getattr(torch, training.mixed_precision_param)
@@ -60,8 +60,11 @@ def apply_fsdp(
         if not isinstance(module, FSDPModule):
             continue
         if sums is not None:
-            shards = mesh[mesh.mesh_dim_names[-1]].get_group()
-            all_to_all = _send_all_to_all(shards, parallelism.fsdp_exact_transport, mesh.device_type)
+            shards = mesh.get_group(1)
+            transport = parallelism.fsdp_exact_transport
+            if transport == "auto":
+                transport = "all_to_all" if mesh.device_type == "cpu" or on_one_machine(shards) else "ring"
+            all_to_all = transport == "all_to_all"
             module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))
         elif mesh.size() == 1:
             module.set_custom_reduce_scatter(_NoReduceScatter())
@@ -79,15 +82,6 @@ def apply_fsdp(
     if mesh.device_type == "cpu":
         for block, following in pairwise(blocks):
             cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
-
-
-def _send_all_to_all(group: dist.ProcessGroup, transport: str, device_type: str) -> bool:
-    """Whether exact sums over ``group`` go by an all-to-all: between machines a ring sends less through each card."""
-    if transport != "auto":
-        return transport == "all_to_all"
-    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    machines = {rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}
-    return device_type == "cpu" or len(machines) == 1
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

@@ -216,8 +216,8 @@ class Pipeline:
     ) -> Tensor:
         """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sum of their losses.
 
-        ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or local_batch_size, seq), ``mask`` as the
-        model takes it. The sum is 0 without ``has_loss``.
+        ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or
+        local_batch_size, seq), ``mask`` as the model takes it. The sum is 0 without ``has_loss``.
         """
         self.global_tokens = global_tokens
         self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
