@@ -194,6 +194,7 @@ def exact_sum(values: Tensor) -> Tensor:
     fine = ((values * scale - coarse) * 2.0**32).round()
     sums = torch.stack((coarse.long().sum(), fine.long().sum()))
     all_reduce(sums)
+    sums = sums.double()
     return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)
 
 
