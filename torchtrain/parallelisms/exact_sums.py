@@ -22,7 +22,7 @@ from torchtrain.distributed.process_group import all_reduce
 HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
 SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
 MIN_SPACING = -126  # its inverse must be a float32
-CPU_BLOCK = 1 << 15  # elements that are added at once, within the cache
+CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard that are added at once; those of a CPU fit its cache
 UNKNOWN = -(1 << 20)
 
 
@@ -52,7 +52,7 @@ class ExactSums(Stateful):
 
     def rounded(self, summands: Tensor) -> Tensor:
         """Multiples of the spacing: int64."""
-        return (summands * 2.0**-self.spacing).round_().to(torch.int64)
+        return torch.mul(summands.float(), 2.0**-self.spacing).round_().to(torch.int64)
 
     @torch.no_grad()
     def finish(self, parts: Sequence[nn.Module]) -> bool:
@@ -110,9 +110,7 @@ class ExactReduceScatter(ReduceScatter):
             return
         summands = torch.empty_like(input_tensor)
         dist.all_to_all_single(summands, input_tensor, group=group)
-        block = CPU_BLOCK if output_tensor.device.type == "cpu" else output_tensor.numel()
+        block = CPU_BLOCK if output_tensor.device.type == "cpu" else BLOCK
         columns = torch.split(summands.view(self.ranks, -1), block, dim=1)
         for total, column in zip(torch.split(output_tensor, block), columns, strict=True):
-            total.copy_(self.sums.rounded(column[0]))
-            for summand in column[1:]:
-                total += self.sums.rounded(summand)
+            torch.sum(self.sums.rounded(column), dim=0, out=total)
