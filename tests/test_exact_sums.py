@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+import warnings
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -54,13 +55,21 @@ def run(
     document_start: int | None = None,
 ) -> Curve:
     """What all ranks saw, which is the same, and all that they hold, which with a pipeline is different things."""
-    curves: list[Curve] = gloo.run(ranks, train, config, shape, steps, document_start, batch_of_24)
+    function = _train_compiled if config.compile.enable else train
+    curves: list[Curve] = gloo.run(ranks, function, config, shape, steps, document_start, batch_of_24)
     for curve in curves[1:]:
         assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
     last, moments = (
         dict(chain.from_iterable(getattr(curve, name).items() for curve in curves)) for name in ("last", "moments")
     )
     return replace(curves[0], last=last, moments=moments)
+
+
+def _train_compiled(*args: Any) -> Curve:
+    torch._dynamo.reset()  # what other tests compiled in this process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        return train(*args)
 
 
 def assert_same_bits(curve: Curve, reference: Curve) -> None:
