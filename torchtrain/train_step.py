@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.log import logger
 from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizer import clip_grad_norm, update
@@ -47,6 +48,7 @@ class TrainStep:
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         loss = self._forward_backward(batch, global_tokens)
         while not self.model.finish_gradients():
+            logger.info("step %d is made again: exact sums were not prepared for gradients of this size", step)
             self.optimizer.zero_grad()
             loss = self._forward_backward(batch, global_tokens)
         return loss, self._update(step, loss)
