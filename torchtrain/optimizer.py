@@ -13,6 +13,8 @@ from torch.optim.adamw import adamw
 from torchtrain.config.schema import Optimizer
 from torchtrain.distributed.process_group import all_reduce
 
+FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
+
 
 def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101); matrices decay, vectors (the norms) do not.
@@ -175,11 +177,14 @@ def row_norms(gradient: Tensor, exact: bool) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
         return norms.flatten()
     # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
-    squares = gradient.double().square().flatten(0, -2)
-    while (width := squares.shape[1]) > 1:
-        halves = squares[:, : width // 2] + squares[:, -(width // 2) :]
-        squares = torch.cat((halves, squares[:, width // 2 : -(width // 2)]), dim=1)
-    return squares.sqrt().flatten()
+    norms_of_some = []
+    for rows in torch.split(gradient, max(1, FLOAT64_ELEMENTS // gradient.shape[-1])):
+        squares = rows.double().square()
+        while (width := squares.shape[1]) > 1:
+            halves = squares[:, : width // 2] + squares[:, -(width // 2) :]
+            squares = torch.cat((halves, squares[:, width // 2 : -(width // 2)]), dim=1)
+        norms_of_some.append(squares.sqrt().flatten())
+    return torch.cat(norms_of_some)
 
 
 def exact_sum(values: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class ExactSums(Stateful):
         self.largest.zero_()
 
     def see(self, summands: Tensor) -> None:
+        """Note how large they are, before they are rounded."""
         low, high = summands.aminmax()
         torch.maximum(self.largest, torch.maximum(-low, high).float(), out=self.largest)
 
