@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain import build as joinery
 from torchtrain.build import initialize
+from torchtrain.checkpoint.states import OptimizerState
 from torchtrain.config.schema import JobConfig, LRScheduler, Optimizer, Training
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
@@ -41,6 +42,8 @@ class Curve:
     grad_norms: list[float]
     first: dict[str, Tensor]
     last: dict[str, Tensor]
+    moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The optimizer's state at the end, where sums are exact."""
 
 
 def config_of(**changes: dict[str, Any]) -> JobConfig:
@@ -98,29 +101,34 @@ def train(
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
     model = build(config, shape)
     first = full_weights(model.parts)
+    optimizer = build_optimizer(model.parts, config.optimizer)
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
-        build_optimizer(model.parts, config.optimizer),
+        optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
         admit_all(config),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
     )
     degrees = model.mesh.degrees
-    rows = GLOBAL_BATCH // degrees.batch
-    start = degrees.batch_rank(dist.get_rank()) * rows
     losses, grad_norms = [], []
     for step in range(1, steps + 1):
         windows = batch(step, shape.vocab_size, config.training.seq_len)
         labels = windows[:, 1:].clone()
-        for row in range(GLOBAL_BATCH):
+        for row in range(len(windows)):
             labels[row, : row + step % 3] = -100
+        rows = len(windows) // degrees.batch
+        start = degrees.batch_rank(dist.get_rank()) * rows
         mine = slice(start, start + rows)
         loss, grad_norm = train_step(step, Batch(windows[mine, :-1], labels[mine]))
         losses.append(global_mean(loss, model.mesh))
         grad_norms.append(grad_norm.item())
-    return Curve(losses, grad_norms, first, full_weights(model.parts))
+    moments = {}
+    if model.sums is not None:
+        state = OptimizerState(model.parts, optimizer, shape.tied_embeddings).state_dict()
+        moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return Curve(losses, grad_norms, first, full_weights(model.parts), moments)
 
 
 @contextmanager

@@ -264,6 +264,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales_after_updates(parts, optimizer)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
+    if model.sums is not None:
+        states["sums"] = model.sums
     side = side_group(plan.device, config.comm.init_timeout_seconds)
     if world_size() > 1:
         for loader in (plan.loader, *plan.validation_loaders.values()):

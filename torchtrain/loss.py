@@ -34,6 +34,11 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
 
+def exact_nats(loss: Tensor) -> Tensor:
+    """``loss`` as a float64 multiple of 2^-20 nats: sums of such up to 2^33 nats have the same bits in any order."""
+    return (loss.double() * 2**20).round() / 2**20
+
+
 class TokenLoss(NamedTuple):
     """A sum of token losses in nats, and of how many tokens: scalars that can be added over microbatches and ranks."""
 

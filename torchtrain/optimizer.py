@@ -1,15 +1,19 @@
 """AdamW over sharded parameters, and the norm of the whole gradient."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchtrain.config.schema import Optimizer
 from torchtrain.distributed.process_group import all_reduce
+
+FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
 
 
 def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
@@ -41,10 +45,19 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
 class ShardedAdamW(torch.optim.AdamW):
     """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor."""
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._padded: list[tuple[Tensor, Tensor]] = []
+        super().step(closure)
+        copy_back(self._padded)
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists:
-            tensors[:] = [local(tensor) for tensor in tensors]
+        for i, tensors in enumerate(lists):
+            own = [local(tensor) for tensor in tensors]
+            # The last are numbers of steps.
+            tensors[:] = [pad(tensor) for tensor in own] if group["fused"] and i < len(lists) - 1 else own
+            self._padded += zip(own, tensors, strict=True)
         return has_complex
 
 
@@ -66,13 +79,14 @@ class AdamWBfloat16(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        resting = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
-        mean, square_mean = (tensor.float() for tensor in resting)
+        resting = [local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        working = [pad(tensor.float()) if group["fused"] else tensor.float() for tensor in resting]
+        updated, gradient, mean, square_mean = ([tensor] for tensor in working)
         adamw(
-            [local(parameter)],
-            [local(parameter.grad)],
-            [mean],
-            [square_mean],
+            updated,
+            gradient,
+            mean,
+            square_mean,
             [],
             [state["step"]],
             fused=group["fused"],
@@ -86,12 +100,27 @@ class AdamWBfloat16(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        for kept, tensor in zip(resting, (mean, square_mean), strict=True):
-            kept.copy_(tensor)
+        copy_back(zip(resting, working, strict=True))
 
 
 def local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pad(tensor: Tensor) -> Tensor:
+    """On a CPU, a flat copy of ``tensor`` with zeros up to a multiple of 64 elements, if it needs any.
+
+    There the fused kernel rounds otherwise what does not fill a vector, and that must not depend on how a parameter is
+    split.
+    """
+    missing = -tensor.numel() % 64 if tensor.device.type == "cpu" else 0
+    return nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
+
+
+def copy_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, working in pairs:
+        if working is not tensor:
+            tensor.copy_(working.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
@@ -109,11 +138,13 @@ def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence[nn.Parameter] = ()) -> Tensor:
+def clip_grad_norm(
+    parts: Sequence[nn.Module], max_norm: float, copies: Sequence[nn.Parameter] = (), *, exact: bool = False
+) -> Tensor:
     """Scale the gradient down to ``max_norm`` where its L2 norm over all parameters is above; returns the norm before.
 
     The parameters are DTensors. ``copies`` are those that another rank counts, under another mesh. The norm, a float32
-    scalar, has the same value on every rank.
+    scalar, has the same value on every rank; with ``exact`` the same bits for any number of them that share the rows.
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     device = torch.device("cpu")
@@ -126,13 +157,50 @@ def clip_grad_norm(parts: Sequence[nn.Module], max_norm: float, copies: Sequence
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
             # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
             # a row are not, and take a quarter of the time of float64 throughout.
-            norms.append(torch.linalg.vector_norm(gradient.to_local(), dim=-1).flatten())
+            norms.append(row_norms(gradient.to_local(), exact))
     # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
-    squares = torch.cat(norms).double().square().sum().to(device)
-    all_reduce(squares)
-    norm = squares.sqrt().float().to(parameters[0].device)
+    squares = torch.cat(norms).double().square().to(device)
+    if exact:
+        total = exact_sum(squares)
+    else:
+        all_reduce(total := squares.sum())
+    norm = total.sqrt().float().to(parameters[0].device)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def row_norms(gradient: Tensor, exact: bool) -> Tensor:
+    """Of a matrix the norm of each row, of a vector that of each element."""
+    if gradient.ndim == 1:
+        return gradient.abs()
+    if not exact or gradient.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+        return norms.flatten()
+    # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
+    norms_of_some = []
+    for rows in torch.split(gradient, max(1, FLOAT64_ELEMENTS // gradient.shape[-1])):
+        squares = rows.double().square()
+        while (width := squares.shape[1]) > 1:
+            halves = squares[:, : width // 2] + squares[:, -(width // 2) :]
+            squares = torch.cat((halves, squares[:, width // 2 : -(width // 2)]), dim=1)
+        norms_of_some.append(squares.sqrt().flatten())
+    return torch.cat(norms_of_some)
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """Sum over all ranks of float64 ``values``, none negative and 2^30 at most, with the same bits in any order.
+
+    Each is added as two 64-bit integers, down to 2^-64 of the largest. Infinite if one is infinite or NaN. Collective.
+    """
+    largest = values.nan_to_num(math.inf, posinf=math.inf).max()
+    all_reduce(largest, op=dist.ReduceOp.MAX)
+    scale = (1055 - torch.frexp(largest)[1].long() << 52).view(torch.float64)  # a power of two, made of its bits
+    coarse = (values * scale).floor()  # under 2^32
+    fine = ((values * scale - coarse) * 2.0**32).round()
+    sums = torch.stack((coarse.long().sum(), fine.long().sum()))
+    all_reduce(sums)
+    sums = sums.double()
+    return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)
 
 
 def _is_first_copy(tensor: DTensor) -> bool:

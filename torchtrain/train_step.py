@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.faults.update_guard import UpdateGuard
-from torchtrain.loss import IGNORE_INDEX, TokenLoss
+from torchtrain.log import logger
+from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizer import clip_grad_norm, update
 from torchtrain.parallelisms.microbatches import Microbatches
@@ -45,14 +46,22 @@ class TrainStep:
         # whatever rank and microbatch it is in, and gradients need only be summed.
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(device, non_blocking=True)
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
+        loss = self._forward_backward(batch, global_tokens)
+        while not self.model.finish_gradients():
+            logger.info("step %d is made again: exact sums were not prepared for gradients of this size", step)
+            self.optimizer.zero_grad()
+            loss = self._forward_backward(batch, global_tokens)
+        return loss, self._update(step, loss)
+
+    def _forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
         count = len(batch.tokens) // self.microbatches.local_batch_size
-        total = torch.zeros((), device=device)
-        tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self.model.begin_gradients(len(batch.tokens))
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self.model.device)
         for i, microbatch in enumerate(self.microbatches(batch)):
             tokens += (microbatch.labels != IGNORE_INDEX).sum()
-            total += self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1)
-        loss = TokenLoss(total, tokens * self.model.has_loss)
-        return loss, self._update(step, loss)
+            total += exact_nats(self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1))
+        return TokenLoss(total, tokens * self.model.has_loss)
 
     def _update(self, step: int, loss: TokenLoss) -> Tensor:
         """Clip the gradient and apply it, unless it is bad; returns its norm before clipping."""
@@ -60,7 +69,7 @@ class TrainStep:
         if self.model.pipeline is not None:
             self.model.pipeline.share_tied_gradient()
             copies = self.model.pipeline.copies
-        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, copies)
+        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, copies, exact=self.model.sums is not None)
         refused = self.guard.judge(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
         self.before_update()

@@ -12,7 +12,7 @@ from torchtrain.config.schema import Validation
 from torchtrain.datasets.loader import Batch, Loader
 from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.loss import IGNORE_INDEX
+from torchtrain.loss import IGNORE_INDEX, exact_nats
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
@@ -98,7 +98,7 @@ class Validator:
             labels = microbatch.labels
             known = labels != IGNORE_INDEX
             size = (self.token_bytes[labels.clamp(min=0)] * known).sum()
-            sums += torch.stack((loss.double(), known.sum().double(), size.double()))
+            sums += torch.stack((exact_nats(loss), known.sum().double(), size.double()))
         return sums
 
 

@@ -33,6 +33,8 @@ from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 
+# Not in the checkpoints of runs without exact sums, with which a run may go on that has them.
+OPTIONAL = frozenset({"sums.exponent"})
 # With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
 
@@ -158,6 +160,8 @@ def load_tensors(
         StorageError: the file system fails again and again.
     """
     of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
+    saved = reader.read_metadata().state_dict_metadata
+    tensors = {name: tensor for name, tensor in tensors.items() if name in saved or name not in OPTIONAL}
     for pause in (*PAUSES_SECONDS, None):
         planner = CompleteLoadPlanner()
         try:

@@ -171,6 +171,9 @@ class Training:
     """dtype of parameters and activations in forward and backward; master weights are float32."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """dtype in which gradients are reduced over ranks."""
+    sums: Literal["fast", "exact"] = "fast"
+    """How gradients are added up. exact: as 64-bit integers, so that the run has the same bits on any number of
+    data-parallel ranks (docs/parallelism.md)."""
     loss_chunk_tokens: int = -1
     """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
     many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
@@ -334,6 +337,9 @@ class Parallelism:
     """What the microbatches of a step, those of a pipeline too, add their gradients to. sharded: each reduces them into
     the shards, and no gradient is kept whole. unsharded: whole float32 gradients are kept until the last microbatch,
     which alone reduces: 4 bytes a parameter of this rank's layers, for small models and slow links."""
+    fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
+    """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
+    in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
     tensor_parallel_degree: int = 1
     """Ranks over which each matrix is split."""
     enable_sequence_parallel: bool = True
@@ -560,6 +566,15 @@ class JobConfig:
             self.faults.on_bad_numbers != "rollback" or self.checkpoint.enable,
             "faults.on_bad_numbers = 'rollback' needs checkpoints to go back to: set checkpoint.enable = true",
         )
+        if self.training.sums == "exact":
+            layout = self.parallelism
+            split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule
+            rule = "training.sums = 'exact' rounds and reduces the gradient of each microbatch by itself:"
+            sharded = layout.fsdp_gradient_accumulation == "sharded"
+            require(sharded, f"{rule} set parallelism.fsdp_gradient_accumulation = 'sharded'")
+            in_float32 = self.training.mixed_precision_reduce == "float32"
+            require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
+            require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
         for name in self.checkpoint.allow_changes:
             section, _, key = name.partition(".")
             require(

@@ -80,8 +80,9 @@ class Mesh:
         self.loss: DeviceMesh = self.world["pipeline", "replicate", "shard", "context"]._flatten("loss")
         # Ranks of a context group hold the same parameters and, for them, are further rows of the batch.
         shard = self.world["shard", "context"]._flatten("fsdp") if degrees.context > 1 else self.world["shard"]
+        self.hsdp = DeviceMesh._concatenate([self.world["replicate"], shard])
         # Where fully_shard works: 1-D, or (replicate, shard) for HSDP.
-        self.fsdp = DeviceMesh._concatenate([self.world["replicate"], shard]) if degrees.replicate > 1 else shard
+        self.fsdp = self.hsdp if degrees.replicate > 1 else shard
         self.pipeline = self.world["pipeline"]
         self.context = self.world["context"]
         self.tensor = self.world["tensor"]

@@ -120,7 +120,13 @@ def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_reduce`` of a sum, which would take its time to do nothing where a rank is alone in ``group``."""
+def on_one_machine(group: dist.ProcessGroup) -> bool:
+    """Whether torchrun started all ranks of ``group`` on the same machine."""
+    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return len({rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}) == 1
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
+    """``dist.all_reduce``, which would take its time to do nothing where a rank is alone in ``group``."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, op, group)

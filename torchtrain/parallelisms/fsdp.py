@@ -6,22 +6,29 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtrain.config.schema import Parallelism, Training
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.distributed.process_group import on_one_machine
 from torchtrain.models.llama.model import Transformer
+from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
 
 
-def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Shard each block and then the root over ``mesh``: 1-D (shard), or 2-D (replicate, shard) for HSDP.
+def apply_fsdp(
+    model: Transformer, meshes: Mesh, training: Training, parallelism: Parallelism, sums: ExactSums | None = None
+) -> None:
+    """Shard each block and then the root over ``meshes.fsdp``: 1-D (shard), or 2-D (replicate, shard) for HSDP.
 
-    One rank on a CPU is the exception: by default all is in the root's group.
+    One rank on a CPU is the exception: by default all is in the root's group. With ``sums`` the mesh is always 2-D:
+    only then FSDP adds up microbatches in its reduce_dtype.
     """
+    mesh = meshes.fsdp if sums is None else meshes.hsdp
+    dtype = getattr(torch, training.mixed_precision_param)
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        param_dtype=dtype,
+        reduce_dtype=torch.int64 if sums is not None else getattr(torch, training.mixed_precision_reduce),
         # The blocks' only float input that is not yet in param_dtype is the RoPE tables, which must stay float32.
         cast_forward_inputs=False,
     )
@@ -52,15 +59,24 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, training: Training, paralle
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if mesh.size() == 1:
+        if sums is not None:
+            shards = mesh.get_group(1)
+            transport = parallelism.fsdp_exact_transport
+            if transport == "auto":
+                transport = "all_to_all" if mesh.device_type == "cpu" or on_one_machine(shards) else "ring"
+            all_to_all = transport == "all_to_all"
+            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))
+        elif mesh.size() == 1:
             module.set_custom_reduce_scatter(_NoReduceScatter())
+        elif mesh.device_type == "cpu":
+            module.set_custom_reduce_scatter(_AllToAllReduceScatter())
+        if mesh.size() == 1:
             continue
         # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
         # since gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu":
-            module.set_custom_reduce_scatter(_AllToAllReduceScatter())
             # Where there are no streams, only this lets a prefetched block arrive while another computes.
             module._set_unshard_async_op(True)
     if mesh.device_type == "cpu":

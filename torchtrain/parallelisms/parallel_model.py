@@ -13,6 +13,7 @@ from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Para
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
@@ -29,11 +30,22 @@ class ParallelModel:
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
+    sums: ExactSums | None  # training.sums
 
     @property
     def has_loss(self) -> bool:
         """Whether this rank computes losses: within a pipeline only the last stage does."""
         return self.pipeline is None or self.pipeline.has_loss
+
+    def begin_gradients(self, rows: int) -> None:
+        """Call it before the first ``forward_backward`` of a step. ``rows``: of the batch, on this rank."""
+        if self.sums is not None:
+            degrees = self.mesh.degrees
+            self.sums.begin(rows * degrees.batch * degrees.context)  # were each row a microbatch
+
+    def finish_gradients(self) -> bool:
+        """Call it after the last one. False where the gradients are not good, and the step must be made again."""
+        return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sum of its losses.
@@ -44,7 +56,7 @@ class ParallelModel:
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens)
+                return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens, is_last)
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
@@ -76,6 +88,7 @@ def build_parallel_model(
 ) -> ParallelModel:
     """Meta device, parallelize, ``to_empty``. Parameters and buffers are still to be initialized or loaded."""
     stages = build_stages(shape, mesh, parallelism)
+    sums = ExactSums(device) if training.sums == "exact" else None
     for stage in stages.values():
         parallelize_llama(
             stage,
@@ -85,6 +98,7 @@ def build_parallel_model(
             activation_checkpoint=activation_checkpoint,
             compile=compile,
             float8=float8,
+            sums=sums,
         )
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty has made two parameters of a shared one
@@ -92,4 +106,5 @@ def build_parallel_model(
     pipeline = None
     if mesh.degrees.pipeline > 1:
         pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)
-    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, parallelism.fsdp_gradient_accumulation)
+    accumulation = parallelism.fsdp_gradient_accumulation
+    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)

@@ -13,6 +13,7 @@ from torchtrain.models.llama.attention_backend import apply_attention_backend
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
+from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
@@ -27,6 +28,7 @@ def parallelize_llama(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
+    sums: ExactSums | None = None,
 ) -> None:
     """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
@@ -41,7 +43,7 @@ def parallelize_llama(
     apply_activation_checkpoint(model, activation_checkpoint)
     if compile.enable:
         apply_compile(model, activation_checkpoint)
-    apply_fsdp(model, mesh.fsdp, training, parallelism)
+    apply_fsdp(model, mesh, training, parallelism, sums)
     check_meshes(model, mesh)
 
 

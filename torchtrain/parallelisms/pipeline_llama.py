@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
-from torchtrain.loss import OutputLoss
+from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import set_accumulation
 
@@ -126,11 +126,13 @@ class ReducingStage(PipelineStage):
 
     def __init__(self, stage: Transformer, *args: Any, **options: Any):
         super().__init__(stage, *args, **options)
+        self.is_last_run = True
         self._is_last = False
         stage.set_requires_gradient_sync = self._set_accumulation  # type: ignore[assignment]
 
     def _set_accumulation(self, requires_gradient_sync: bool) -> None:
-        set_accumulation(cast(FSDPModule, self.submod), "sharded", requires_gradient_sync or self._is_last)
+        is_last = self.is_last_run and (requires_gradient_sync or self._is_last)
+        set_accumulation(cast(FSDPModule, self.submod), "sharded", is_last)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         self._is_last = last_backward
@@ -192,6 +194,7 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
+        self.pipeline_stages = pipeline_stages
         self.stages = dict(sorted(stages.items()))
         self.rank_of: dict[int, int] = pipeline_stages[0].stage_index_to_group_rank
         self.hidden = hidden
@@ -203,15 +206,24 @@ class Pipeline:
             self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None, global_tokens: Tensor
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor,
+        mask: Tensor | BlockMask | None,
+        global_tokens: Tensor,
+        is_last: bool,
     ) -> Tensor:
         """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sum of their losses.
 
-        ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or local_batch_size, seq), ``mask`` as the
-        model takes it. The sum is 0 without ``has_loss``.
+        ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or
+        local_batch_size, seq), ``mask`` as the model takes it. The sum is 0 without ``has_loss``.
         """
         self.global_tokens = global_tokens
-        self.total_loss = torch.zeros((), device=self.device)
+        self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for stage in self.pipeline_stages:
+            if isinstance(stage, ReducingStage):
+                stage.is_last_run = is_last
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
         # The schedule cuts every argument along its first dimension.
@@ -245,7 +257,7 @@ class Pipeline:
         self.last.unshard()  # its forward is over
         assert self.last.output is not None
         loss = self.loss(hidden, self.last.output, labels)
-        self.total_loss += loss.detach()
+        self.total_loss += exact_nats(loss.detach())
         return loss / self.global_tokens
 
     @property

@@ -1,0 +1,149 @@
+"""What sums with the same bits on any number of ranks cost: ways of adding up gradients take turns on the same ranks.
+
+    python scripts/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024] [--microbatches 1 4]
+
+Each rank is a process with one thread. A line has the median seconds of a step and, as medians over the turns, the
+ratios of its time, and of the CPU time of all ranks, to those of fast sums with each microbatch reduced. The latter
+tells more on a busy machine.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from benchmark import LAUNCHER_ENVIRONMENT
+
+from torchtrain.build import initialize
+from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Training
+from torchtrain.datasets.loader import Batch
+from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.models.llama import TransformerConfig
+from torchtrain.optimizer import build_optimizer
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import build_parallel_model
+from torchtrain.train_step import TrainStep
+
+SEQ_LEN = 256
+FAST = "fast"
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    FAST: ({}, {}),
+    "fast, unsharded": ({}, {"fsdp_gradient_accumulation": "unsharded"}),
+    "exact, all-to-all": ({"sums": "exact"}, {"fsdp_exact_transport": "all_to_all"}),
+    "exact, ring": ({"sums": "exact"}, {"fsdp_exact_transport": "ring"}),
+}
+
+
+class NoStop:
+    """In place of a StopRequest: nobody asks to stop."""
+
+    pending = agreed = False
+
+
+def make_step(way: str, args: argparse.Namespace) -> TrainStep:
+    training, parallelism = WAYS[way]
+    config = JobConfig(
+        training=Training(
+            local_batch_size=args.tokens // SEQ_LEN, seq_len=SEQ_LEN, mixed_precision_param=args.dtype, **training
+        ),
+        parallelism=Parallelism(**parallelism),
+        lr_scheduler=LRScheduler(warmup_steps=0),
+    )
+    device = torch.device("cpu")
+    heads = max(1, args.width // 64)
+    shape = TransformerConfig(
+        args.width, args.layers, heads, max(1, heads // 4), args.width * 4, args.vocab, max_seq_len=SEQ_LEN
+    )
+    model = build_parallel_model(
+        shape,
+        Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
+        device,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+    )
+    initialize(model.parts, 0, device)
+    return TrainStep(
+        model,
+        Microbatches(model.mesh, device, config.training.local_batch_size, None),
+        build_optimizer(model.parts, config.optimizer),
+        LRSchedule(config.lr_scheduler, 1e-4, 10000),
+        UpdateGuard(replace(config.faults), cast(StopRequest, NoStop()), device, lambda *_: None),
+        max_norm=1.0,
+        before_update=lambda: None,
+    )
+
+
+def measure(rank: int, store: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    steps = {way: make_step(way, args) for way in args.ways}
+    sequences = args.tokens // SEQ_LEN
+    for microbatches in args.microbatches:
+        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
+        for turn in range(args.turns + 1):  # the first warms up
+            tokens = torch.randint(0, args.vocab, (microbatches * sequences, SEQ_LEN + 1))
+            for way, step in steps.items():
+                dist.barrier()
+                start, cpu_start = time.perf_counter(), time.process_time()
+                step(turn + 1, Batch(tokens[:, :-1], tokens[:, 1:]))
+                cpu = torch.tensor(time.process_time() - cpu_start)
+                dist.all_reduce(cpu)
+                seconds[way].append((time.perf_counter() - start, cpu.item()))
+        if rank == 0:
+            for way, own in seconds.items():
+                words = [f"{args.ranks} ranks, {microbatches} microbatches, {way:18}"]
+                words.append(f"{statistics.median(wall for wall, _ in own[1:]):7.3f} s")
+                for kind, name in enumerate(("time", "CPU time")):
+                    ratios = [a[kind] / b[kind] for a, b in zip(own[1:], seconds[FAST][1:], strict=True)]
+                    words.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+                print("  ".join(words), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024, help="in a microbatch of one rank")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of one rank in a step")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"with {FAST!r}")
+    args = parser.parse_args()
+    model = next(
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    print(
+        f"{model or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True
+    )
+    with TemporaryDirectory() as folder:
+        os.environ.update(LAUNCHER_ENVIRONMENT)
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=measure, args=(r, f"{folder}/store", args)) for r in range(args.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    with suppress(StopIteration):
+        raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+
+
+if __name__ == "__main__":
+    main()

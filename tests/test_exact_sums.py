@@ -1,0 +1,493 @@
+"""training.sums = "exact": one run to the bit, on any number of data-parallel ranks."""
+
+import json
+import math
+import random
+import time
+import warnings
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+from gloo_pool import GlooPool
+from parity import TINY, Curve, config_of, train
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+
+from torchtrain.checkpoint.contract import Kind, check_contract, kind_of
+from torchtrain.config.parse import to_toml
+from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.loss import OutputLoss, exact_nats
+from torchtrain.models.llama import TransformerConfig
+from torchtrain.optimizer import build_optimizer, exact_sum, row_norms
+from torchtrain.parallelisms.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
+from torchtrain.train_step import TrainStep
+
+STEPS = 3
+SCALES = [1e-30, 1e-20, 1e-8, 1.0, 1e8, 1e20, 1e30]
+
+
+def batch_of_24(step: int, vocab_size: int, seq_len: int) -> Tensor:
+    """Tokens (24, seq_len + 1), which 1, 2, 3, 4, 6 and 8 ranks divide."""
+    return torch.randint(0, vocab_size, (24, seq_len + 1), generator=torch.Generator().manual_seed(step))
+
+
+def config_with(
+    parallelism: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **changes: dict[str, Any]
+) -> JobConfig:
+    return config_of(
+        parallelism=parallelism or {}, training={"sums": "exact", "local_batch_size": 2, **(training or {})}, **changes
+    )
+
+
+def run(
+    gloo: GlooPool,
+    ranks: int,
+    config: JobConfig,
+    shape: TransformerConfig = TINY,
+    steps: int = STEPS,
+    document_start: int | None = None,
+) -> Curve:
+    """What all ranks saw, which is the same, and all that they hold, which with a pipeline is different things."""
+    function = _train_compiled if config.compile.enable else train
+    curves: list[Curve] = gloo.run(ranks, function, config, shape, steps, document_start, batch_of_24)
+    for curve in curves[1:]:
+        assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
+    last, moments = (
+        dict(chain.from_iterable(getattr(curve, name).items() for curve in curves)) for name in ("last", "moments")
+    )
+    return replace(curves[0], last=last, moments=moments)
+
+
+def _train_compiled(*args: Any) -> Curve:
+    torch._dynamo.reset()  # what other tests compiled in this process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        return train(*args)
+
+
+def assert_same_bits(curve: Curve, reference: Curve) -> None:
+    assert curve.losses == reference.losses
+    assert curve.grad_norms == reference.grad_norms
+    assert same_tensors(curve.last, reference.last)
+    assert same_tensors(curve.moments, reference.moments)
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> Curve:
+    """One rank, twelve microbatches."""
+    return run(gloo, 1, config_with())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [
+        (2, {}),
+        (3, {}),
+        (4, {"fsdp_exact_transport": "ring"}),
+        (4, {"data_parallel_replicate_degree": 2}),
+        (6, {"data_parallel_replicate_degree": 6}),
+    ],
+)
+def test_any_number_of_ranks_and_replicas(
+    gloo: GlooPool, reference: Curve, ranks: int, parallelism: dict[str, Any]
+) -> None:
+    assert_same_bits(run(gloo, ranks, config_with(parallelism)), reference)
+
+
+TIED = replace(TINY, tied_embeddings=True)
+BFLOAT16 = {"mixed_precision_param": "bfloat16"}
+# Each with the options that stay, and the layouts that do not.
+TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dict[str, Any]]]]] = {
+    "bfloat16, tied, recomputed": (
+        {"training": BFLOAT16, "activation_checkpoint": {"mode": "full"}},
+        TIED,
+        [(1, {}), (3, {})],
+    ),
+    "chunked loss, states in bfloat16, selective": (
+        {
+            "training": {"loss_chunk_tokens": 8},
+            "optimizer": {"state_dtype": "bfloat16", "implementation": "foreach"},
+            "activation_checkpoint": {"mode": "selective"},
+        },
+        TINY,
+        [(1, {}), (3, {})],
+    ),
+    "context": ({}, TINY, [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})]),
+    "pipeline, several rounds": (
+        {"training": {"local_batch_size": 4}},
+        TINY,
+        [
+            (2, {"pipeline_parallel_degree": 2}),
+            (4, {"pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
+        ],
+    ),
+}
+# Each step of DTensor's tensor parallelism is slow, and compiling is.
+SLOW = {
+    "eight ranks, one sequence each": ({"training": {"local_batch_size": 1}}, TINY, [(3, {}), (8, {})]),
+    "tensor": (
+        {},
+        TINY,
+        [(2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2}), (8, {"tensor_parallel_degree": 2})],
+    ),
+    "compiled": ({"compile": {"enable": True}}, TINY, [(1, {}), (2, {}), (3, {})]),
+    "tied pipeline": (
+        {"training": {"local_batch_size": 4}},
+        TIED,
+        [(2, {"pipeline_parallel_degree": 2}), (4, {"pipeline_parallel_degree": 2})],
+    ),
+    "interleaved": (
+        {"training": {"local_batch_size": 4}},
+        TINY,
+        [(ranks, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}) for ranks in (2, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_any_layout_with(gloo: GlooPool, name: str) -> None:
+    changes, shape, layouts = (TOGETHER | SLOW)[name]
+    (ranks, parallelism), *others = layouts
+    first = run(gloo, ranks, config_with(parallelism, **changes), shape)
+    for ranks, parallelism in others:
+        assert_same_bits(run(gloo, ranks, config_with(parallelism, **changes), shape), first)
+
+
+def test_documents_kept_apart(gloo: GlooPool) -> None:
+    one, three = (run(gloo, ranks, config_with(), document_start=7) for ranks in (1, 3))
+    assert_same_bits(one, three)
+
+
+def test_a_pipeline_has_the_bits_of_one_rank_with_its_microbatches(gloo: GlooPool) -> None:
+    one = run(gloo, 1, config_with(training={"local_batch_size": 1}))
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"}
+    pipeline = run(gloo, 4, config_with(parallelism, training={"local_batch_size": 3}))
+    assert_same_bits(pipeline, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("local_batch_size", [1, 3])
+def test_all_layouts_over_20_steps(gloo: GlooPool, dtype: str, local_batch_size: int) -> None:
+    training = {"mixed_precision_param": dtype, "local_batch_size": local_batch_size}
+    layouts = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)]
+    layouts += [(3, 1), (6, 1), (6, 3)] if local_batch_size == 1 else []
+    curves = [
+        run(gloo, ranks, config_with({"data_parallel_replicate_degree": replicas}, training), steps=20)
+        for ranks, replicas in layouts
+    ]
+    for curve in curves[1:]:
+        assert_same_bits(curve, curves[0])
+
+
+# The sums themselves
+
+
+def heavy_tailed(summands: int, elements: int, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randn(summands, elements, generator=generator).mul(3)
+    return (torch.randn(summands, elements, generator=generator) * exponents.exp2() * scale).float()
+
+
+def sums_for(largest: float, summands: int) -> ExactSums:
+    sums = ExactSums(torch.device("cpu"))
+    sums.exponent.fill_(math.frexp(largest)[1])
+    sums.begin(summands)
+    return sums
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_sums_survive_permutations_at_every_scale(scale: float) -> None:
+    values = heavy_tailed(64, 1000, scale)
+    sums = sums_for(values.abs().max().item(), 64)
+    total = torch.stack([sums.rounded(row) for row in values]).sum(dim=0)
+    for seed in range(5):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
+        parts = [sum(sums.rounded(row) for row in values[some]) for some in order.split([1, 20, 43])]
+        assert torch.equal(sum(parts), total)  # type: ignore[arg-type]
+    exact = values.double().sum(dim=0)
+    error = (total.double() * 2.0**sums.spacing - exact).abs()
+    assert error.max() <= 64 * 2.0**sums.spacing / 2
+    # Within the range of float32 that is better than float32 can tell.
+    assert scale < 1e-20 or error.max() <= 2.0**-40 * values.abs().max()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_largest_sum_that_is_let_through_does_not_overflow(scale: float) -> None:
+    limit = math.ldexp(1.0, math.frexp(scale)[1] + HEADROOM_BITS)
+    value = torch.tensor([limit, -limit]).nextafter(torch.zeros(2))
+    for summands in (1, 3, 64, 1000):
+        sums = sums_for(scale, summands)
+        total = sums.rounded(value) * summands
+        torch.testing.assert_close(total.double() * 2.0**sums.spacing, value.double() * summands, rtol=1e-6, atol=0)
+
+
+def _finish(summands: list[float]) -> list[Any]:
+    """The verdict on a step of this rank's summand, and then on the same once more."""
+    sums = ExactSums(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = nn.Linear(1, 2, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+    found: list[Any] = []
+    for _ in range(2):
+        sums.begin(2)
+        summand = torch.full((2, 1), summands[torch.distributed.get_rank()])
+        sums.see(summand)
+        total = sums.rounded(summand).float() if sums.limit > UNKNOWN // 2 else torch.zeros(2, 1)
+        model.weight.grad = DTensor.from_local(total[:1], mesh, [torch.distributed.tensor.Shard(0)])
+        found += [sums.finish([model]), model.weight.grad.to_local().item(), int(sums.exponent)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("summands", "verdicts", "exponent"),
+    [([0.25, 3.0], [False, True], 2), ([0.0, 0.0], [True, True], UNKNOWN), ([1e30, -1e-30], [False, True], 100)],
+)
+def test_a_step_beyond_the_range_is_refused_by_all_ranks(
+    gloo: GlooPool, summands: list[float], verdicts: list[bool], exponent: int
+) -> None:
+    for rank, found in enumerate(gloo.run(2, _finish, summands)):
+        assert found[0::3] == verdicts
+        assert found[-1] == exponent
+        assert found[4] == pytest.approx(summands[rank], abs=2.0**-22 * max(map(abs, summands)))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_summands_that_are_not_finite_give_gradients_that_are_not(gloo: GlooPool, bad: float) -> None:
+    for found in gloo.run(2, _finish, [1.0, bad]):
+        assert found[0] is True
+        assert math.isnan(found[1])
+
+
+def _train_with_growth(config: JobConfig) -> tuple[Curve, list[int]]:
+    """A run whose loss grows 4096 times at step 3, and the steps that were made again."""
+    step, again = 0, []
+    call, loss, finish = TrainStep.__call__, OutputLoss.__call__, ExactSums.finish
+
+    def counted(self: TrainStep, number: int, batch: Any) -> Any:
+        nonlocal step
+        step = number
+        return call(self, number, batch)
+
+    def grown(*args: Any, **options: Any) -> Tensor:
+        return loss(*args, **options) * (4096 if step >= 3 else 1)
+
+    def noted(self: ExactSums, parts: Any) -> bool:
+        fits = finish(self, parts)
+        again.extend([] if fits else [step])
+        return fits
+
+    with (
+        patch.object(TrainStep, "__call__", counted),
+        patch.object(OutputLoss, "__call__", grown),
+        patch.object(ExactSums, "finish", noted),
+    ):
+        return train(config, steps=4, batch=batch_of_24), again
+
+
+def test_a_step_of_sudden_growth_is_made_again(gloo: GlooPool) -> None:
+    (one, again), *_ = gloo.run(1, _train_with_growth, config_with())
+    assert again == [1, 3]  # of the first, nothing is known before
+    for curve, steps in gloo.run(2, _train_with_growth, config_with()):
+        assert_same_bits(curve, one)
+        assert steps == again
+    fast = gloo.run(1, _train_with_growth, config_with(training={"sums": "fast"}))[0][0]
+    torch.testing.assert_close(one.grad_norms, fast.grad_norms, rtol=1e-5, atol=0)
+
+
+def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
+    """By step, the relative errors of each element of the gradient: of exact sums and of float32 ones."""
+    summands: list[Tensor] = []
+    see, finish = ExactSums.see, ExactSums.finish
+    errors: list[tuple[Tensor, Tensor]] = []
+
+    def kept(self: ExactSums, values: Tensor) -> None:
+        summands.append(values.clone())
+        see(self, values)
+
+    def compared(self: ExactSums, parts: Any) -> bool:
+        fits = finish(self, parts)
+        if fits:
+            truth = torch.stack(summands).double().sum(dim=0)
+            fast = torch.zeros_like(truth, dtype=torch.float32)
+            for summand in summands:
+                fast += summand
+            exact = sum(self.rounded(summand) for summand in summands).float() * 2.0**self.spacing  # type: ignore[union-attr]
+            own = torch.cat([p.grad.to_local().flatten() for p in parts[0].parameters()])  # type: ignore[union-attr]
+            assert torch.equal(own.sort().values, exact.sort().values)
+            errors.append(tuple((value - truth).abs() / truth.abs().clamp(min=1e-30) for value in (exact, fast)))  # type: ignore[arg-type]
+        summands.clear()
+        return fits
+
+    with patch.object(ExactSums, "see", kept), patch.object(ExactSums, "finish", compared):
+        train(config, steps=4, batch=batch_of_24)
+    return errors
+
+
+def test_gradients_are_nearer_to_float64_sums_than_float32_sums_are(gloo: GlooPool) -> None:
+    for dtype in ("float32", "bfloat16"):
+        config = config_with(training={"local_batch_size": 1, "mixed_precision_param": dtype})
+        for exact, fast in gloo.run(1, _errors, config)[0]:
+            assert exact.square().mean() <= fast.square().mean()
+            for share in (0.5, 0.9, 0.99, 0.999):
+                assert exact.quantile(share) <= fast.quantile(share), (dtype, share)
+
+
+# Beside the gradients
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_the_update_of_an_element_does_not_depend_on_the_shard_that_it_is_in(
+    implementation: str, state_dtype: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (torch.randn(1000, generator=generator) for _ in range(6))
+
+    def updated(sizes: list[int]) -> Tensor:
+        model = nn.ParameterList([nn.Parameter(part.clone()) for part in values.split(sizes)])
+        optimizer = build_optimizer(
+            [model],
+            Optimizer(implementation=implementation, state_dtype=state_dtype, lr=0.1),  # type: ignore[arg-type]
+        )
+        for gradient in gradients:
+            for parameter, part in zip(model, gradient.split(sizes), strict=True):
+                parameter.grad = part.clone()
+            optimizer.step()
+        return torch.cat([parameter.detach() for parameter in model])
+
+    whole = updated([1000])
+    assert not torch.equal(whole, values)
+    for size in (1, 3, 7, 61, 100):
+        assert torch.equal(updated([size] * (1000 // size) + [1000 % size] * (1000 % size > 0)), whole), size
+
+
+def _sum_of_shares(values: Tensor, sizes: list[int]) -> float:
+    return exact_sum(values.split(sizes)[torch.distributed.get_rank()]).item()
+
+
+def test_sum_over_ranks_has_the_same_bits_in_any_order(gloo: GlooPool) -> None:
+    for scale in (1e-60, 1.0, 1e60):
+        values = heavy_tailed(1, 3000, 1.0)[0].double().square() * scale
+        truth = math.fsum(values.tolist())
+        shuffled = values[torch.randperm(3000, generator=torch.Generator().manual_seed(1))]
+        found = {
+            *gloo.run(1, _sum_of_shares, values, [3000]),
+            *gloo.run(3, _sum_of_shares, values, [1000, 1, 1999]),
+            *gloo.run(2, _sum_of_shares, shuffled, [1500, 1500]),
+        }
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(truth, rel=1e-14)
+    for bad in (math.inf, math.nan):
+        assert gloo.run(2, _sum_of_shares, torch.tensor([1.0, bad], dtype=torch.float64), [1, 1]) == [math.inf] * 2
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 64, 100])
+def test_row_norms_by_elements(width: int) -> None:
+    gradient = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+
+    class Elsewhere(torch.Tensor):
+        """Says that it does not lie on a CPU."""
+
+        device = torch.device("meta")  # type: ignore[assignment]
+
+    with patch("torchtrain.optimizer.FLOAT64_ELEMENTS", 3 * width):
+        found = row_norms(gradient.as_subclass(Elsewhere), exact=True).as_subclass(torch.Tensor)
+    torch.testing.assert_close(found, gradient.double().norm(dim=-1))
+
+
+def test_losses_add_up_to_the_same_bits_in_any_order() -> None:
+    losses = exact_nats(heavy_tailed(1, 1000, 100.0)[0].abs())
+    torch.testing.assert_close(losses, heavy_tailed(1, 1000, 100.0)[0].abs().double(), rtol=0, atol=2.0**-20)
+    assert losses.sum().item() == sum(losses.flip(0).tolist()) == math.fsum(losses.tolist())
+    assert exact_nats(torch.tensor(math.nan)).isnan()
+
+
+# The whole trainer
+
+EXACT = ("--training.sums", "exact", "--training.global_batch_size", "12", "--training.steps", "14")
+
+
+def losses_and_norms(folder: Path) -> dict[int, tuple[float, float]]:
+    """By step, what the log says last of it."""
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in found if "event" not in line}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(folder, *EXACT, ranks=1)
+    return folder
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for ranks in (2, 4, 3):
+        killed = ForkedRun(tmp_path, *EXACT, ranks=ranks)
+        before = max(losses_and_norms(tmp_path), default=0) if (tmp_path / "metrics.jsonl").exists() else 0
+        killed.wait_for(
+            lambda: (tmp_path / "metrics.jsonl").exists() and max(losses_and_norms(tmp_path), default=0) > before + 1  # noqa: B023
+        )
+        time.sleep(rng.random() * 0.2)
+        killed.kill(rng.randrange(ranks))
+        killed.end()
+    finish(tmp_path, *EXACT, ranks=1)
+    assert losses_and_norms(tmp_path) == losses_and_norms(undisturbed)
+    assert same_tensors(*(saved_tensors(folder, 14) for folder in (tmp_path, undisturbed)))
+
+
+def test_a_run_of_fast_sums_goes_on_with_exact_ones_if_allowed(tmp_path: Path) -> None:
+    finish(tmp_path, "--training.steps", "2")
+    allow = ("--checkpoint.allow_changes", "training.sums")
+    assert "resumed from" in finish(tmp_path, "--training.sums", "exact", "--training.steps", "4", *allow)
+    assert "sums.exponent" in saved_tensors(tmp_path, 4)
+
+
+def test_the_option_is_in_the_resume_contract() -> None:
+    fast, exact = JobConfig(), JobConfig(training=Training(sums="exact"))
+    with pytest.raises(CheckpointError, match=r"training.sums = 'exact' \(checkpoint: 'fast'\)"):
+        check_contract(to_toml(fast), to_toml(exact), ())
+    assert kind_of("parallelism.fsdp_exact_transport") is Kind.LAYOUT
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (Parallelism(fsdp_gradient_accumulation="unsharded"), "set parallelism.fsdp_gradient_accumulation = 'sharded'"),
+        (
+            Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"),
+            "take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one",
+        ),
+    ],
+)
+def test_what_reduces_otherwise_is_refused(section: Parallelism, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(parallelism=section, training=Training(sums="exact"))
+
+
+def test_reducing_in_bfloat16_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set training.mixed_precision_reduce = 'float32'"):
+        JobConfig(training=Training(sums="exact", mixed_precision_reduce="bfloat16"))
+
+
+def _transports(transport: str) -> list[bool]:
+    from parity import build
+
+    model = build(config_with({"fsdp_exact_transport": transport}))
+    comms = [m._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for m in model.parts[0].layers.values()]  # type: ignore[operator]
+    assert all(isinstance(comm, ExactReduceScatter) for comm in comms)
+    return [comm.all_to_all for comm in comms]
+
+
+@pytest.mark.parametrize(("transport", "all_to_all"), [("auto", True), ("ring", False), ("all_to_all", True)])
+def test_which_way_gradients_are_sent(gloo: GlooPool, transport: str, all_to_all: bool) -> None:
+    assert gloo.run(2, _transports, transport)[0] == [all_to_all] * TINY.n_layers

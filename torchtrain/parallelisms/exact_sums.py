@@ -1,0 +1,117 @@
+"""Sums of gradients with the same bits in any order and grouping: over microbatches, ranks and replicas.
+
+Each summand, the gradient of one microbatch on one rank, is rounded to a multiple of a power of two, the spacing, and
+added as a 64-bit integer, which is exact. The spacing is the finest with which no sum can overflow, as the largest
+summand of the step before tells. A step whose summands go beyond is found out and made again.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+
+from torchtrain.distributed.process_group import all_reduce
+
+HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
+SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
+MIN_SPACING = -126  # its inverse must be a float32
+CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard that are added at once; those of a CPU fit its cache
+UNKNOWN = -(1 << 20)
+
+
+class ExactSums(Stateful):
+    """The spacing, on all ranks alike. Checkpoints hold what it depends on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.exponent = torch.tensor(UNKNOWN)  # of a power of two above the last step's largest summand
+        self.largest = torch.zeros((), device=device)  # summand of this step
+        self.limit = self.spacing = 0  # exponents of two
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"exponent": self.exponent}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do: the tensor of ``state_dict`` is this one's own."""
+
+    def begin(self, summands: int) -> None:
+        """Call it before the first backward of a step. ``summands``: at most as many add up to an element."""
+        self.limit = int(self.exponent) + HEADROOM_BITS
+        self.spacing = max(MIN_SPACING, self.limit + (summands - 1).bit_length() - SUM_BITS)
+        self.largest.zero_()
+
+    def see(self, summands: Tensor) -> None:
+        """Note how large they are, before they are rounded."""
+        low, high = summands.aminmax()
+        torch.maximum(self.largest, torch.maximum(-low, high).float(), out=self.largest)
+
+    def rounded(self, summands: Tensor) -> Tensor:
+        """Multiples of the spacing: int64."""
+        return torch.mul(summands.float(), 2.0**-self.spacing).round_().to(torch.int64)
+
+    @torch.no_grad()
+    def finish(self, parts: Sequence[nn.Module]) -> bool:
+        """Call it after the last backward: turns sums into gradients. The host waits for the device.
+
+        False where sums may have overflown: the step must be made again. If a summand is not finite, gradients are NaN.
+        """
+        gradients = [
+            cast(DTensor, p.grad).to_local() for part in parts for p in part.parameters() if p.grad is not None
+        ]
+        self.largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
+        all_reduce(self.largest, op=dist.ReduceOp.MAX)
+        largest = self.largest.item()
+        scale = 2.0**self.spacing if math.isfinite(largest) else math.nan
+        if math.isfinite(largest) and largest > 0:
+            self.exponent.fill_(exponent := math.frexp(largest)[1])
+            if exponent > self.limit:
+                return False
+        torch._foreach_mul_(gradients, scale)
+        return True
+
+
+class ExactReduceScatter(ReduceScatter):
+    """Takes gradients in ``dtype`` from FSDP, and gives it their sums over ``ranks`` in multiples of the spacing.
+
+    ``all_to_all``: gradients are sent as they are, and rounded where they arrive; else rounded before, 8 bytes each.
+    """
+
+    def __init__(self, sums: ExactSums, dtype: torch.dtype, ranks: int, *, all_to_all: bool) -> None:
+        self.sums = sums
+        self.dtype = dtype
+        self.ranks = ranks
+        self.all_to_all = all_to_all
+        self.input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The input, which FSDP asks for first and fills; then the output."""
+        if self.input is None:
+            self.input = torch.empty(*size, dtype=self.dtype, device=device)
+            return self.input
+        summands, self.input = self.input, None
+        self.sums.see(summands)
+        if self.ranks == 1:
+            summands.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
+        assert op == dist.ReduceOp.SUM
+        assert not async_op
+        if not self.all_to_all:
+            DefaultReduceScatter()(output_tensor, self.sums.rounded(input_tensor), group, op)
+            return
+        summands = torch.empty_like(input_tensor)
+        dist.all_to_all_single(summands, input_tensor, group=group)
+        block = CPU_BLOCK if output_tensor.device.type == "cpu" else BLOCK
+        columns = torch.split(summands.view(self.ranks, -1), block, dim=1)
+        for total, column in zip(torch.split(output_tensor, block), columns, strict=True):
+            torch.sum(self.sums.rounded(column), dim=0, out=total)
