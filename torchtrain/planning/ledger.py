@@ -1,0 +1,320 @@
+"""What a step on tensors without data would hold, compute and send: one dispatch mode that sees every operation."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchtrain.planning.allocator import Allocation
+
+aten = torch.ops.aten
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+PHASES = ("forward", "loss", "backward", "recompute", "update")
+
+
+@dataclass
+class Operation:
+    """One operation of the device, or one collective, in the order in which the host issues them."""
+
+    name: str
+    phase: str
+    module: str
+    flops: int = 0  # of matrix products and attention
+    dtype: torch.dtype = torch.float32  # that these are computed in
+    bytes: int = 0  # read and written in the device's memory; of a collective: that it has to send or receive in all
+    axis: str = ""  # of the mesh, for a collective
+    ranks: tuple[int, ...] = ()
+    fsdp: bool = False  # a collective of fully_shard, on a stream of its own
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment with the most live bytes."""
+
+    bytes: int
+    by_kind: Mapping[str, int]
+    phase: str
+    module: str
+    step: int
+
+
+@dataclass
+class StepRecord:
+    """What the ledger saw in one step."""
+
+    operations: list[Operation] = field(default_factory=list)
+    timeline: list[tuple[int, ...]] = field(default_factory=list)
+    """Live bytes by kind (``KINDS``), whenever they changed."""
+    peak: Peak | None = None
+    kept: dict[str, int] = field(default_factory=dict)
+    """Live bytes by kind at the end of the step."""
+
+
+class _Storage:
+    """A live storage: its size and kind may change."""
+
+    __slots__ = ("bytes", "kind", "ref", "stream")
+
+    def __init__(self, bytes: int, kind: str):
+        self.bytes, self.kind = bytes, kind
+
+
+def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:
+    """Name, group and bytes of the collective ``func``, or None where it is none.
+
+    Bytes are those of the whole: what an all-gather gives, what a reduction takes, what a send or receive moves.
+    """
+    namespace, name = func.namespace, func._opname
+    if namespace == "c10d":
+        group = next(
+            dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
+        )
+        tensors = [[t for t in tree_iter(a) if isinstance(t, Tensor)] for a in args]
+        sizes = [sum(t.nbytes for t in some) for some in tensors if some]
+        return name.strip("_"), group, max(sizes, default=0)
+    if namespace == "_c10d_functional" and name != "wait_tensor":
+        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
+        return name, group, max(sizes, default=0)
+    return None
+
+
+def attention_flops(name: str, args: tuple[Any, ...]) -> int:
+    """Of the two products over all pairs, forward, or of the five of the backward; not halved for causality."""
+    backward = "backward" in name
+    q, k = (args[1], args[2]) if backward else (args[0], args[1])
+    bs, heads, seq, dim = q.shape
+    return (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
+
+
+def matrix_flops(func: Any, args: tuple[Any, ...]) -> int:
+    """Of a matrix product: 2 m k n."""
+    packet = func.overloadpacket
+    if packet in (aten.mm, aten._scaled_mm):
+        return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+    if packet is aten.addmm:
+        return 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+    if packet in (aten.bmm, aten.baddbmm):
+        a, b = args[-2:] if packet is aten.baddbmm else args[:2]
+        return 2 * prod(a.shape) * b.shape[2]
+    return 0
+
+
+class Ledger(TorchDispatchMode):
+    """Counts everything that happens inside it on tensors of ``device_type``.
+
+    ``axes``: the name of the mesh axis by group name. ``parts``: the models, whose blocks give operations their place.
+    """
+
+    def __init__(self, device_type: str, axes: Mapping[str, str], parts: list[nn.Module]):
+        super().__init__()
+        self.device_type = device_type
+        self.axes = axes
+        self.live = Counter({kind: 0 for kind in KINDS})
+        self.storages: dict[int, _Storage] = {}
+        self.steps: list[StepRecord] = []
+        self.readbacks: list[str] = []
+        """Operations that made the host wait for the device."""
+        self.others: Counter[str] = Counter()
+        """Devices, other than ``device_type``, on which operations ran, with the operation."""
+        self.record = StepRecord()
+        self.kind = ""  # of what is allocated now, if it is known
+        self.part = "forward"  # outside of autograd's nodes
+        self.module = ""
+        self.allocations: list[Allocation] = []
+        self.paused = False
+        self.fsdp = False
+        self.names = {module: name for part in parts for name, module in part.named_modules()}
+        self.handles = [
+            hook
+            for part in parts
+            for module in part.modules()
+            if isinstance(module, nn.Module) and self.names[module].count(".") == 1
+            for hook in (module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave))
+        ]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code and higher-order operators let such a mode see through them."""
+        return True
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.module = self.names[module]
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        self.module = ""
+
+    @property
+    def phase(self) -> str:
+        if self.part != "forward":
+            return self.part
+        if torch._C._current_autograd_node() is None:
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    # Memory
+
+    def adopt(self, tensors: Any, kind: str) -> None:
+        """Count ``tensors``, which exist already, or from now on, as of ``kind``."""
+        for tensor in tree_iter(tensors):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, kind)
+                entry = self.storages.get(tensor.untyped_storage()._cdata)
+                if entry is not None and entry.kind != kind:
+                    self._add(entry.kind, -entry.bytes)
+                    entry.kind = kind
+                    self._add(kind, entry.bytes)
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.storages:
+            return
+        entry = _Storage(storage.nbytes(), kind)
+        self.storages[key] = entry
+        entry.stream = id(torch.cpu.current_stream()) if self.device_type == "cpu" else 0
+        entry.ref = weakref.ref(storage, lambda _, key=key, entry=entry: self._freed(key, entry))
+        self.allocations.append(Allocation(id(entry), entry.bytes, entry.stream))
+        self._add(kind, entry.bytes)
+
+    def _freed(self, key: int, entry: _Storage) -> None:
+        if self.storages.get(key) is entry:
+            del self.storages[key]
+        if entry.bytes:
+            self.allocations.append(Allocation(id(entry), 0, entry.stream))
+        self._add(entry.kind, -entry.bytes)
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        entry = self.storages.get(storage._cdata)
+        if entry is not None:
+            if size:
+                entry.stream = id(torch.cpu.current_stream()) if self.device_type == "cpu" else 0
+            self.allocations.append(Allocation(id(entry), size, entry.stream))
+            self._add(entry.kind, size - entry.bytes)
+            entry.bytes = size
+
+    def _add(self, kind: str, bytes: int) -> None:
+        if not bytes:
+            return
+        self.live[kind] += bytes
+        record = self.record
+        record.timeline.append(tuple(self.live[kind] for kind in KINDS))
+        total = self.live.total()
+        if record.peak is None or total > record.peak.bytes:
+            record.peak = Peak(total, dict(self.live), self.phase, self.module, len(self.steps) + 1)
+
+    def end_step(self) -> None:
+        self.record.kept = dict(self.live)
+        self.steps.append(self.record)
+        self.record = StepRecord()
+        self._add("temporary", 0)
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if any(hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types):
+            return NotImplemented  # DTensor and its like: they come again with what they hold
+        if func is aten._local_scalar_dense.default:
+            self.readbacks.append(self.module or self.phase)
+            return 0 if not args[0].dtype.is_floating_point else 0.0
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase = self.phase
+        found = collective(func, args, out) if func.namespace in ("c10d", "_c10d_functional") else None
+        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        kind = self.kind or ("activations" if phase in ("forward", "loss") else "optimizer" if phase == "update" else "temporary")
+        for tensor in outputs:
+            self._see(tensor, kind)
+        if found is not None:
+            name, group, size = found
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.record.operations.append(
+                Operation(name, phase, self.module, bytes=size, axis=self.axes.get(group.group_name, "all"), ranks=ranks, fsdp=self.fsdp)
+            )
+            return
+        if func.is_view or func.namespace not in ("aten", "fsdp"):
+            return
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        own = {t.untyped_storage()._cdata for t in inputs}
+        flops = matrix_flops(func, args)
+        if not flops and "attention" in func._opname:
+            flops = attention_flops(func._opname, args)
+        moved = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+        if not flops and func._opname in ("empty", "empty_strided", "empty_like", "detach", "_to_copy") and not moved:
+            return
+        dtype = inputs[0].dtype if inputs else torch.float32
+        self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved))
+        del own
+
+
+@contextmanager
+def following(ledger: Ledger) -> Iterator[Ledger]:
+    """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
+    resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+    unshard, wait, reduce = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, FSDPParamGroup.post_backward
+    before_backward = FSDPParamGroup.pre_backward
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        ledger.resized(storage, size)
+        return resize(storage, size)
+
+    def unseen(*args: Any, **options: Any) -> Any:
+        paused, ledger.paused = ledger.paused, True
+        try:
+            return propagate(*args, **options)
+        finally:
+            ledger.paused = paused
+
+    def gathering(original: Any) -> Any:
+        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
+            kind, fsdp = ledger.kind, ledger.fsdp
+            ledger.kind, ledger.fsdp = "gathered", True
+            try:
+                return original(group, *args, **options)
+            finally:
+                ledger.kind, ledger.fsdp = kind, fsdp
+
+        return run
+
+    def reducing(group: FSDPParamGroup, *args: Any) -> Any:
+        kind, fsdp = ledger.kind, ledger.fsdp
+        ledger.kind, ledger.fsdp = "gradients", True
+        try:
+            return reduce(group, *args)
+        finally:
+            ledger.kind, ledger.fsdp = kind, fsdp
+
+    def entering(group: FSDPParamGroup, *args: Any) -> Any:
+        ledger.module = group._module_fqn or ""
+        return before_backward(group, *args)
+
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        patch.object(FSDPParamGroup, "unshard", gathering(unshard)),
+        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(wait)),
+        patch.object(FSDPParamGroup, "post_backward", reducing),
+        patch.object(FSDPParamGroup, "pre_backward", entering),
+        ledger,
+    ):
+        yield ledger
