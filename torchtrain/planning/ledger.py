@@ -11,16 +11,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from torchtrain.loss import OutputLoss
+from torchtrain.optimizer import local
 from torchtrain.planning.allocator import Allocation
+from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+ON_HOST = KINDS[:3]  # under CPU offload
 PHASES = ("forward", "loss", "backward", "recompute", "update")
 
 
@@ -65,7 +69,7 @@ class StepRecord:
 class _Storage:
     """A live storage: its size and kind may change."""
 
-    __slots__ = ("bytes", "kind", "ref", "stream")
+    __slots__ = ("bytes", "kind", "number", "ref", "stream")
 
     def __init__(self, bytes: int, kind: str):
         self.bytes, self.kind = bytes, kind
@@ -115,13 +119,15 @@ def matrix_flops(func: Any, args: tuple[Any, ...]) -> int:
 class Ledger(TorchDispatchMode):
     """Counts everything that happens inside it on tensors of ``device_type``.
 
-    ``axes``: the name of the mesh axis by group name. ``parts``: the models, whose blocks give operations their place.
+    ``offloaded``: parameters, gradients and optimizer states lie on the host, and count for nothing.
     """
 
-    def __init__(self, device_type: str, axes: Mapping[str, str], parts: list[nn.Module]):
+    def __init__(self, device_type: str, *, offloaded: bool = False):
         super().__init__()
         self.device_type = device_type
-        self.axes = axes
+        self.offloaded = offloaded
+        self.axes: Mapping[str, str] = {}
+        """The name of the mesh's axis by group name."""
         self.live = Counter({kind: 0 for kind in KINDS})
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
@@ -136,25 +142,11 @@ class Ledger(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.paused = False
         self.fsdp = False
-        self.names = {module: name for part in parts for name, module in part.named_modules()}
-        self.handles = [
-            hook
-            for part in parts
-            for module in part.modules()
-            if isinstance(module, nn.Module) and self.names[module].count(".") == 1
-            for hook in (module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave))
-        ]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Compiled code and higher-order operators let such a mode see through them."""
         return True
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self.module = self.names[module]
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        self.module = ""
 
     @property
     def phase(self) -> str:
@@ -174,6 +166,9 @@ class Ledger(TorchDispatchMode):
                 entry = self.storages.get(tensor.untyped_storage()._cdata)
                 if entry is not None and entry.kind != kind:
                     self._add(entry.kind, -entry.bytes)
+                    if self.offloaded and kind in ON_HOST:
+                        self._allocated(entry, 0)
+                        entry.bytes = 0
                     entry.kind = kind
                     self._add(kind, entry.bytes)
 
@@ -184,28 +179,33 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         if key in self.storages:
             return
-        entry = _Storage(storage.nbytes(), kind)
+        on_host = self.offloaded and (kind in ON_HOST or self.part == "update")
+        entry = _Storage(0 if on_host else storage.nbytes(), kind)
         self.storages[key] = entry
-        entry.stream = id(torch.cpu.current_stream()) if self.device_type == "cpu" else 0
         entry.ref = weakref.ref(storage, lambda _, key=key, entry=entry: self._freed(key, entry))
-        self.allocations.append(Allocation(id(entry), entry.bytes, entry.stream))
+        self._allocated(entry, entry.bytes)
         self._add(kind, entry.bytes)
 
     def _freed(self, key: int, entry: _Storage) -> None:
         if self.storages.get(key) is entry:
             del self.storages[key]
-        if entry.bytes:
-            self.allocations.append(Allocation(id(entry), 0, entry.stream))
+        self._allocated(entry, 0)
         self._add(entry.kind, -entry.bytes)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         entry = self.storages.get(storage._cdata)
         if entry is not None:
-            if size:
-                entry.stream = id(torch.cpu.current_stream()) if self.device_type == "cpu" else 0
-            self.allocations.append(Allocation(id(entry), size, entry.stream))
+            self._allocated(entry, size)
             self._add(entry.kind, size - entry.bytes)
             entry.bytes = size
+
+    def _allocated(self, entry: _Storage, size: int) -> None:
+        if size != 0:
+            device = torch.cpu if self.device_type == "cpu" else torch.cuda
+            entry.number, entry.stream = len(self.allocations), id(device.current_stream())  # type: ignore[attr-defined]
+        elif entry.bytes == 0:
+            return
+        self.allocations.append(Allocation(entry.number, size, entry.stream))
 
     def _add(self, kind: str, bytes: int) -> None:
         if not bytes:
@@ -238,13 +238,23 @@ class Ledger(TorchDispatchMode):
         self._note(func, args, kwargs, out)
         return out
 
+    def wrote(self, result: Any, read_bytes: int) -> None:
+        """Count a fused kernel that has read ``read_bytes`` and written ``result``."""
+        outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._see(tensor, self._kind(self.phase))
+        moved = read_bytes + sum(t.nbytes for t in outputs)
+        self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
+
+    def _kind(self, phase: str) -> str:
+        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(phase, "temporary")
+
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self.phase
         found = collective(func, args, out) if func.namespace in ("c10d", "_c10d_functional") else None
         outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        kind = self.kind or ("activations" if phase in ("forward", "loss") else "optimizer" if phase == "update" else "temporary")
         for tensor in outputs:
-            self._see(tensor, kind)
+            self._see(tensor, self._kind(phase))
         if found is not None:
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -255,7 +265,6 @@ class Ledger(TorchDispatchMode):
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        own = {t.untyped_storage()._cdata for t in inputs}
         flops = matrix_flops(func, args)
         if not flops and "attention" in func._opname:
             flops = attention_flops(func._opname, args)
@@ -264,57 +273,57 @@ class Ledger(TorchDispatchMode):
             return
         dtype = inputs[0].dtype if inputs else torch.float32
         self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved))
-        del own
 
 
 @contextmanager
 def following(ledger: Ledger) -> Iterator[Ledger]:
     """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
-    resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-    unshard, wait, reduce = FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, FSDPParamGroup.post_backward
-    before_backward = FSDPParamGroup.pre_backward
+    resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         ledger.resized(storage, size)
         return resize(storage, size)
 
-    def unseen(*args: Any, **options: Any) -> Any:
-        paused, ledger.paused = ledger.paused, True
-        try:
-            return propagate(*args, **options)
-        finally:
-            ledger.paused = paused
-
-    def gathering(original: Any) -> Any:
-        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
-            kind, fsdp = ledger.kind, ledger.fsdp
-            ledger.kind, ledger.fsdp = "gathered", True
+    def setting(original: Any, **values: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            before = {name: getattr(ledger, name) for name in values}
+            vars(ledger).update(values)
             try:
-                return original(group, *args, **options)
+                return original(*args, **options)
             finally:
-                ledger.kind, ledger.fsdp = kind, fsdp
+                vars(ledger).update(before)
 
         return run
 
-    def reducing(group: FSDPParamGroup, *args: Any) -> Any:
-        kind, fsdp = ledger.kind, ledger.fsdp
-        ledger.kind, ledger.fsdp = "gradients", True
-        try:
-            return reduce(group, *args)
-        finally:
-            ledger.kind, ledger.fsdp = kind, fsdp
+    def placing(original: Any, leaves: bool = False) -> Any:
+        def run(group: FSDPParamGroup, *args: Any) -> Any:
+            ledger.module = "" if leaves else group._module_fqn or ""
+            return original(group, *args)
 
-    def entering(group: FSDPParamGroup, *args: Any) -> Any:
-        ledger.module = group._module_fqn or ""
-        return before_backward(group, *args)
+        return run
 
+    def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
+        reduce(group, *args)
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
+            if parameter.sharded_param.grad is not None:
+                ledger.adopt(local(parameter.sharded_param.grad), "gradients")
+
+    reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
+    gather = {"fsdp": True, "kind": "gathered"}
+    propagate = "_propagate_tensor_meta_non_cached"
     with (
         patch.object(torch.UntypedStorage, "resize_", resized),
-        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
-        patch.object(FSDPParamGroup, "unshard", gathering(unshard)),
-        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(wait)),
-        patch.object(FSDPParamGroup, "post_backward", reducing),
-        patch.object(FSDPParamGroup, "pre_backward", entering),
+        patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
+        patch.object(FSDPParamGroup, "unshard", setting(FSDPParamGroup.unshard, **gather)),
+        patch.object(FSDPParamGroup, "wait_for_unshard", setting(FSDPParamGroup.wait_for_unshard, **gather)),
+        patch.object(FSDPParamGroup, "post_backward", after_backward),
+        patch.object(FSDPParamGroup, "pre_forward", placing(FSDPParamGroup.pre_forward)),
+        patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
+        patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
+        patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
+        patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
         ledger,
     ):
         yield ledger
