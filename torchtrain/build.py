@@ -85,34 +85,17 @@ def plan_run(config: JobConfig) -> Plan:
     """Refuse what cannot work, open the tokenizer and the data. No process group yet, and so one clear error."""
     device = pick_device(config.job.device)
     check_writers(config.metrics)
-    if config.training.enable_cpu_offload and device.type == "cpu":
-        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
     if config.checkpoint.initial_load_path:
         find_weights(Path(config.checkpoint.initial_load_path))
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = model_shape(config, tokenizer)
-    check_layout(
-        model,
-        degrees,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        device_type=device.type,
-        document_mask=config.data.document_mask,
-    )
+    model = model_shape(config, tokenizer.vocab_size)
+    check_run(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
             "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
             f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
-        )
-    check_float8(config.float8, model, device, degrees.tensor)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
-            "another mode, such as 'selective'"
         )
     choose_attention_backend(config.training.attention_backend, device)
     rows_per_part = global_batch_size // degrees.batch
@@ -146,6 +129,28 @@ def plan_run(config: JobConfig) -> Plan:
     return plan
 
 
+def check_run(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
+    """ConfigError where ``device`` or the layout cannot do what ``config`` asks."""
+    if config.training.enable_cpu_offload and device.type == "cpu":
+        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
+    check_layout(
+        model,
+        degrees,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        device_type=device.type,
+        document_mask=config.data.document_mask,
+    )
+    check_float8(config.float8, model, device, degrees.tensor)
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
+            "another mode, such as 'selective'"
+        )
+
+
 def make_dump_folder(folder: Path) -> None:
     """ConfigError where there can be no such folder, or this user may not write to it."""
     problem = ""
@@ -160,10 +165,10 @@ def make_dump_folder(folder: Path) -> None:
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
 
 
-def model_shape(config: JobConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The flavor that ``config`` names, with the tokenizer's vocabulary and the length of the run's sequences."""
+def model_shape(config: JobConfig, vocab_size: int | None) -> TransformerConfig:
+    """The flavor that ``config`` names, with a tokenizer's vocabulary, if given, and the length of its sequences."""
     flavor = flavor_config(config.model.name, config.model.flavor)
-    return replace(flavor, vocab_size=tokenizer.vocab_size, max_seq_len=config.training.seq_len)
+    return replace(flavor, vocab_size=vocab_size or flavor.vocab_size, max_seq_len=config.training.seq_len)
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
@@ -286,7 +291,7 @@ def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_
     elif (folder / CONFIG).is_file():
         config = from_file(str(folder / CONFIG))
         tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-        shape = model_shape(config, tokenizer)
+        shape = model_shape(config, tokenizer.vocab_size)
     else:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"

@@ -40,6 +40,8 @@ class Operation:
     bytes: int = 0  # read and written in the device's memory; of a collective: that it has to send or receive in all
     axis: str = ""  # of the mesh, for a collective
     ranks: tuple[int, ...] = ()
+    peer: int | None = None  # of a message
+    share: float = 1.0  # of the operations that a kernel computes: attention skips what is masked
     fsdp: bool = False  # a collective of fully_shard, on a stream of its own
 
 
@@ -95,12 +97,13 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
     return None
 
 
-def attention_flops(name: str, args: tuple[Any, ...]) -> int:
-    """Of the two products over all pairs, forward, or of the five of the backward; not halved for causality."""
+def attention_flops(name: str, args: tuple[Any, ...]) -> tuple[int, float]:
+    """Of the two products over all pairs, forward, or of the five of the backward; and which share is not masked."""
     backward = "backward" in name
     q, k = (args[1], args[2]) if backward else (args[0], args[1])
     bs, heads, seq, dim = q.shape
-    return (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
+    flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
+    return flops, 1 - seq / (2 * k.shape[2])  # causal, aligned with the last key
 
 
 def matrix_flops(func: Any, args: tuple[Any, ...]) -> int:
@@ -142,6 +145,8 @@ class Ledger(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.paused = False
         self.fsdp = False
+
+    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -235,6 +240,11 @@ class Ledger(TorchDispatchMode):
             self.readbacks.append(self.module or self.phase)
             return 0 if not args[0].dtype.is_floating_point else 0.0
         out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
+            inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
+            if inner is not None:
+                self._note(args[inner], args[inner + 1 :], kwargs, out)
+            return out
         self._note(func, args, kwargs, out)
         return out
 
@@ -259,20 +269,29 @@ class Ledger(TorchDispatchMode):
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
             self.record.operations.append(
-                Operation(name, phase, self.module, bytes=size, axis=self.axes.get(group.group_name, "all"), ranks=ranks, fsdp=self.fsdp)
+                Operation(
+                    name,
+                    phase,
+                    self.module,
+                    bytes=size,
+                    axis=self.axes.get(group.group_name, "all"),
+                    ranks=ranks,
+                    peer=ranks[args[2]] if name in ("send", "recv") else None,
+                    fsdp=self.fsdp,
+                )
             )
             return
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        flops = matrix_flops(func, args)
+        flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
-            flops = attention_flops(func._opname, args)
+            flops, share = attention_flops(func._opname, args)
         moved = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         if not flops and func._opname in ("empty", "empty_strided", "empty_like", "detach", "_to_copy") and not moved:
             return
         dtype = inputs[0].dtype if inputs else torch.float32
-        self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved))
+        self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
 
 
 @contextmanager
@@ -295,6 +314,19 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
 
         return run
 
+    def gathering(original: Any, waits: bool) -> Any:
+        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
+            before = ledger.module, ledger.fsdp, ledger.kind
+            ledger.module, ledger.fsdp, ledger.kind = group._module_fqn or "", True, "gathered"
+            if waits and group._all_gather_result is not None:
+                ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
+            try:
+                return original(group, *args, **options)
+            finally:
+                ledger.module, ledger.fsdp, ledger.kind = before
+
+        return run
+
     def placing(original: Any, leaves: bool = False) -> Any:
         def run(group: FSDPParamGroup, *args: Any) -> Any:
             ledger.module = "" if leaves else group._module_fqn or ""
@@ -311,13 +343,12 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
                 ledger.adopt(local(parameter.sharded_param.grad), "gradients")
 
     reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
-    gather = {"fsdp": True, "kind": "gathered"}
     propagate = "_propagate_tensor_meta_non_cached"
     with (
         patch.object(torch.UntypedStorage, "resize_", resized),
         patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
-        patch.object(FSDPParamGroup, "unshard", setting(FSDPParamGroup.unshard, **gather)),
-        patch.object(FSDPParamGroup, "wait_for_unshard", setting(FSDPParamGroup.wait_for_unshard, **gather)),
+        patch.object(FSDPParamGroup, "unshard", gathering(FSDPParamGroup.unshard, waits=False)),
+        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(FSDPParamGroup.wait_for_unshard, waits=True)),
         patch.object(FSDPParamGroup, "post_backward", after_backward),
         patch.object(FSDPParamGroup, "pre_forward", placing(FSDPParamGroup.pre_forward)),
         patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
