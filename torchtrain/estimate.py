@@ -1,4 +1,4 @@
-"""What a run needs and how fast it goes, before a GPU is paid for: ``python -m torchtrain.estimate --estimate.gpu ...``.
+"""What a run needs and how fast it goes, before a GPU is paid for: ``python -m torchtrain.estimate ...``.
 
 Takes every option of the trainer. Needs no GPU, no compiler, no data, and no tokenizer: without its file the vocabulary
 is the flavor's.
@@ -6,19 +6,25 @@ is the flavor's.
 
 import json
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtrain.config.parse import parse
+from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.log import run_door
 
 if TYPE_CHECKING:
+    from torchtrain.distributed.mesh import Degrees
+    from torchtrain.models.llama.model import TransformerConfig
     from torchtrain.planning.hardware import Gpu
     from torchtrain.planning.summary import Estimate
+
+SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; five times as much beyond
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,14 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or look for a better layout of it."""
-    from torchtrain.planning.summary import world_size_of
-
     if config.estimate.search:
         return search(config)
     found = estimate_of(config)
     if config.estimate.picture:
         draw(found, Path(config.estimate.picture))
-    print_out(json.dumps(found.as_dict(), indent=1) if config.estimate.json else table(found, world_size_of(config)))
+    print_out(json.dumps(found.as_dict(), indent=1) if config.estimate.json else table(found))
     return 0
 
 
@@ -43,22 +47,33 @@ def print_out(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def estimate_of(config: JobConfig) -> "Estimate":
-    """Refuse what the trainer refuses; then rehearse."""
-    import torch
-
-    from torchtrain.build import check_run, model_shape, resolve_global_batch_size
-    from torchtrain.devices import planned_for_gpu
-    from torchtrain.distributed.mesh import resolve_degrees
-    from torchtrain.planning.summary import estimate, world_size_of
+def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
+    """Refuse what the trainer refuses; then rehearse. ``symmetric``: of layers that are alike, a few."""
+    from torchtrain.build import model_shape, resolve_global_batch_size
+    from torchtrain.parallelisms.pipeline_llama import plan_stages
+    from torchtrain.planning.summary import estimate
 
     gpu = gpu_of(config)
-    degrees = resolve_degrees(config.parallelism, world_size_of(config))
-    global_batch_size = resolve_global_batch_size(config, degrees)
     shape = model_shape(config, vocabulary(config))
+    degrees = refuse(config, shape, gpu)
+    stages = len(plan_stages(shape, config.parallelism)) if symmetric else None
+    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, layers=stages)
+
+
+def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
+    """The degrees; ConfigError for what the trainer would refuse on this GPU."""
+    import torch
+
+    from torchtrain.build import check_run, resolve_global_batch_size
+    from torchtrain.devices import planned_for_gpu
+    from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.planning.summary import world_size_of
+
+    degrees = resolve_degrees(config.parallelism, world_size_of(config))
+    resolve_global_batch_size(config, degrees)
     with planned_for_gpu(gpu.capability):
         check_run(config, torch.device("cuda"), degrees, shape)
-    return estimate(config, shape, global_batch_size, gpu)
+    return degrees
 
 
 def gpu_of(config: JobConfig) -> "Gpu":
@@ -81,11 +96,10 @@ def vocabulary(config: JobConfig) -> int | None:
     return None if path and not Path(path).exists() else load_tokenizer(path).vocab_size
 
 
-def table(found: "Estimate", world_size: int) -> str:
+def table(found: "Estimate") -> str:
     """For people."""
-    from torchtrain.planning.summary import INTERVAL, collectives, flops, flops_by_phase
+    from torchtrain.planning.summary import INTERVAL
 
-    rows = found.as_dict()["ranks"]
     columns = {
         "rank": "rank",
         "parameters": "parameters_gib",
@@ -99,27 +113,28 @@ def table(found: "Estimate", world_size: int) -> str:
     }
     lines = ["GiB on each GPU; gathered, activations and temporary as they are at the peak", ""]
     lines.append("".join(f"{title:>12}" for title in columns) + "  peak at")
-    for row in rows:
+    for row in found.figures.ranks:
         values = [row.get(key, 0.0) for key in columns.values()]
-        lines.append("".join(f"{v:>12}" if isinstance(v, int) else f"{v:>12.2f}" for v in values) + f"  {row['peak_at']}")
+        cells = (f"{value:>12}" if isinstance(value, int) else f"{value:>12.2f}" for value in values)
+        lines.append("".join(cells) + f"  {row['peak_at']}")
     verdict = "fits" if found.fits else "DOES NOT FIT"
     lines += ["", f"{verdict}: {found.peak_reserved_gib:.1f} of {found.gpu.memory_gib:.1f} GiB"]
-    busiest = max(found.records, key=flops)
-    work = ", ".join(f"{phase} {count / 1e12:.1f}" for phase, count in flops_by_phase(busiest).items() if count)
-    lines += ["", f"TFLOP a step, rank {busiest.rank}: {flops(busiest) / 1e12:.1f} ({work})", ""]
-    lines.append(f"{'collectives of a step':<24}{'count':>8}{'GiB':>10}")
-    for (axis, op, phase), (count, size) in sorted(collectives(busiest).items()):
-        lines.append(f"{f'{axis} {op}, {phase}':<40.40}{count:>8}{size / 2**30:>10.3f}")
-    time = found.times[busiest.rank]
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in time.by_phase.items())
-    idle = ", ".join(f"{name} {seconds:.3f}" for name, seconds in time.waiting.items() if seconds > 5e-4) or "nothing"
+    work = found.figures.flops_by_phase
+    parts = ", ".join(f"{phase} {count / 1e12:.1f}" for phase, count in work.items())
+    lines += ["", f"TFLOP a step of the busiest rank: {sum(work.values()) / 1e12:.1f} ({parts})", ""]
+    lines.append(f"{'collectives of its step':<44}{'count':>8}{'GiB':>10}")
+    for entry in found.figures.collectives:
+        name = f"{entry['axis']}: {entry['op']}, {entry['phase']}"
+        lines.append(f"{name:<44}{entry['count']:>8.0f}{entry['bytes'] / 2**30:>10.3f}")
+    shown = {name: value for name, value in found.figures.seconds.items() if value > 5e-4 and name != "step"}
     low, high = (found.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
+    tokens = found.steps * found.global_tokens
     lines += [
         "",
-        f"seconds a step: {found.step_seconds:.3f} (computing: {parts}; waiting for: {idle})",
+        f"seconds a step: {found.step_seconds:.3f} ({', '.join(f'{name} {value:.3f}' for name, value in shown.items())})",
         f"tokens a second and GPU: {low:,.0f} to {high:,.0f}; MFU {found.mfu:.1%}",
-        f"{found.steps:,} steps, {found.steps * found.global_tokens / 1e9:,.1f} billion tokens: {found.days:.1f} days, "
-        f"{found.days * 24 * world_size:,.0f} GPU-hours",
+        f"{found.steps:,} steps, {tokens / 1e9:,.1f} billion tokens: {found.days:.1f} days, "
+        f"{found.days * 24 * found.world_size:,.0f} GPU-hours",
     ]
     return "\n".join(lines)
 
@@ -135,9 +150,8 @@ def draw(found: "Estimate", path: Path) -> None:
         raise ConfigError(f"estimate.picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
 
     from torchtrain.planning.ledger import KINDS
-    from torchtrain.planning.summary import reserved_gib
 
-    record = max(found.records, key=reserved_gib)
+    record = max(found.records, key=lambda record: max(step.peak.bytes for step in record.ledger.steps if step.peak))
     points = [sizes for step in record.ledger.steps for sizes in step.timeline]
     figure, axes = pyplot.subplots(figsize=(10, 5))
     series = [[sizes[i] / 2**30 for sizes in points] for i in range(len(KINDS))]
@@ -152,8 +166,66 @@ def draw(found: "Estimate", path: Path) -> None:
 
 
 def search(config: JobConfig) -> int:
-    """Print the ten best layouts, and write the best as a TOML file."""
-    raise NotImplementedError
+    """Print the ten best layouts, and write the best as a TOML file; returns 0.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    from torchtrain.build import model_shape, resolve_global_batch_size
+    from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.planning.hardware import Efficiency
+    from torchtrain.planning.search import guess, layouts, ranking, worth_trying
+    from torchtrain.planning.summary import world_size_of
+
+    gpu, size = gpu_of(config), world_size_of(config)
+    shape = model_shape(config, vocabulary(config))
+    batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
+    config = replace(config, training=replace(config.training, global_batch_size=batch))
+    guesses = []
+    for layout in layouts(config, shape):
+        with suppress(ConfigError):
+            degrees = refuse(layout, shape, gpu)
+            guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+    tried = []
+    began = time.process_time()
+    for candidate in worth_trying(guesses, gpu):
+        if time.process_time() - began > (SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS):
+            break
+        tried.append((candidate.config, estimate_of(candidate.config, symmetric=True)))
+    best = ranking(tried)
+    if not best:
+        raise ConfigError(
+            f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
+            f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
+        )
+    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed, {sum(found.fits for _, found in tried)} of them fit")
+    print_out(ranking_table(best))
+    path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without what was only asked of the planner.
+    path.write_text(to_toml(replace(best[0][0], estimate=type(config.estimate)())), encoding="utf-8")
+    print_out(f"the first of them, as a config for the trainer: {path}")
+    return 0
+
+
+def ranking_table(best: "Sequence[tuple[JobConfig, Estimate]]") -> str:
+    """For people."""
+    titles = ("replicate", "shard", "tensor", "context", "pipeline", "schedule", "batch", "checkpoint", "reshard")
+    lines = ["".join(f"{title:>11}" for title in (*titles, "GiB", "tokens/s", "MFU"))]
+    for config, found in best:
+        degrees = found.degrees
+        cells = (
+            *(degrees.replicate, degrees.shard, degrees.tensor, degrees.context, degrees.pipeline),
+            config.parallelism.pipeline_parallel_schedule[:10] if degrees.pipeline > 1 else "",
+            config.training.local_batch_size,
+            config.activation_checkpoint.mode,
+            config.parallelism.fsdp_reshard_after_forward,
+            f"{found.peak_reserved_gib:.1f}",
+            f"{found.tokens_per_second_per_gpu:,.0f}",
+            f"{found.mfu:.1%}",
+        )
+        lines.append("".join(f"{cell:>11}" for cell in cells))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

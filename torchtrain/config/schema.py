@@ -490,7 +490,11 @@ class Estimate:
 
     def __post_init__(self) -> None:
         require_at_least(
-            "estimate", 0, world_size=self.world_size, memory_gib=self.memory_gib, network_gigabits=self.network_gigabits
+            "estimate",
+            0,
+            world_size=self.world_size,
+            memory_gib=self.memory_gib,
+            network_gigabits=self.network_gigabits,
         )
         require_at_least("estimate", 1, gpus_per_node=self.gpus_per_node)
 

@@ -44,10 +44,15 @@ def parallelize_llama(
 
 def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoint) -> None:
     """Compile block by block: one compilation serves all of them, and a graph of one block is quick to make."""
+    import torch._functorch.partitioners  # slow to import
+
     if activation_checkpoint.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
     # It warns of in-place operations under selective checkpointing. A block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # Nothing in a block is random, so that no generator's state need be kept for what is computed again. On a CPU torch
+    # 2.13 would return that state after tensor parallelism's mesh, and take one for the other.
+    torch._functorch.partitioners.has_recomputable_rng_ops = lambda _: False
     for block in model.layers.values():
         # Not dynamic: sizes do not change in a run, and symbolic ones do not go through all of DTensor.
         block.compile(fullgraph=True, dynamic=False)

@@ -66,6 +66,8 @@ class StepRecord:
     peak: Peak | None = None
     kept: dict[str, int] = field(default_factory=dict)
     """Live bytes by kind at the end of the step."""
+    allocations: int = 0
+    """Length of the ledger's ``allocations`` then."""
 
 
 class _Storage:
@@ -131,7 +133,7 @@ class Ledger(TorchDispatchMode):
         self.offloaded = offloaded
         self.axes: Mapping[str, str] = {}
         """The name of the mesh's axis by group name."""
-        self.live = Counter({kind: 0 for kind in KINDS})
+        self.live = Counter(dict.fromkeys(KINDS, 0))
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
         self.readbacks: list[str] = []
@@ -223,7 +225,7 @@ class Ledger(TorchDispatchMode):
             record.peak = Peak(total, dict(self.live), self.phase, self.module, len(self.steps) + 1)
 
     def end_step(self) -> None:
-        self.record.kept = dict(self.live)
+        self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
         self.steps.append(self.record)
         self.record = StepRecord()
         self._add("temporary", 0)
@@ -234,7 +236,9 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if any(hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types):
+        if any(
+            hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
+        ):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
             self.readbacks.append(self.module or self.phase)
@@ -257,7 +261,9 @@ class Ledger(TorchDispatchMode):
         self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
 
     def _kind(self, phase: str) -> str:
-        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(phase, "temporary")
+        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(
+            phase, "temporary"
+        )
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self.phase

@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline for each operation, and the order in which streams and ranks wait for each other."""
+"""How long a step takes: a roofline for each operation, and the order in which streams and ranks wait."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtrain.config.schema import JobConfig
 from torchtrain.planning.hardware import Efficiency, Gpu
 from torchtrain.planning.ledger import Operation
 
@@ -27,9 +28,9 @@ class StepTime:
 class Clock:
     """Durations on ``gpu``, in machines of ``gpus_per_node``."""
 
-    def __init__(self, gpu: Gpu, gpus_per_node: int, efficiency: Efficiency, async_tensor: bool = False):
+    def __init__(self, gpu: Gpu, gpus_per_node: int, efficiency: Efficiency, config: JobConfig):
         self.gpu, self.gpus_per_node, self.efficiency = gpu, gpus_per_node, efficiency
-        self.async_tensor = async_tensor
+        self.async_tensor = config.parallelism.enable_async_tensor_parallel
 
     def compute(self, operation: Operation) -> float:
         """The longer of computing and of moving bytes."""
