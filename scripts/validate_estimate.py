@@ -4,8 +4,8 @@
     python scripts/validate_estimate.py --fit      # fits anew, and prints what to write into planning/hardware.py
 
 Memory is not fitted. Where the trainers of these runs did otherwise than this one, a row says how, and this script does
-the same in their place: which matrix products of a block selective checkpointing kept, whether the loop held the float32
-logits until the step's end, and whether the allocator had expandable segments.
+the same in their place: which matrix products of a block selective checkpointing kept, whether the loop held the
+float32 logits until the step's end, and whether the allocator had expandable segments.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def rehearsed(row: Row) -> RankRecord:
     degrees = resolve_degrees(config.parallelism, row.ranks)
     rows = resolve_global_batch_size(config, degrees) // degrees.batch
     with their_policies(row):
-        return rehearse(config, model_shape(config, None), degrees, 0, rows=rows)
+        return rehearse(config, model_shape(config, None), degrees, 0, rows=rows, capability=(9, 0))
 
 
 @dataclass(frozen=True)

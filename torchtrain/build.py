@@ -90,7 +90,7 @@ def plan_run(config: JobConfig) -> Plan:
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = model_shape(config, tokenizer.vocab_size)
+    model = model_shape(config, tokenizer)
     check_run(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
@@ -165,10 +165,12 @@ def make_dump_folder(folder: Path) -> None:
         raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
 
 
-def model_shape(config: JobConfig, vocab_size: int | None) -> TransformerConfig:
-    """The flavor that ``config`` names, with a tokenizer's vocabulary, if given, and the length of its sequences."""
+def model_shape(config: JobConfig, tokenizer: Tokenizer | None) -> TransformerConfig:
+    """The flavor that ``config`` names, with the tokenizer's vocabulary, if given, and the length of the sequences."""
     flavor = flavor_config(config.model.name, config.model.flavor)
-    return replace(flavor, vocab_size=vocab_size or flavor.vocab_size, max_seq_len=config.training.seq_len)
+    return replace(
+        flavor, vocab_size=tokenizer.vocab_size if tokenizer else flavor.vocab_size, max_seq_len=config.training.seq_len
+    )
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
@@ -291,7 +293,7 @@ def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_
     elif (folder / CONFIG).is_file():
         config = from_file(str(folder / CONFIG))
         tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-        shape = model_shape(config, tokenizer.vocab_size)
+        shape = model_shape(config, tokenizer)
     else:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchtrain.models.llama.model import TransformerConfig
     from torchtrain.planning.hardware import Gpu
     from torchtrain.planning.summary import Estimate
+    from torchtrain.tokenizers import Tokenizer
 
 SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; five times as much beyond
 
@@ -54,7 +55,7 @@ def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
     from torchtrain.planning.summary import estimate
 
     gpu = gpu_of(config)
-    shape = model_shape(config, vocabulary(config))
+    shape = model_shape(config, tokenizer_of(config))
     degrees = refuse(config, shape, gpu)
     stages = len(plan_stages(shape, config.parallelism)) if symmetric else None
     return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, layers=stages)
@@ -88,12 +89,12 @@ def gpu_of(config: JobConfig) -> "Gpu":
     return gpu
 
 
-def vocabulary(config: JobConfig) -> int | None:
-    """The tokenizer's, if its file is here."""
+def tokenizer_of(config: JobConfig) -> "Tokenizer | None":
+    """The config's, if its file is here."""
     from torchtrain.tokenizers import load_tokenizer
 
     path = config.model.tokenizer_path
-    return None if path and not Path(path).exists() else load_tokenizer(path).vocab_size
+    return None if path and not Path(path).exists() else load_tokenizer(path)
 
 
 def table(found: "Estimate") -> str:
@@ -129,9 +130,10 @@ def table(found: "Estimate") -> str:
     shown = {name: value for name, value in found.figures.seconds.items() if value > 5e-4 and name != "step"}
     low, high = (found.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
     tokens = found.steps * found.global_tokens
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
     lines += [
         "",
-        f"seconds a step: {found.step_seconds:.3f} ({', '.join(f'{name} {value:.3f}' for name, value in shown.items())})",
+        f"seconds a step: {found.step_seconds:.3f} ({parts})",
         f"tokens a second and GPU: {low:,.0f} to {high:,.0f}; MFU {found.mfu:.1%}",
         f"{found.steps:,} steps, {tokens / 1e9:,.1f} billion tokens: {found.days:.1f} days, "
         f"{found.days * 24 * found.world_size:,.0f} GPU-hours",
@@ -178,7 +180,7 @@ def search(config: JobConfig) -> int:
     from torchtrain.planning.summary import world_size_of
 
     gpu, size = gpu_of(config), world_size_of(config)
-    shape = model_shape(config, vocabulary(config))
+    shape = model_shape(config, tokenizer_of(config))
     batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
     config = replace(config, training=replace(config.training, global_batch_size=batch))
     guesses = []

@@ -52,7 +52,7 @@ def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoin
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Nothing in a block is random, so that no generator's state need be kept for what is computed again. On a CPU torch
     # 2.13 would return that state after tensor parallelism's mesh, and take one for the other.
-    torch._functorch.partitioners.has_recomputable_rng_ops = lambda _: False
+    torch._functorch.partitioners.has_recomputable_rng_ops = lambda fx_g: False  # noqa: ARG005
     for block in model.layers.values():
         # Not dynamic: sizes do not change in a run, and symbolic ones do not go through all of DTensor.
         block.compile(fullgraph=True, dynamic=False)

@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_iter
 
@@ -30,7 +30,7 @@ def is_opaque(node: fx.Node) -> bool:
     return (
         getattr(target, "overloadpacket", None) in OPAQUE
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
-        or "attention" in target.name()
+        or "attention" in str(target)
     )
 
 

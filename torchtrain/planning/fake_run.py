@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -60,7 +59,7 @@ def ranks_of_each_kind(degrees: Degrees) -> list[int]:
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The name of the mesh's axis by group name."""
-    axes = {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
+    axes: dict[str, str] = {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
     shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
     axes[shard.group_name] = "shard"
     for name in ("pipeline", "replicate", "context", "tensor"):
@@ -102,10 +101,10 @@ def kernels_of_a_gpu() -> Iterator[None]:
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
         return aten._fused_rms_norm(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:  # noqa: ARG001
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
 
-    def document_mask(numbers: Tensor, queries: Tensor) -> Tensor:
+    def document_mask(numbers: Tensor, _: Tensor) -> Tensor:
         return numbers.new_empty(len(numbers), 1, 1, 1, dtype=torch.bool)  # a BlockMask is as small
 
     functional = torch.nn.functional
@@ -118,10 +117,12 @@ def kernels_of_a_gpu() -> Iterator[None]:
         yield
 
 
-def know_shapes(schedule: _PipelineSchedule, stages: Any, *_: Any) -> None:
+def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
     """In place of a vote by messages, whose result would have to be read."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
     for stage in stages:
-        stage._inference_mode = pipelining_stage.InferenceMode.STATIC
+        stage._inference_mode = InferenceMode.STATIC
 
 
 def rehearse(
@@ -132,14 +133,14 @@ def rehearse(
     *,
     rows: int,
     document_start: int | None = None,
-    capability: tuple[int, int] = (9, 0),
+    capability: tuple[int, int] | None,
     device: torch.device | None = None,
 ) -> RankRecord:
     """Run ``STEPS`` steps as ``rank`` would.
 
     Args:
         rows: of the global batch, on this rank.
-        capability: of the GPU that is planned for.
+        capability: of the GPU that is planned for; None for a run on CPUs.
         device: of the fake tensors; by default the CPU, which any torch can differentiate on, and which stands in for
             the GPU.
     """
@@ -148,14 +149,15 @@ def rehearse(
     mode = FakeTensorMode()
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
     with ExitStack() as stack:
-        stack.enter_context(planned_for_gpu(capability))
         stack.enter_context(fake_ranks(rank, world_size))
         stack.enter_context(allocated_in(mode))
         if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
         stack.enter_context(compiling_for(ledger))
-        if device.type == "cpu":
-            stack.enter_context(kernels_of_a_gpu())
+        if capability is not None:
+            stack.enter_context(planned_for_gpu(capability))
+            if device.type == "cpu":
+                stack.enter_context(kernels_of_a_gpu())
         mesh = Mesh(device, degrees)
         model = build_parallel_model(
             shape,

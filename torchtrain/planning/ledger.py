@@ -12,6 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,10 +75,10 @@ class StepRecord:
 class _Storage:
     """A live storage: its size and kind may change."""
 
-    __slots__ = ("bytes", "kind", "number", "ref", "stream")
-
     def __init__(self, bytes: int, kind: str):
         self.bytes, self.kind = bytes, kind
+        self.number = self.stream = 0  # of its allocation, and on which stream
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
 def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:
@@ -93,7 +95,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         sizes = [sum(t.nbytes for t in some) for some in tensors if some]
         return name.strip("_"), group, max(sizes, default=0)
     if namespace == "_c10d_functional" and name != "wait_tensor":
-        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        group = resolve_process_group(args[-1])
         sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
         return name, group, max(sizes, default=0)
     return None
@@ -108,27 +110,27 @@ def attention_flops(name: str, args: tuple[Any, ...]) -> tuple[int, float]:
     return flops, 1 - seq / (2 * k.shape[2])  # causal, aligned with the last key
 
 
-def matrix_flops(func: Any, args: tuple[Any, ...]) -> int:
+def matrix_flops(func: Any, args: Any) -> int:
     """Of a matrix product: 2 m k n."""
     packet = func.overloadpacket
     if packet in (aten.mm, aten._scaled_mm):
-        return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
     if packet is aten.addmm:
-        return 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+        return 2 * int(args[1].shape[0] * args[1].shape[1] * args[2].shape[1])
     if packet in (aten.bmm, aten.baddbmm):
         a, b = args[-2:] if packet is aten.baddbmm else args[:2]
-        return 2 * prod(a.shape) * b.shape[2]
+        return 2 * int(prod(a.shape) * b.shape[2])
     return 0
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts everything that happens inside it on tensors of ``device_type``.
 
     ``offloaded``: parameters, gradients and optimizer states lie on the host, and count for nothing.
     """
 
     def __init__(self, device_type: str, *, offloaded: bool = False):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.offloaded = offloaded
         self.axes: Mapping[str, str] = {}
@@ -189,7 +191,7 @@ class Ledger(TorchDispatchMode):
         on_host = self.offloaded and (kind in ON_HOST or self.part == "update")
         entry = _Storage(0 if on_host else storage.nbytes(), kind)
         self.storages[key] = entry
-        entry.ref = weakref.ref(storage, lambda _, key=key, entry=entry: self._freed(key, entry))
+        entry.ref = weakref.ref(storage, lambda _: self._freed(key, entry))
         self._allocated(entry, entry.bytes)
         self._add(kind, entry.bytes)
 
@@ -242,7 +244,8 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
             self.readbacks.append(self.module or self.phase)
-            return 0 if not args[0].dtype.is_floating_point else 0.0
+            if isinstance(args[0], FakeTensor):
+                return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
             inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Degrees
@@ -12,8 +13,9 @@ from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.summary import Estimate, world_size_of
 
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
-MODES = ("none", "selective", "full")
-SCHEDULES = ("1F1B", "Interleaved1F1B")
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
+RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
 BEST = 10
 # The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
 ALLOWANCE = 1.15
@@ -42,7 +44,7 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
         for replicate in sorted({1, max(1, batch * tensor * context // config.estimate.gpus_per_node)}):
             if batch % replicate:
                 continue
-            for local, mode, schedule, reshard in product(LOCAL_BATCHES, MODES, SCHEDULES, ("default", "never")):
+            for local, mode, schedule, reshard in product(LOCAL_BATCHES, MODES, SCHEDULES, RESHARD):
                 if pipeline == 1 and schedule != SCHEDULES[0]:
                     continue
                 if reshard == "never" and (pipeline > 1 or batch // replicate * context == 1):

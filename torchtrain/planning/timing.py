@@ -1,6 +1,6 @@
 """How long a step takes: a roofline for each operation, and the order in which streams and ranks wait."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,9 +19,9 @@ class StepTime:
     """Seconds of one rank's step."""
 
     seconds: float = 0.0
-    by_phase: Counter[str] = field(default_factory=Counter)
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What the device computes."""
-    waiting: Counter[str] = field(default_factory=Counter)
+    waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By axis, what it waits for collectives and messages that nothing hides."""
 
 
