@@ -4,6 +4,7 @@ Graphs, what the partitioner keeps for backward, and decompositions are those of
 memory what a matrix product, attention, a collective or another graph takes; all between is fused into its readers.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,6 +144,12 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
         return compile_function(function, **{**options, "backend": backend})
 
     torch._dynamo.reset()
-    with patch.object(nn.Module, "compile", module_compile), patch.object(torch, "compile", function_compile):
+    with (
+        warnings.catch_warnings(),
+        patch.object(nn.Module, "compile", module_compile),
+        patch.object(torch, "compile", function_compile),
+    ):
+        # Dynamo looks at .grad of every tensor, and hides what torch says to that.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         yield
     torch._dynamo.reset()
