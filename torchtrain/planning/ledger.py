@@ -94,7 +94,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         tensors = [[t for t in tree_iter(a) if isinstance(t, Tensor)] for a in args]
         sizes = [sum(t.nbytes for t in some) for some in tensors if some]
         return name.strip("_"), group, max(sizes, default=0)
-    if namespace == "_c10d_functional" and name != "wait_tensor":
+    if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
         group = resolve_process_group(args[-1])
         sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
         return name, group, max(sizes, default=0)
