@@ -107,34 +107,17 @@ def plan_run(config: JobConfig) -> Plan:
     assert not config.model.hf_folder, "resolve_model comes first"
     device = pick_device(config.job.device)
     check_writers(config.metrics)
-    if config.training.enable_cpu_offload and device.type == "cpu":
-        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
     if config.checkpoint.initial_load_path:
         find_weights(Path(config.checkpoint.initial_load_path))
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     model = model_shape(config.model, tokenizer, config.training.seq_len)
-    check_layout(
-        model,
-        degrees,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        device_type=device.type,
-        document_mask=config.data.document_mask,
-    )
+    check_run(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
             "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
             f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
-        )
-    check_float8(config.float8, model, device, degrees.tensor)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
-            "another mode, such as 'selective'"
         )
     choose_attention_backend(config.training.attention_backend, device)
     ask: Ask = alone
@@ -186,6 +169,28 @@ def _with_revisions(config: JobConfig) -> JobConfig:
     if validation.enable:
         validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
     return replace(config, data=data, validation=validation)
+
+
+def check_run(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
+    """ConfigError where ``device`` or the layout cannot do what ``config`` asks."""
+    if config.training.enable_cpu_offload and device.type == "cpu":
+        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
+    check_layout(
+        model,
+        degrees,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        device_type=device.type,
+        document_mask=config.data.document_mask,
+    )
+    check_float8(config.float8, model, device, degrees.tensor)
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
+            "another mode, such as 'selective'"
+        )
 
 
 def make_dump_folder(folder: Path) -> None:

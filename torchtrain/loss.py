@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtrain.devices import device_kind
+
 IGNORE_INDEX = -100  # label of a position that no loss is taken of
 # Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to
 # twice as fast; elsewhere enough for matrix products of full speed.
@@ -66,7 +68,7 @@ class OutputLoss:
         """
         weight = output.get_parameter("weight")
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that share the vocabulary
-        chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), hidden.device.type)
+        chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
         if chunks == 1:
             return self.token_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):

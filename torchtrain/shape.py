@@ -13,16 +13,24 @@ from torchtrain.models.llama.model import RopeScaling, TransformerConfig
 from torchtrain.tokenizers import Tokenizer
 
 
-def model_shape(model: Model, tokenizer: Tokenizer, seq_len: int) -> TransformerConfig:
+def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> TransformerConfig:
     """Flavor, [model.shape] and vocabulary of ``model``, from ``resolve_model``, for sequences of ``seq_len`` tokens.
+
+    Without ``tokenizer`` the vocabulary is the flavor's, unless ``model`` has one.
 
     Raises:
         ConfigError: there is no such flavor or shape, or the tokenizer has more ids than the model.
     """
     changes = given(model.shape)
     scaling = changes.pop("rope_scaling", None)
-    vocab_size = tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-    check_vocabulary(vocab_size, tokenizer)
+    vocab_size = model.vocab_size
+    if vocab_size is None and tokenizer is None:
+        vocab_size = flavor_config(model.name, model.flavor).vocab_size
+    elif vocab_size is None and tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    assert vocab_size is not None
+    if tokenizer is not None:
+        check_vocabulary(vocab_size, tokenizer)
     try:
         if model.flavor:
             base = flavor_config(model.name, model.flavor)

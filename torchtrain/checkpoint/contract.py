@@ -43,6 +43,7 @@ SECTIONS = {
     "metrics": Kind.HARMLESS,
     "profiling": Kind.HARMLESS,
     "comm": Kind.HARMLESS,
+    "estimate": Kind.HARMLESS,
 }
 OPTIONS = {
     # A copy elsewhere is the same tokenizer; another one mostly has another vocabulary, which does not fit.

@@ -540,6 +540,40 @@ class Comm:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """For python -m torchtrain.estimate alone, which tells what a run needs and how fast it goes, without a GPU."""
+
+    world_size: int = 0
+    """Ranks, one a GPU. 0: the product of the degrees in [parallelism], -1 counting as 1."""
+    gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
+    """Kind of GPU; docs/estimate.md has the table."""
+    gpus_per_node: int = 8
+    """GPUs of a machine."""
+    memory_gib: float = 0.0
+    """Memory of a GPU, if it is not that of its kind."""
+    network_gigabits: float = 0.0
+    """Speed of a GPU's network card in Gb/s, if it is not that of its kind."""
+    search: bool = False
+    """Look for the layout with the most tokens a second that fits."""
+    output: str = ""
+    """TOML file for the best layout of a search, to be given to the trainer; default: in job.dump_folder."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    picture: str = ""
+    """PNG file for a picture of memory over two steps (pip install 'torchtrain[plot]')."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            "estimate",
+            0,
+            world_size=self.world_size,
+            memory_gib=self.memory_gib,
+            network_gigabits=self.network_gigabits,
+        )
+        require_at_least("estimate", 1, gpus_per_node=self.gpus_per_node)
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """All sections."""
 
@@ -560,6 +594,7 @@ class JobConfig:
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    estimate: Estimate = field(default_factory=Estimate)
 
     def __post_init__(self) -> None:
         require(

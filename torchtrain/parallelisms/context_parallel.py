@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtrain.devices import compute_capability, device_kind
 from torchtrain.models.llama.model import Transformer, attend
 
 
@@ -56,7 +57,7 @@ class ContextParallelAttention(nn.Module):
 
 def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of queries (bs, heads, n, head_dim) that belong to the last n of the keys' positions."""
-    if q.is_cuda and q.dtype is not torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    if device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32 and compute_capability(q.device) >= (8, 0):
         # is_causal of scaled_dot_product_attention aligns the mask with the first key. Its kernel aligns with the last.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out

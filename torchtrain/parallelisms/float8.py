@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torchtrain.config.schema import Float8
+from torchtrain.devices import compute_capability
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 
@@ -19,8 +20,8 @@ def check_float8(config: Float8, model: TransformerConfig, device: torch.device,
     if config.recipe == "none":
         return
     given = f"float8.recipe = {config.recipe!r}"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    if device.type != "cuda" or compute_capability(device) < (8, 9):
+        name = "one of {}.{}".format(*compute_capability(device)) if device.type == "cuda" else "a CPU"
         raise ConfigError(
             f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
         )

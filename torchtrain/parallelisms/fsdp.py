@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtrain.config.schema import Parallelism, Training
+from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import on_one_machine
 from torchtrain.models.llama.model import Transformer
@@ -35,7 +36,8 @@ def apply_fsdp(
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
     # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and a CPU
     # has no queue of kernels to hide what each group costs the host.
-    by_block = mesh.size() > 1 or mesh.device_type != "cpu" or parallelism.fsdp_reshard_after_forward != "default"
+    on_cpu = device_kind(mesh.device_type) == "cpu"
+    by_block = mesh.size() > 1 or not on_cpu or parallelism.fsdp_reshard_after_forward != "default"
     blocks = list(model.layers.values()) if by_block else []
     for i, block in enumerate(blocks):
         # Backward starts with the last block: freeing it after forward would gather it twice.
@@ -63,12 +65,12 @@ def apply_fsdp(
             shards = mesh.get_group(1)
             transport = parallelism.fsdp_exact_transport
             if transport == "auto":
-                transport = "all_to_all" if mesh.device_type == "cpu" or on_one_machine(shards) else "ring"
+                transport = "all_to_all" if on_cpu or on_one_machine(shards) else "ring"
             all_to_all = transport == "all_to_all"
             module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))
         elif mesh.size() == 1:
             module.set_custom_reduce_scatter(_NoReduceScatter())
-        elif mesh.device_type == "cpu":
+        elif on_cpu:
             module.set_custom_reduce_scatter(_AllToAllReduceScatter())
         if mesh.size() == 1:
             continue
@@ -76,10 +78,10 @@ def apply_fsdp(
         # since gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.device_type == "cpu":
+        if on_cpu:
             # Where there are no streams, only this lets a prefetched block arrive while another computes.
             module._set_unshard_async_op(True)
-    if mesh.device_type == "cpu":
+    if on_cpu:
         for block, following in pairwise(blocks):
             cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 

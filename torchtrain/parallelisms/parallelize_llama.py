@@ -4,6 +4,7 @@ import logging
 
 import torch
 import torch._functorch.config
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
@@ -44,12 +45,12 @@ def parallelize_llama(
     if compile.enable:
         apply_compile(model, activation_checkpoint)
     apply_fsdp(model, mesh, training, parallelism, sums)
-    check_meshes(model, mesh)
+    check_meshes(model, mesh.fsdp if sums is None else mesh.hsdp, mesh.tensor)
 
 
-def check_meshes(model: Transformer, mesh: Mesh) -> None:
+def check_meshes(model: Transformer, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
     """Assert that each parameter lies on all axes that split the model: one in no plan would be trained apart."""
-    expected = (*(mesh.fsdp.mesh_dim_names or ()), *(("tensor",) if mesh.degrees.tensor > 1 else ()))
+    expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
         assert axes == expected, (
@@ -59,10 +60,15 @@ def check_meshes(model: Transformer, mesh: Mesh) -> None:
 
 def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoint) -> None:
     """Compile block by block: one compilation serves all of them, and a graph of one block is quick to make."""
+    import torch._functorch.partitioners  # slow to import
+
     if activation_checkpoint.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
     # It warns of in-place operations under selective checkpointing. A block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # Nothing in a block is random, so that no generator's state need be kept for what is computed again. On a CPU torch
+    # 2.13 would return that state after tensor parallelism's mesh, and take one for the other.
+    torch._functorch.partitioners.has_recomputable_rng_ops = lambda fx_g: False  # noqa: ARG005
     for block in model.layers.values():
         # Not dynamic: sizes do not change in a run, and symbolic ones do not go through all of DTensor.
         block.compile(fullgraph=True, dynamic=False)

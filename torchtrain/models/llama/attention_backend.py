@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtrain.devices import device_kind
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import Transformer, TransformerConfig, attend
 
@@ -50,7 +51,7 @@ def choose_attention_backend(wanted: str, device: torch.device) -> None:
 
 def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``auto`` takes ``BatchedBackward``: in float32 torch's own backward is the faster one."""
-    return wanted == "auto" and device.type == "cpu" and dtype is torch.bfloat16
+    return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
 
 
 def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:

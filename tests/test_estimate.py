@@ -1,0 +1,288 @@
+"""The planner: what it counts beside real runs, published identities and closed forms; its door."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import TINY, admit_all, build, config_of
+from torch.profiler import ProfilerActivity, profile
+
+from torchtrain import estimate as door
+from torchtrain.build import resolve_global_batch_size
+from torchtrain.config.parse import from_file, parse
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.loader import Batch
+from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.models.llama.flops import flops_per_token
+from torchtrain.optimizer import build_optimizer, local
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.planning.allocator import Allocation, peak_reserved
+from torchtrain.planning.fake_run import RankRecord, rehearse
+from torchtrain.planning.hardware import GIB, GPUS
+from torchtrain.planning.ledger import KINDS, Ledger, following
+from torchtrain.planning.summary import estimate
+from torchtrain.train_step import TrainStep
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+SHAPE = replace(TINY, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=512)
+
+
+def planned(ranks: int, shape: Any = SHAPE, rank: int = 0, capability: Any = (9, 0), **sections: Any) -> RankRecord:
+    config = config_of(**sections)
+    degrees = resolve_degrees(config.parallelism, ranks)
+    rows = resolve_global_batch_size(config, degrees) // degrees.batch
+    return rehearse(config, shape, degrees, rank, rows=rows, capability=capability)
+
+
+def flops(record: RankRecord, *phases: str) -> int:
+    return sum(o.flops for o in record.ledger.steps[-1].operations if not phases or o.phase in phases)
+
+
+def sent(record: RankRecord, axis: str) -> dict[str, tuple[int, int]]:
+    """Number and bytes by operation."""
+    found: dict[str, tuple[int, int]] = {}
+    for operation in record.ledger.steps[-1].operations:
+        if operation.axis == axis and operation.phase != "update":
+            count, size = found.get(operation.name, (0, 0))
+            found[operation.name] = count + 1, size + operation.bytes
+    return found
+
+
+# The caching allocator
+
+
+def test_a_free_block_is_taken_again_and_split() -> None:
+    first = [Allocation(1, 40 * MIB, 0), Allocation(1, 0, 0)]
+    assert peak_reserved([*first, Allocation(2, 30 * MIB, 0), Allocation(3, 10 * MIB, 0)]) == 40 * MIB
+    # 20 MiB are mapped at once; a block between two that are in use is too small for more.
+    holes = [Allocation(n, 20 * MIB, 0) for n in range(3)] + [Allocation(1, 0, 0), Allocation(4, 30 * MIB, 0)]
+    assert peak_reserved(holes) == 100 * MIB
+
+
+def test_streams_and_small_blocks_have_pools_of_their_own() -> None:
+    assert peak_reserved([Allocation(1, 40 * MIB, 0), Allocation(1, 0, 0), Allocation(2, 40 * MIB, 1)]) == 80 * MIB
+    assert peak_reserved([Allocation(n, 512, 0) for n in range(4096)]) == 2 * MIB
+
+
+def test_segments_of_fixed_size_are_not_joined() -> None:
+    halves = [Allocation(1, 21 * MIB, 0), Allocation(2, 21 * MIB, 0), Allocation(1, 0, 0), Allocation(2, 0, 0)]
+    whole = [*halves, Allocation(3, 42 * MIB, 0)]
+    assert peak_reserved(whole, expandable_segments=False) == (22 + 22 + 42) * MIB
+    assert peak_reserved(whole) < 64 * MIB
+
+
+# Beside real runs on CPUs
+
+
+def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
+    """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
+    model = build(config, shape)
+    train_step = TrainStep(
+        model,
+        Microbatches(model.mesh, model.device, config.training.local_batch_size, None),
+        build_optimizer(model.parts, config.optimizer),
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, 2),
+        admit_all(config),
+        max_norm=1.0,
+        before_update=lambda: None,
+    )
+    ledger = Ledger("cpu")
+    ledger.adopt([local(p) for part in model.parts for p in part.parameters()], "parameters")
+    ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
+    with following(ledger):
+        for step in (1, 2):
+            tokens = torch.zeros(config.training.local_batch_size, config.training.seq_len, dtype=torch.int64)
+            train_step(step, Batch(tokens, tokens.clone()))
+            del tokens
+            ledger.end_step()
+    counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
+    return counts, [step.peak.bytes for step in ledger.steps if step.peak]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [(1, {}), (2, {}), (2, {"tensor_parallel_degree": 2}), (2, {"pipeline_parallel_degree": 2})],
+    ids=["one", "shard", "tensor", "pipeline"],
+)
+def test_a_plan_for_cpus_is_what_a_real_run_does(gloo: GlooPool, ranks: int, parallelism: dict[str, Any]) -> None:
+    sections = {"parallelism": parallelism, "training": {"steps": 2, "local_batch_size": 2}}
+    found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), SHAPE)
+    for rank, (counts, peaks) in enumerate(found):
+        steps = planned(ranks, rank=rank, capability=None, **sections).ledger.steps
+        assert [sum(o.flops for o in step.operations) for step in steps] == counts
+        assert [step.peak.bytes for step in steps if step.peak] == pytest.approx(peaks, rel=0.03)
+
+
+def test_operations_are_those_of_the_profiler() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    ledger = Ledger("cpu")
+    with ledger:
+        (a @ b).sum().backward()
+    ledger.end_step()
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiler:
+        (a @ b).sum().backward()
+    by_profiler = sum(event.flops for event in profiler.key_averages() if event.key == "aten::mm")
+    assert sum(o.flops for o in ledger.steps[0].operations) == by_profiler == 3 * 2 * 64 * 32 * 48
+
+
+# Beside closed forms
+
+
+def test_operations_of_a_step_are_those_of_the_formula() -> None:
+    record, config = planned(1), config_of()
+    tokens = config.training.local_batch_size * config.training.seq_len
+    attention = 2 * SHAPE.n_layers * SHAPE.n_heads * SHAPE.head_dim * config.training.seq_len * tokens
+    # The formula counts twice the forward for attention's backward; its kernel computes the scores once more.
+    assert flops(record) == flops_per_token(SHAPE, config.training.seq_len) * tokens + attention
+
+
+def test_full_checkpointing_computes_the_blocks_again() -> None:
+    plain, full = planned(2), planned(2, activation_checkpoint={"mode": "full"})
+    # All but the last product of a block, whose result nothing asks for, and the output.
+    assert flops(full, "forward") == flops(plain, "forward")
+    assert 0.7 * flops(plain, "forward") < flops(full, "recompute") <= flops(plain, "forward")
+    assert flops(plain, "recompute") == 0
+
+
+def test_traffic_of_fsdp() -> None:
+    record = planned(4)
+    gathers, reductions = sent(record, "shard")["allgather_base"], sent(record, "shard")["reduce_scatter_base"]
+    blocks = SHAPE.n_layers
+    # A gathering for each block and the root in forward; for all but the last block and the root again in backward.
+    assert gathers[0] == (blocks + 1) + (blocks - 1)
+    assert reductions[0] == blocks + 1
+    assert reductions[1] == 4 * 4 * record.parameters  # float32, of four ranks
+
+
+def test_traffic_of_accumulation() -> None:
+    training = {"local_batch_size": 1, "global_batch_size": 16}
+    by = {
+        way: planned(4, training=training, parallelism={"fsdp_gradient_accumulation": way})
+        for way in ("sharded", "unsharded")
+    }
+    counts = {way: sent(record, "shard")["reduce_scatter_base"][0] for way, record in by.items()}
+    assert counts["sharded"] == 4 * counts["unsharded"]
+    # What is kept between microbatches: whole float32 gradients, or a quarter of them.
+    kept = {
+        way: max(sizes[KINDS.index("gradients")] for sizes in record.ledger.steps[-1].timeline)
+        for way, record in by.items()
+    }
+    assert kept["unsharded"] > 3 * kept["sharded"]
+
+
+def test_published_identities() -> None:
+    """8B on 8 GPUs, torchtitan #822: Adam's states, 2 x 4 N / 8; reshard never minus default, 31 blocks in bfloat16."""
+
+    def peaks(reshard: str) -> tuple[float, float]:
+        options = ["--job.config_file", str(ROOT / "train_configs/llama3_8b.toml"), "--estimate.world_size", "8"]
+        options += ["--training.local_batch_size", "1", "--training.global_batch_size", "8", "--compile.no-enable"]
+        options += ["--activation_checkpoint.mode", "selective", "--parallelism.fsdp_reshard_after_forward", reshard]
+        (rank,) = door.estimate_of(parse(options), symmetric=True).figures.ranks
+        return rank["first_step_peak_active_gib"], rank["peak_active_gib"]
+
+    (first, second), (_, never) = peaks("default"), peaks("never")
+    parameters = 8_030_261_248
+    assert second - first == pytest.approx(2 * 4 * parameters / 8 / GIB, rel=0.01)
+    assert never - second == pytest.approx(31 * 218_112_000 * 2 / GIB, rel=0.01)
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
+def test_layers_and_microbatches_that_are_alike_are_extended_exactly(parallelism: dict[str, Any]) -> None:
+    shape = replace(SHAPE, n_layers=10)
+    split = {"pipeline_parallel_layers_per_stage": (5, 5)} if "pipeline_parallel_degree" in parallelism else {}
+    sections = {"parallelism": {**parallelism, **split}, "training": {"local_batch_size": 2, "global_batch_size": -1}}
+    config = config_of(**sections, estimate={"world_size": 4})
+    config = replace(config, training=replace(config.training, global_batch_size=40))
+    whole = estimate(config, shape, 40, GPUS["h100-80"])
+    few = estimate(config, shape, 40, GPUS["h100-80"], layers=2 if split else 1)
+    assert few.figures.flops_by_phase == whole.figures.flops_by_phase
+    assert few.figures.collectives == whole.figures.collectives
+    for one, other in zip(few.figures.ranks, whole.figures.ranks, strict=True):
+        assert one["peak_active_gib"] == pytest.approx(other["peak_active_gib"], rel=1e-9)
+    assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+
+
+def test_compiled_blocks_keep_less_and_compute_as_much() -> None:
+    eager, compiled = planned(2), planned(2, compile={"enable": True})
+    assert flops(compiled, "forward", "loss") == flops(eager, "forward", "loss")
+    assert compiled.ledger.steps[-1].peak.bytes < eager.ledger.steps[-1].peak.bytes  # type: ignore[union-attr]
+
+
+def test_compiled_blocks_that_are_computed_again_under_tensor_parallelism() -> None:
+    options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
+    assert flops(planned(2, **options, activation_checkpoint={"mode": "full"}), "recompute") > 0
+
+
+def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
+    offloaded = planned(2, training={"enable_cpu_offload": True}).ledger.steps[-1]
+    plain = planned(2).ledger.steps[-1]
+    assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
+    assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
+
+
+# The door
+
+
+OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--training.seq_len", "64"]
+
+
+def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
+    assert door.main([*argv, "--estimate.picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
+    assert found["fits"] is True
+    keys = {"flops_per_step_per_rank", "model_flops_per_token", "step_seconds", "tokens_per_second_per_gpu", "mfu"}
+    assert all(found[key] > 0 for key in keys)
+    assert {"axis", "op", "phase", "count", "bytes"} <= found["collectives"][0].keys()
+    assert picture.stat().st_size > 1000
+
+
+def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
+    config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
+    assert door.tokenizer_of(config) is None
+    assert door.tokenizer_of(JobConfig()) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "estimate.world_size is not set"),
+        (["--estimate.world_size", "6", "--parallelism.tensor_parallel_degree", "4"], "must multiply to"),
+        (["--estimate.world_size", "8", "--parallelism.tensor_parallel_degree", "8"], "must divide the model's"),
+        (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
+        (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "choice of the compiler"),
+    ],
+)
+def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert door.main([*OPTIONS, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_search_writes_what_the_trainer_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 4)
+    best = tmp_path / "best.toml"
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(best)]
+    assert door.main(argv) == 0
+    out = capsys.readouterr().out
+    rates = [float(line.split()[-2].replace(",", "")) for line in out.splitlines() if line.endswith("%")]
+    assert all(first >= second for first, second in pairwise(rates))
+    config = parse(["--job.config_file", str(best)])
+    assert resolve_degrees(config.parallelism, 4)
+    # What it rehearsed of few layers is what all of them do.
+    whole = door.estimate_of(replace(config, estimate=replace(config.estimate, world_size=4)))
+    assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.memory_gib", "0.01"]
+    assert door.main(argv) == 2
+    assert "none of the" in capsys.readouterr().err

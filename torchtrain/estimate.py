@@ -1,0 +1,239 @@
+"""What a run needs and how fast it goes, before a GPU is paid for: ``python -m torchtrain.estimate ...``.
+
+Takes every option of the trainer. Needs no GPU, no compiler, no data, and no tokenizer: without its file the vocabulary
+is the flavor's.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import ConfigError
+from torchtrain.log import run_door
+
+if TYPE_CHECKING:
+    from torchtrain.distributed.mesh import Degrees
+    from torchtrain.models.llama.model import TransformerConfig
+    from torchtrain.planning.hardware import Gpu
+    from torchtrain.planning.summary import Estimate
+    from torchtrain.tokenizers import Tokenizer
+
+SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; five times as much beyond
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the estimate; returns the exit code of the process."""
+    return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv)))
+
+
+def run(config: JobConfig) -> int:
+    """Estimate the run of ``config``, or look for a better layout of it."""
+    from torchtrain.shape import resolve_model
+
+    config = replace(config, model=resolve_model(config.model))
+    if config.estimate.search:
+        return search(config)
+    found = estimate_of(config)
+    if config.estimate.picture:
+        draw(found, Path(config.estimate.picture))
+    print_out(json.dumps(found.as_dict(), indent=1) if config.estimate.json else table(found))
+    return 0
+
+
+def print_out(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
+    """Refuse what the trainer refuses; then rehearse. ``symmetric``: of layers that are alike, a few."""
+    from torchtrain.build import resolve_global_batch_size
+    from torchtrain.parallelisms.pipeline_llama import plan_stages
+    from torchtrain.planning.summary import estimate
+    from torchtrain.shape import model_shape
+
+    gpu = gpu_of(config)
+    shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
+    degrees = refuse(config, shape, gpu)
+    stages = len(plan_stages(shape, config.parallelism)) if symmetric else None
+    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, layers=stages)
+
+
+def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
+    """The degrees; ConfigError for what the trainer would refuse on this GPU."""
+    import torch
+
+    from torchtrain.build import check_run, resolve_global_batch_size
+    from torchtrain.devices import planned_for_gpu
+    from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.planning.summary import world_size_of
+
+    degrees = resolve_degrees(config.parallelism, world_size_of(config))
+    resolve_global_batch_size(config, degrees)
+    with planned_for_gpu(gpu.capability):
+        check_run(config, torch.device("cuda"), degrees, shape)
+    return degrees
+
+
+def gpu_of(config: JobConfig) -> "Gpu":
+    """The kind of GPU that ``config`` names, with numbers of one's own where it has some."""
+    from torchtrain.planning.hardware import GPUS
+
+    gpu, own = GPUS[config.estimate.gpu], config.estimate
+    if own.memory_gib:
+        gpu = replace(gpu, memory_gib=own.memory_gib)
+    if own.network_gigabits:
+        gpu = replace(gpu, network_bytes=own.network_gigabits * 1e9 / 8)
+    return gpu
+
+
+def tokenizer_of(config: JobConfig) -> "Tokenizer | None":
+    """The config's, if its file is here."""
+    from torchtrain.tokenizers import load_tokenizer
+
+    path = config.model.tokenizer_path
+    return None if path and not Path(path).exists() else load_tokenizer(path)
+
+
+def table(found: "Estimate") -> str:
+    """For people."""
+    from torchtrain.planning.summary import INTERVAL
+
+    columns = {
+        "rank": "rank",
+        "parameters": "parameters_gib",
+        "gradients": "gradients_gib",
+        "optimizer": "optimizer_gib",
+        "gathered": "gathered_gib",
+        "activations": "activations_gib",
+        "temporary": "temporary_gib",
+        "peak live": "peak_active_gib",
+        "reserved": "peak_reserved_gib",
+    }
+    lines = ["GiB on each GPU; gathered, activations and temporary as they are at the peak", ""]
+    lines.append("".join(f"{title:>12}" for title in columns) + "  peak at")
+    for row in found.figures.ranks:
+        values = [row.get(key, 0.0) for key in columns.values()]
+        cells = (f"{value:>12}" if isinstance(value, int) else f"{value:>12.2f}" for value in values)
+        lines.append("".join(cells) + f"  {row['peak_at']}")
+    verdict = "fits" if found.fits else "DOES NOT FIT"
+    lines += ["", f"{verdict}: {found.peak_reserved_gib:.1f} of {found.gpu.memory_gib:.1f} GiB"]
+    work = found.figures.flops_by_phase
+    parts = ", ".join(f"{phase} {count / 1e12:.1f}" for phase, count in work.items())
+    lines += ["", f"TFLOP a step of the busiest rank: {sum(work.values()) / 1e12:.1f} ({parts})", ""]
+    lines.append(f"{'collectives of its step':<44}{'count':>8}{'GiB':>10}")
+    for entry in found.figures.collectives:
+        name = f"{entry['axis']}: {entry['op']}, {entry['phase']}"
+        lines.append(f"{name:<44}{entry['count']:>8.0f}{entry['bytes'] / 2**30:>10.3f}")
+    shown = {name: value for name, value in found.figures.seconds.items() if value > 5e-4 and name != "step"}
+    low, high = (found.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
+    tokens = found.steps * found.global_tokens
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+    lines += [
+        "",
+        f"seconds a step: {found.step_seconds:.3f} ({parts})",
+        f"tokens a second and GPU: {low:,.0f} to {high:,.0f}; MFU {found.mfu:.1%}",
+        f"{found.steps:,} steps, {tokens / 1e9:,.1f} billion tokens: {found.days:.1f} days, "
+        f"{found.days * 24 * found.world_size:,.0f} GPU-hours",
+    ]
+    return "\n".join(lines)
+
+
+def draw(found: "Estimate", path: Path) -> None:
+    """Live memory by kind over the two steps of the rank that needs the most."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError(f"estimate.picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
+
+    from torchtrain.planning.ledger import KINDS
+
+    record = max(found.records, key=lambda record: max(step.peak.bytes for step in record.ledger.steps if step.peak))
+    points = [sizes for step in record.ledger.steps for sizes in step.timeline]
+    figure, axes = pyplot.subplots(figsize=(10, 5))
+    series = [[sizes[i] / 2**30 for sizes in points] for i in range(len(KINDS))]
+    axes.stackplot(range(len(points)), *series, labels=KINDS)
+    axes.axhline(found.gpu.memory_gib, color="black", linewidth=0.8, label="memory of the GPU")
+    axes.set(xlabel="allocations and frees of two steps", ylabel="GiB live", title=f"rank {record.rank}")
+    axes.legend(loc="upper right")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def search(config: JobConfig) -> int:
+    """Print the ten best layouts, and write the best as a TOML file; returns 0.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    from torchtrain.build import resolve_global_batch_size
+    from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.planning.hardware import Efficiency
+    from torchtrain.planning.search import guess, layouts, ranking, worth_trying
+    from torchtrain.planning.summary import world_size_of
+    from torchtrain.shape import model_shape
+
+    gpu, size = gpu_of(config), world_size_of(config)
+    shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
+    batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
+    config = replace(config, training=replace(config.training, global_batch_size=batch))
+    guesses = []
+    for layout in layouts(config, shape):
+        with suppress(ConfigError):
+            degrees = refuse(layout, shape, gpu)
+            guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+    tried = []
+    began = time.process_time()
+    for candidate in worth_trying(guesses, gpu):
+        if time.process_time() - began > (SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS):
+            break
+        tried.append((candidate.config, estimate_of(candidate.config, symmetric=True)))
+    best = ranking(tried)
+    if not best:
+        raise ConfigError(
+            f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
+            f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
+        )
+    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed, {sum(found.fits for _, found in tried)} of them fit")
+    print_out(ranking_table(best))
+    path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without what was only asked of the planner.
+    path.write_text(to_toml(replace(best[0][0], estimate=type(config.estimate)())), encoding="utf-8")
+    print_out(f"the first of them, as a config for the trainer: {path}")
+    return 0
+
+
+def ranking_table(best: "Sequence[tuple[JobConfig, Estimate]]") -> str:
+    """For people."""
+    titles = ("replicate", "shard", "tensor", "context", "pipeline", "schedule", "batch", "checkpoint", "reshard")
+    lines = ["".join(f"{title:>11}" for title in (*titles, "GiB", "tokens/s", "MFU"))]
+    for config, found in best:
+        degrees = found.degrees
+        cells = (
+            *(degrees.replicate, degrees.shard, degrees.tensor, degrees.context, degrees.pipeline),
+            config.parallelism.pipeline_parallel_schedule[:10] if degrees.pipeline > 1 else "",
+            config.training.local_batch_size,
+            config.activation_checkpoint.mode,
+            config.parallelism.fsdp_reshard_after_forward,
+            f"{found.peak_reserved_gib:.1f}",
+            f"{found.tokens_per_second_per_gpu:,.0f}",
+            f"{found.mfu:.1%}",
+        )
+        lines.append("".join(f"{cell:>11}" for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""In place of Inductor: the graphs that it would get, run operation by operation as it would have fused them.
+
+Graphs, what the partitioner keeps for backward, and decompositions are those of ``torch.compile``. Inductor writes to
+memory what a matrix product, attention, a collective or another graph takes; all between is fused into its readers.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_iter
+
+from torchtrain.planning.ledger import Ledger
+
+aten = torch.ops.aten
+# Not fused: what comes from a library or over the network.
+OPAQUE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OperatorBase):
+        return False
+    return (
+        getattr(target, "overloadpacket", None) in OPAQUE
+        or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
+        or "attention" in str(target)
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "__name__", "") == "getitem"
+
+
+def written_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose results lie in memory; of a view, what it is a view of."""
+    written = set()
+    for node in graph.nodes:
+        if node.op == "output" or is_opaque(node):
+            written |= {source for argument in node.all_input_nodes for source in [base(argument)]}
+            if node.op != "output":
+                written.add(node)
+    return {node for node in written if node.op == "call_function"}
+
+
+def base(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+class FusedRun(fx.Interpreter):
+    """Runs a graph; the ledger sees what is written."""
+
+    def __init__(self, module: fx.GraphModule, ledger: Ledger):
+        super().__init__(module)
+        self.ledger = ledger
+        self.written = written_nodes(module.graph)
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
+        for node in module.graph.nodes:
+            kept = node in self.written or node.op != "call_function"
+            reads = frozenset().union(*(self._read(n) for n in node.all_input_nodes))
+            self.sources[node] = frozenset([node]) if kept else reads
+        self.reads = {node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written}
+
+    def _read(self, node: fx.Node) -> frozenset[fx.Node]:
+        return self.sources[node]
+
+    def run_node(self, n: fx.Node) -> Any:
+        ledger = self.ledger
+        if n.op != "call_function" or is_opaque(n):
+            with self._of(n):
+                return super().run_node(n)
+        paused, ledger.paused = ledger.paused, True
+        try:
+            result = super().run_node(n)
+        finally:
+            ledger.paused = paused
+        if n in self.written:
+            with self._of(n):
+                moved = sum(size(result_of(source)) for source in self.reads[n])
+                ledger.wrote(result, moved)
+        return result
+
+    @contextmanager
+    def _of(self, node: fx.Node) -> Iterator[None]:
+        """In the backward's graph, mark what belongs to the forward as computed again."""
+        ledger = self.ledger
+        part = ledger.part
+        if ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward":
+            ledger.part = "recompute"
+        try:
+            yield
+        finally:
+            ledger.part = part
+
+
+def result_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def size(value: Any) -> int:
+    return sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor))
+
+
+@contextmanager
+def compiling_for(ledger: Ledger) -> Iterator[None]:
+    """Let ``torch.compile`` and ``Module.compile`` give what ``ledger`` can follow."""
+
+    def compiler(module: fx.GraphModule, _: Any) -> Any:
+        run = FusedRun(module, ledger)
+
+        def boxed(arguments: list[Any]) -> Any:
+            try:
+                return run.boxed_run(arguments)
+            finally:
+                run.env = {}  # or it would keep the results alive
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    backend = aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=lambda *args, **options: min_cut_rematerialization_partition(
+            *args, **{**options, "compiler": "inductor"}
+        ),
+        decompositions=select_decomp_table(),
+    )
+    compile_module, compile_function = nn.Module.compile, torch.compile
+
+    def module_compile(module: nn.Module, **options: Any) -> None:
+        compile_module(module, **{**options, "backend": backend})
+
+    def function_compile(function: Any, **options: Any) -> Any:
+        options.pop("options", None)
+        return compile_function(function, **{**options, "backend": backend})
+
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(),
+        patch.object(nn.Module, "compile", module_compile),
+        patch.object(torch, "compile", function_compile),
+    ):
+        # Dynamo looks at .grad of every tensor, and hides what torch says to that.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        yield
+    torch._dynamo.reset()

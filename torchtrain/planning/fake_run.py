@@ -1,0 +1,217 @@
+"""A run without devices: the trainer's own mesh, model, optimizer and train step, on tensors that hold no data."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from math import prod
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.loader import Batch
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.optimizer import build_optimizer, local
+from torchtrain.parallelisms import microbatches
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.planning.compiled import compiling_for
+from torchtrain.planning.ledger import Ledger, following
+from torchtrain.train_step import TrainStep
+
+aten = torch.ops.aten
+STEPS = 2  # the second has Adam's states from its beginning
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank does in ``STEPS`` steps."""
+
+    rank: int
+    parameter_bytes: int
+    parameters: int  # elements on this rank
+    ledger: Ledger
+
+
+class _NeverAsked:
+    """In place of a StopRequest, which would take over the signals of this process."""
+
+    pending = agreed = False
+
+
+class _Guard(UpdateGuard):
+    """Judges as always; nobody reads what was found."""
+
+    def settle(self) -> None:
+        pass
+
+
+def ranks_of_each_kind(degrees: Degrees) -> list[int]:
+    """The first rank of each pipeline stage: the others of a stage do the same, and hold no more."""
+    ranks = degrees.replicate * degrees.shard * degrees.context * degrees.tensor
+    return [stage * ranks for stage in range(degrees.pipeline)]
+
+
+def axes_of(mesh: Mesh) -> dict[str, str]:
+    """The name of the mesh's axis by group name."""
+    axes: dict[str, str] = {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
+    shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
+    axes[shard.group_name] = "shard"
+    for name in ("pipeline", "replicate", "context", "tensor"):
+        axes[mesh.world[name].get_group().group_name] = name
+    return axes
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """Be ``rank`` among ``world_size`` ranks that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def allocated_in(mode: FakeTensorMode) -> Iterator[None]:
+    """Let ``to_empty`` make fake tensors of meta tensors. (All around it works on real ones: the mesh of ranks.)"""
+    to_empty = nn.Module.to_empty
+
+    def fake_to_empty(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        mode.allow_non_fake_inputs = True
+        try:
+            with mode:
+                return to_empty(module, *args, **options)
+        finally:
+            mode.allow_non_fake_inputs = False
+
+    with patch.object(nn.Module, "to_empty", fake_to_empty):
+        yield
+
+
+@contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """For tensors that claim to lie on a CPU, the kernels that a GPU would take."""
+
+    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        return aten._fused_rms_norm(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:  # noqa: ARG001
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
+
+    def document_mask(numbers: Tensor, _: Tensor) -> Tensor:
+        return numbers.new_empty(len(numbers), 1, 1, 1, dtype=torch.bool)  # a BlockMask is as small
+
+    functional = torch.nn.functional
+    with (
+        patch.object(functional, "rms_norm", rms_norm),
+        patch.object(functional, "scaled_dot_product_attention", attention),
+        patch.object(microbatches, "document_mask", document_mask),
+        patch.object(Tensor, "pin_memory", lambda tensor: tensor),
+    ):
+        yield
+
+
+def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
+    """In place of a vote by messages, whose result would have to be read."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def rehearse(
+    config: JobConfig,
+    shape: TransformerConfig,
+    degrees: Degrees,
+    rank: int,
+    *,
+    rows: int,
+    document_start: int | None = None,
+    capability: tuple[int, int] | None,
+    device: torch.device | None = None,
+) -> RankRecord:
+    """Run ``STEPS`` steps as ``rank`` would.
+
+    Args:
+        rows: of the global batch, on this rank.
+        capability: of the GPU that is planned for; None for a run on CPUs.
+        device: of the fake tensors; by default the CPU, which any torch can differentiate on, and which stands in for
+            the GPU.
+    """
+    device = device or torch.device("cpu")
+    world_size = prod(astuple(degrees))
+    mode = FakeTensorMode()
+    ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
+    with ExitStack() as stack:
+        stack.enter_context(fake_ranks(rank, world_size))
+        stack.enter_context(allocated_in(mode))
+        if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
+            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
+        stack.enter_context(compiling_for(ledger))
+        if capability is not None:
+            stack.enter_context(planned_for_gpu(capability))
+            if device.type == "cpu":
+                stack.enter_context(kernels_of_a_gpu())
+        # As torchrun would say: the ranks of a machine.
+        stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
+        mesh = Mesh(device, degrees)
+        model = build_parallel_model(
+            shape,
+            mesh,
+            device,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            float8=config.float8,
+        )
+        with mode:
+            return _two_steps(config, model, mesh, ledger, rank, rows, document_start)
+
+
+def _two_steps(
+    config: JobConfig,
+    model: ParallelModel,
+    mesh: Mesh,
+    ledger: Ledger,
+    rank: int,
+    rows: int,
+    document_start: int | None,
+) -> RankRecord:
+    device = model.device
+    parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
+    optimizer = build_optimizer(model.parts, config.optimizer)
+    train_step = TrainStep(
+        model,
+        Microbatches(mesh, device, config.training.local_batch_size, document_start),
+        optimizer,
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
+        _Guard(config.faults, cast(StopRequest, _NeverAsked()), device, lambda *_: None),
+        max_norm=config.training.max_norm,
+        before_update=lambda: None,
+    )
+    ledger.axes = axes_of(mesh)
+    ledger.adopt(parameters, "parameters")
+    ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
+    with following(ledger):
+        for step in range(1, STEPS + 1):
+            tokens = torch.empty(rows, config.training.seq_len, dtype=torch.int64)
+            train_step(step, Batch(tokens, tokens.clone()))
+            del tokens
+            ledger.adopt([local(value) for state in optimizer.state.values() for value in state.values()], "optimizer")
+            ledger.end_step()
+    size = sum(parameter.nbytes for parameter in parameters)
+    return RankRecord(rank, size, sum(parameter.numel() for parameter in parameters), ledger)

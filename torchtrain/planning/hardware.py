@@ -1,0 +1,55 @@
+"""GPUs and the links between them, from the vendors' data sheets, and what of that a trainer gets."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and its place in a cluster; rates are a second's."""
+
+    memory_gib: float
+    """That a process can have."""
+    flops_bfloat16: float
+    """Peak of dense matrix products."""
+    flops_float8: float
+    flops_float32: float
+    memory_bytes: float
+    """Bandwidth of its memory."""
+    link_bytes: float
+    """To the other GPUs of its machine, in one direction."""
+    network_bytes: float
+    """Its share of the machine's network cards, in one direction; clusters differ."""
+    capability: tuple[int, int]
+    source: str
+
+
+A100 = "NVIDIA A100 data sheet (2021); HDR InfiniBand, one 200 Gb/s card a GPU"
+H100 = "NVIDIA H100 data sheet (SXM); one 400 Gb/s card a GPU"
+GPUS = {
+    "a100-40": Gpu(39.4, 312e12, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, (8, 0), A100),
+    "a100-80": Gpu(79.1, 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, (8, 0), A100),
+    "h100-80": Gpu(79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, (9, 0), H100),
+    "h100-96": Gpu(95.0, 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9, (9, 0), H100 + "; memory HBM2e"),
+    "h200": Gpu(139.8, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, (9, 0), "NVIDIA H200 data sheet; as H100"),
+    "b200": Gpu(178.4, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, (10, 0), "NVIDIA DGX B200 data sheet, an eighth"),
+}
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What is reached of a peak. Fitted to published runs by ``scripts/validate_estimate.py``."""
+
+    matrices: float = 0.70
+    float8: float = 0.55
+    attention: float = 0.55
+    memory: float = 0.70
+    link: float = 0.75
+    network: float = 0.75
+    kernel_seconds: float = 3e-6
+    """The least time of a kernel."""
+    launch_seconds: float = 6e-6
+    """That the host needs to issue an operation."""
+    collective_seconds: float = 20e-6
+    """Latency of a collective."""

@@ -1,0 +1,369 @@
+"""What a step on tensors without data would hold, compute and send: one dispatch mode that sees every operation."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchtrain.loss import OutputLoss
+from torchtrain.optimizer import local
+from torchtrain.planning.allocator import Allocation
+from torchtrain.train_step import TrainStep
+
+aten = torch.ops.aten
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+ON_HOST = KINDS[:3]  # under CPU offload
+PHASES = ("forward", "loss", "backward", "recompute", "update")
+
+
+@dataclass
+class Operation:
+    """One operation of the device, or one collective, in the order in which the host issues them."""
+
+    name: str
+    phase: str
+    module: str
+    flops: int = 0  # of matrix products and attention
+    dtype: torch.dtype = torch.float32  # that these are computed in
+    bytes: int = 0  # read and written in the device's memory; of a collective: that it has to send or receive in all
+    axis: str = ""  # of the mesh, for a collective
+    ranks: tuple[int, ...] = ()
+    peer: int | None = None  # of a message
+    share: float = 1.0  # of the operations that a kernel computes: attention skips what is masked
+    fsdp: bool = False  # a collective of fully_shard, on a stream of its own
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment with the most live bytes."""
+
+    bytes: int
+    by_kind: Mapping[str, int]
+    phase: str
+    module: str
+    step: int
+
+
+@dataclass
+class StepRecord:
+    """What the ledger saw in one step."""
+
+    operations: list[Operation] = field(default_factory=list)
+    timeline: list[tuple[int, ...]] = field(default_factory=list)
+    """Live bytes by kind (``KINDS``), whenever they changed."""
+    peak: Peak | None = None
+    kept: dict[str, int] = field(default_factory=dict)
+    """Live bytes by kind at the end of the step."""
+    allocations: int = 0
+    """Length of the ledger's ``allocations`` then."""
+
+
+class _Storage:
+    """A live storage: its size and kind may change."""
+
+    def __init__(self, bytes: int, kind: str):
+        self.bytes, self.kind = bytes, kind
+        self.number = self.stream = 0  # of its allocation, and on which stream
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+
+
+def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:
+    """Name, group and bytes of the collective ``func``, or None where it is none.
+
+    Bytes are those of the whole: what an all-gather gives, what a reduction takes, what a send or receive moves.
+    """
+    namespace, name = func.namespace, func._opname
+    if namespace == "c10d":
+        group = next(
+            dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
+        )
+        tensors = [[t for t in tree_iter(a) if isinstance(t, Tensor)] for a in args]
+        sizes = [sum(t.nbytes for t in some) for some in tensors if some]
+        return name.strip("_"), group, max(sizes, default=0)
+    if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
+        group = resolve_process_group(args[-1])
+        sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
+        return name, group, max(sizes, default=0)
+    return None
+
+
+def attention_flops(name: str, args: tuple[Any, ...]) -> tuple[int, float]:
+    """Of the two products over all pairs, forward, or of the five of the backward; and which share is not masked."""
+    backward = "backward" in name
+    q, k = (args[1], args[2]) if backward else (args[0], args[1])
+    bs, heads, seq, dim = q.shape
+    flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
+    return flops, 1 - seq / (2 * k.shape[2])  # causal, aligned with the last key
+
+
+def matrix_flops(func: Any, args: Any) -> int:
+    """Of a matrix product: 2 m k n."""
+    packet = func.overloadpacket
+    if packet in (aten.mm, aten._scaled_mm):
+        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
+    if packet is aten.addmm:
+        return 2 * int(args[1].shape[0] * args[1].shape[1] * args[2].shape[1])
+    if packet in (aten.bmm, aten.baddbmm):
+        a, b = args[-2:] if packet is aten.baddbmm else args[:2]
+        return 2 * int(prod(a.shape) * b.shape[2])
+    return 0
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts everything that happens inside it on tensors of ``device_type``.
+
+    ``offloaded``: parameters, gradients and optimizer states lie on the host, and count for nothing.
+    """
+
+    def __init__(self, device_type: str, *, offloaded: bool = False):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device_type = device_type
+        self.offloaded = offloaded
+        self.axes: Mapping[str, str] = {}
+        """The name of the mesh's axis by group name."""
+        self.live = Counter(dict.fromkeys(KINDS, 0))
+        self.storages: dict[int, _Storage] = {}
+        self.steps: list[StepRecord] = []
+        self.readbacks: list[str] = []
+        """Operations that made the host wait for the device."""
+        self.others: Counter[str] = Counter()
+        """Devices, other than ``device_type``, on which operations ran, with the operation."""
+        self.record = StepRecord()
+        self.kind = ""  # of what is allocated now, if it is known
+        self.part = "forward"  # outside of autograd's nodes
+        self.module = ""
+        self.allocations: list[Allocation] = []
+        self.paused = False
+        self.fsdp = False
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code and higher-order operators let such a mode see through them."""
+        return True
+
+    @property
+    def phase(self) -> str:
+        if self.part != "forward":
+            return self.part
+        if torch._C._current_autograd_node() is None:
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    # Memory
+
+    def adopt(self, tensors: Any, kind: str) -> None:
+        """Count ``tensors``, which exist already, or from now on, as of ``kind``."""
+        for tensor in tree_iter(tensors):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, kind)
+                entry = self.storages.get(tensor.untyped_storage()._cdata)
+                if entry is not None and entry.kind != kind:
+                    self._add(entry.kind, -entry.bytes)
+                    if self.offloaded and kind in ON_HOST:
+                        self._allocated(entry, 0)
+                        entry.bytes = 0
+                    entry.kind = kind
+                    self._add(kind, entry.bytes)
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.storages:
+            return
+        on_host = self.offloaded and (kind in ON_HOST or self.part == "update")
+        entry = _Storage(0 if on_host else storage.nbytes(), kind)
+        self.storages[key] = entry
+        entry.ref = weakref.ref(storage, lambda _: self._freed(key, entry))
+        self._allocated(entry, entry.bytes)
+        self._add(kind, entry.bytes)
+
+    def _freed(self, key: int, entry: _Storage) -> None:
+        if self.storages.get(key) is entry:
+            del self.storages[key]
+        self._allocated(entry, 0)
+        self._add(entry.kind, -entry.bytes)
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        entry = self.storages.get(storage._cdata)
+        if entry is not None:
+            self._allocated(entry, size)
+            self._add(entry.kind, size - entry.bytes)
+            entry.bytes = size
+
+    def _allocated(self, entry: _Storage, size: int) -> None:
+        if size != 0:
+            device = torch.cpu if self.device_type == "cpu" else torch.cuda
+            entry.number, entry.stream = len(self.allocations), id(device.current_stream())  # type: ignore[attr-defined]
+        elif entry.bytes == 0:
+            return
+        self.allocations.append(Allocation(entry.number, size, entry.stream))
+
+    def _add(self, kind: str, bytes: int) -> None:
+        if not bytes:
+            return
+        self.live[kind] += bytes
+        record = self.record
+        record.timeline.append(tuple(self.live[kind] for kind in KINDS))
+        total = self.live.total()
+        if record.peak is None or total > record.peak.bytes:
+            record.peak = Peak(total, dict(self.live), self.phase, self.module, len(self.steps) + 1)
+
+    def end_step(self) -> None:
+        self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
+        self.steps.append(self.record)
+        self.record = StepRecord()
+        self._add("temporary", 0)
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if any(
+            hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
+        ):
+            return NotImplemented  # DTensor and its like: they come again with what they hold
+        if func is aten._local_scalar_dense.default:
+            self.readbacks.append(self.module or self.phase)
+            if isinstance(args[0], FakeTensor):
+                return 0.0 if args[0].dtype.is_floating_point else 0
+        out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
+            inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
+            if inner is not None:
+                self._note(args[inner], args[inner + 1 :], kwargs, out)
+            return out
+        self._note(func, args, kwargs, out)
+        return out
+
+    def wrote(self, result: Any, read_bytes: int) -> None:
+        """Count a fused kernel that has read ``read_bytes`` and written ``result``."""
+        outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._see(tensor, self._kind(self.phase))
+        moved = read_bytes + sum(t.nbytes for t in outputs)
+        self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
+
+    def _kind(self, phase: str) -> str:
+        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(
+            phase, "temporary"
+        )
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase = self.phase
+        found = collective(func, args, out) if func.namespace in ("c10d", "_c10d_functional") else None
+        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._see(tensor, self._kind(phase))
+        if found is not None:
+            name, group, size = found
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.record.operations.append(
+                Operation(
+                    name,
+                    phase,
+                    self.module,
+                    bytes=size,
+                    axis=self.axes.get(group.group_name, "all"),
+                    ranks=ranks,
+                    peer=ranks[args[2]] if name in ("send", "recv") else None,
+                    fsdp=self.fsdp,
+                )
+            )
+            return
+        if func.is_view or func.namespace not in ("aten", "fsdp"):
+            return
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        flops, share = matrix_flops(func, args), 1.0
+        if not flops and "attention" in func._opname:
+            flops, share = attention_flops(func._opname, args)
+        moved = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+        if not flops and func._opname in ("empty", "empty_strided", "empty_like", "detach", "_to_copy") and not moved:
+            return
+        dtype = inputs[0].dtype if inputs else torch.float32
+        self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
+
+
+@contextmanager
+def following(ledger: Ledger) -> Iterator[Ledger]:
+    """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        ledger.resized(storage, size)
+        return resize(storage, size)
+
+    def setting(original: Any, **values: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            before = {name: getattr(ledger, name) for name in values}
+            vars(ledger).update(values)
+            try:
+                return original(*args, **options)
+            finally:
+                vars(ledger).update(before)
+
+        return run
+
+    def gathering(original: Any, waits: bool) -> Any:
+        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
+            before = ledger.module, ledger.fsdp, ledger.kind
+            ledger.module, ledger.fsdp, ledger.kind = group._module_fqn or "", True, "gathered"
+            if waits and group._all_gather_result is not None:
+                ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
+            try:
+                return original(group, *args, **options)
+            finally:
+                ledger.module, ledger.fsdp, ledger.kind = before
+
+        return run
+
+    def placing(original: Any, leaves: bool = False) -> Any:
+        def run(group: FSDPParamGroup, *args: Any) -> Any:
+            ledger.module = "" if leaves else group._module_fqn or ""
+            return original(group, *args)
+
+        return run
+
+    def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
+        reduce(group, *args)
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
+            if parameter.sharded_param.grad is not None:
+                ledger.adopt(local(parameter.sharded_param.grad), "gradients")
+
+    reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
+    propagate = "_propagate_tensor_meta_non_cached"
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
+        patch.object(FSDPParamGroup, "unshard", gathering(FSDPParamGroup.unshard, waits=False)),
+        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(FSDPParamGroup.wait_for_unshard, waits=True)),
+        patch.object(FSDPParamGroup, "post_backward", after_backward),
+        patch.object(FSDPParamGroup, "pre_forward", placing(FSDPParamGroup.pre_forward)),
+        patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
+        patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
+        patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
+        patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
+        ledger,
+    ):
+        yield ledger

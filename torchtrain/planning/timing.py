@@ -1,0 +1,141 @@
+"""How long a step takes: a roofline for each operation, and the order in which streams and ranks wait."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.planning.hardware import Efficiency, Gpu
+from torchtrain.planning.ledger import Operation
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+TWICE = ("allreduce", "all_reduce")  # a reduction and a gathering
+
+
+@dataclass
+class StepTime:
+    """Seconds of one rank's step."""
+
+    seconds: float = 0.0
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """What the device computes."""
+    waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By axis, what it waits for collectives and messages that nothing hides."""
+
+
+class Clock:
+    """Durations on ``gpu``, in machines of ``gpus_per_node``."""
+
+    def __init__(self, gpu: Gpu, gpus_per_node: int, efficiency: Efficiency, config: JobConfig):
+        self.gpu, self.gpus_per_node, self.efficiency = gpu, gpus_per_node, efficiency
+        self.async_tensor = config.parallelism.enable_async_tensor_parallel
+
+    def compute(self, operation: Operation) -> float:
+        """The longer of computing and of moving bytes."""
+        gpu, efficiency = self.gpu, self.efficiency
+        if operation.dtype in FLOAT8:
+            peak = gpu.flops_float8 * efficiency.float8
+        elif operation.dtype in (torch.bfloat16, torch.float16):
+            peak = gpu.flops_bfloat16 * efficiency.matrices
+        else:
+            peak = gpu.flops_float32 * efficiency.matrices
+        if "attention" in operation.name:
+            peak *= efficiency.attention / efficiency.matrices
+        moving = operation.bytes / (gpu.memory_bytes * efficiency.memory)
+        return max(operation.flops * operation.share / peak, moving, efficiency.kernel_seconds)
+
+    def communicate(self, operation: Operation) -> float:
+        """A ring through all ranks, in which each machine's cards carry what leaves it (NCCL's bus bandwidth)."""
+        gpu, efficiency, ranks = self.gpu, self.efficiency, operation.ranks
+        if len(ranks) < 2:
+            return 0.0
+        nodes = Counter(rank // self.gpus_per_node for rank in ranks)
+        rate = gpu.link_bytes * efficiency.link
+        if len(nodes) > 1:
+            rate = min(rate, min(nodes.values()) * gpu.network_bytes * efficiency.network)
+        share = 1.0 if operation.peer is not None else (len(ranks) - 1) / len(ranks)
+        times = 2 if operation.name in TWICE else 1
+        return efficiency.collective_seconds + times * share * operation.bytes / rate
+
+
+def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int, StepTime]:
+    """Times of the ranks whose operations are ``traces``, which send to and receive from each other."""
+    arrivals: dict[tuple[int, int], list[float]] = {}
+    ranks = {rank: _Rank(rank, trace, clock, arrivals) for rank, trace in traces.items()}
+    waiting = {rank: state.run() for rank, state in ranks.items()}
+    while waiting:
+        before = sum(state.done for state in ranks.values())
+        for rank, progress in list(waiting.items()):
+            if next(progress, None) is None:
+                del waiting[rank]
+        if waiting and sum(state.done for state in ranks.values()) == before:
+            raise AssertionError(f"ranks {sorted(waiting)} wait for messages that nobody sends")
+    longest = max(state.time.seconds for state in ranks.values())
+    for state in ranks.values():
+        state.time.waiting["end of the step"] += longest - state.time.seconds
+        state.time.seconds = longest
+    return {rank: state.time for rank, state in ranks.items()}
+
+
+class _Rank:
+    """One rank's streams: computing, and FSDP's collectives; the host that issues to both."""
+
+    def __init__(
+        self, rank: int, trace: Sequence[Operation], clock: Clock, arrivals: dict[tuple[int, int], list[float]]
+    ):
+        self.rank, self.trace, self.clock, self.arrivals = rank, trace, clock, arrivals
+        self.time = StepTime()
+        self.done = 0
+
+    def run(self) -> Iterator[bool]:
+        """Go on until a message is waited for that is not sent yet; then yield."""
+        clock, time = self.clock, self.time
+        device = host = stream = copied_out = reduced = 0.0
+        gathered: dict[str, float] = {}
+        received: Counter[int] = Counter()
+
+        def wait(until: float, axis: str) -> float:
+            time.waiting[axis] += max(0.0, until - device)
+            return max(device, until)
+
+        for operation in self.trace:
+            self.done += 1
+            host += clock.efficiency.launch_seconds
+            if operation.name == "wait":
+                device = wait(gathered.get(operation.module, 0.0), "shard")
+            elif operation.phase == "update" and stream > device:
+                device = wait(stream, "shard")
+            if operation.name == "wait":
+                continue
+            if not operation.axis:
+                seconds = clock.compute(operation)
+                device = wait(host, "host") + seconds
+                time.by_phase[operation.phase] += seconds
+                if operation.name == "split_with_sizes_copy":
+                    copied_out = device
+            elif operation.peer is not None:
+                seconds = clock.communicate(operation)
+                if operation.name == "send":
+                    self.arrivals.setdefault((self.rank, operation.peer), []).append(max(device, host) + seconds)
+                    continue
+                sent = self.arrivals.setdefault((operation.peer, self.rank), [])
+                while len(sent) <= received[operation.peer]:
+                    yield True
+                device = wait(sent[received[operation.peer]], "pipeline")
+                received[operation.peer] += 1
+            elif operation.fsdp and "gather" in operation.name:
+                stream = max(stream, host, copied_out) + clock.communicate(operation)
+                gathered[operation.module] = stream
+            elif operation.fsdp:
+                if operation.axis == "shard":
+                    device = wait(reduced, "shard")  # one reduction under way at a time
+                stream = max(stream, host, device) + clock.communicate(operation)
+                reduced = stream
+            else:
+                seconds = clock.communicate(operation)
+                if operation.axis == "tensor" and clock.async_tensor:
+                    seconds /= len(operation.ranks)  # the first part; the others arrive beside the products
+                device = wait(max(device, host) + seconds, operation.axis)
+        time.seconds = wait(stream, "shard")
