@@ -61,8 +61,8 @@ def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     degrees = refuse(config, shape, gpu)
-    stages = len(plan_stages(shape, config.parallelism)) if symmetric else None
-    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, layers=stages)
+    split = plan_stages(shape, config.parallelism) if symmetric else ()
+    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, split=split)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":

@@ -78,7 +78,7 @@ def guess(
     """By closed forms, to know what to rehearse first."""
     mode, piped = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len
-    heads = shape.head_dim * 2 * (shape.n_heads + shape.n_kv_heads)
+    heads = shape.head_size * 2 * (shape.n_heads + shape.n_kv_heads)
     block = shape.dim * (heads + 3 * shape.ffn_dim)
     output = shape.dim * shape.vocab_size
     matrices = shape.n_layers * block + output
@@ -102,7 +102,7 @@ def guess(
 
     # Time: products, what of the traffic nothing hides, and a pipeline's idle share.
     again = {"none": 1.0, "selective": 1.15, "full": 4 / 3}[mode]
-    work = (6 * matrices + 6 * shape.n_layers * shape.n_heads * shape.head_dim * seq) * again
+    work = (6 * matrices + 6 * shape.n_layers * shape.n_heads * shape.head_size * seq) * again
     tokens = local * seq / degrees.context * count
     computing = work * tokens / degrees.tensor / degrees.pipeline / (gpu.flops_bfloat16 * efficiency.matrices)
     if piped:

@@ -182,13 +182,13 @@ def estimate(
     global_batch_size: int,
     gpu: Gpu,
     efficiency: Efficiency | None = None,
-    layers: int | None = None,
+    split: Sequence[int] = (),
 ) -> Estimate:
     """Rehearse one rank of each kind, and time them together.
 
-    ``config`` must be one that ``build.check_run`` passes. With ``layers`` the model is rehearsed with twice and three
-    times so many of its layers, and the rest is extended from these: ``layers`` is the number of stages of a pipeline
-    whose stages are alike, else 1.
+    ``config`` must be one that ``build.check_run`` passes. With ``split``, the layers of each pipeline stage, or of the
+    whole model without a pipeline, it is rehearsed with two and with three layers a stage and extended from these, as if
+    all stages had as many as the largest: exact where they have, and where the peak of memory stays where it is.
     """
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     clock = Clock(gpu, config.estimate.gpus_per_node, efficiency or Efficiency(), config)
@@ -196,9 +196,9 @@ def estimate(
 
     def figures(n_layers: int, microbatches: int) -> Figures:
         run = config
-        if layers is not None and layers > 1:
-            split = (n_layers // layers,) * layers
-            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=split))
+        if n_layers != shape.n_layers and len(split) > 1:
+            few = (n_layers // len(split),) * len(split)
+            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=few))
         records = [
             rehearse(
                 run,
@@ -220,10 +220,10 @@ def estimate(
             return figures(n_layers, count)
         return figures(n_layers, REHEARSED).extended(figures(n_layers, REHEARSED + 1), count - REHEARSED)
 
-    if layers is None or shape.n_layers <= 3 * layers:
+    if max(split, default=0) <= 3:
         found = extended(shape.n_layers)
     else:
-        found = extended(2 * layers).extended(extended(3 * layers), shape.n_layers / layers - 2)
+        found = extended(2 * len(split)).extended(extended(3 * len(split)), max(split) - 2)
     return Estimate(
         gpu,
         degrees,
