@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
@@ -91,8 +92,23 @@ def allocated_in(mode: FakeTensorMode) -> Iterator[None]:
         finally:
             mode.allow_non_fake_inputs = False
 
-    with patch.object(nn.Module, "to_empty", fake_to_empty):
+    with patch.object(nn.Module, "to_empty", fake_to_empty), _AllocatedOnDevice(mode):
         yield
+
+
+class _AllocatedOnDevice(TorchDispatchMode):
+    """Outside of ``mode``, makes new tensors on a device that is not there fake ones of ``mode``."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            with self.mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
