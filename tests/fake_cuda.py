@@ -1,14 +1,17 @@
 """A process in which torch has a GPU that computes nothing, for fake tensors whose device is "cuda".
 
 The C++ file of the same name lets autograd run on them; what torch.cuda would ask a driver for is here. Both change the
-whole process, and the C++ has to be there before torch is: so this needs a process of its own (``Workers``).
+whole process, and the C++ has to be there before torch is: so this needs a process of its own (``Worker``).
 """
 
 import ctypes
 import importlib.util
+import multiprocessing
 import shutil
 import subprocess
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,34 @@ def compile_library(folder: Path) -> Path:
     links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
     subprocess.run([COMPILER, *flags, "-o", library, SOURCE, *links], check=True)
     return library
+
+
+class Worker:
+    """A process with a fake GPU, which runs what it is given, one after the other."""
+
+    def __init__(self, folder: Path):
+        """``folder``: for the compiled library."""
+        arguments = (compile_library(folder),)
+        spawn = multiprocessing.get_context("spawn")
+        self.process = ProcessPoolExecutor(1, mp_context=spawn, initializer=install, initargs=arguments)
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call ``function``, one that pickles, there; AssertionError with its name and text for any exception."""
+        result, error = self.process.submit(_call, function, args, options).result()
+        if error:
+            raise AssertionError(error)
+        return result
+
+    def close(self) -> None:
+        self.process.shutdown()
+
+
+def _call(function: Callable[..., Any], args: Any, options: Any) -> tuple[Any, str]:
+    try:
+        return function(*args, **options), ""
+    except Exception as error:  # many do not pickle
+        stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
+        return None, f"{type(error).__name__}: {str(error)[:1000]}\n{stack}"
 
 
 def install(library: Path) -> None:

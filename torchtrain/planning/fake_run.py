@@ -27,7 +27,7 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizer import build_optimizer, local
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.ledger import Ledger, following
 from torchtrain.train_step import TrainStep
@@ -166,24 +166,25 @@ def rehearse(
     with ExitStack() as stack:
         stack.enter_context(planned_for_gpu(capability))
         stack.enter_context(fake_ranks(rank, world_size))
-        stack.enter_context(allocated_in(mode))
         if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
         stack.enter_context(compiling_for(ledger))
         if device.type == "cpu":
             stack.enter_context(kernels_of_a_gpu())
-        mesh = Mesh(device, degrees)
-        model = build_parallel_model(
-            shape,
-            mesh,
-            device,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            float8=config.float8,
-        )
+        with allocated_in(mode):
+            mesh = Mesh(device, degrees)
+            model = build_parallel_model(
+                shape,
+                mesh,
+                device,
+                training=config.training,
+                parallelism=config.parallelism,
+                activation_checkpoint=config.activation_checkpoint,
+                compile=config.compile,
+                float8=config.float8,
+            )
         with mode:
+            initialize_buffers(model.parts, device)
             return _two_steps(config, model, mesh, ledger, rank, rows, document_start)
 
 

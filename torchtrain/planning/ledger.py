@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -137,7 +137,7 @@ class Ledger(TorchDispatchMode):
         self.readbacks: list[str] = []
         """Operations that made the host wait for the device."""
         self.others: Counter[str] = Counter()
-        """Devices, other than ``device_type``, on which operations ran, with the operation."""
+        """Operations with tensors on another device than ``device_type``: their name and phase."""
         self.record = StepRecord()
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
@@ -237,7 +237,8 @@ class Ledger(TorchDispatchMode):
         if any(hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
-            self.readbacks.append(self.module or self.phase)
+            if args[0].device.type == self.device_type:
+                self.readbacks.append(f"item in {self.module or self.phase}")
             return 0 if not args[0].dtype.is_floating_point else 0.0
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
@@ -284,6 +285,8 @@ class Ledger(TorchDispatchMode):
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.device.type not in (self.device_type, "meta") for t in (*inputs, *outputs)):
+            self._note_other_device(func, args, kwargs, inputs, outputs)
         flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
             flops, share = attention_flops(func._opname, args)
@@ -292,6 +295,15 @@ class Ledger(TorchDispatchMode):
             return
         dtype = inputs[0].dtype if inputs else torch.float32
         self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
+
+    def _note_other_device(
+        self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        name, own = func._opname, self.device_type
+        self.others[f"{name} in {self.phase}"] += 1
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
+            self.readbacks.append(f"{name} in {self.module or self.phase}")
 
 
 @contextmanager
