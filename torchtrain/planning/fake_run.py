@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
+from itertools import count
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +37,7 @@ from torchtrain.planning.ledger import Ledger, following
 from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
+_numbers = count(1)  # of rehearsals
 STEPS = 2  # the second has Adam's states from its beginning
 
 
@@ -72,11 +77,20 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be ``rank`` among ``world_size`` ranks that are not there."""
+    init, number = DeviceMesh.__init__, next(_numbers)
+
+    def numbered_init(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+        init(mesh, *args, **options)
+        mesh._thread_id = number
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield
+        # DTensor remembers results by mesh. That of a rehearsal before, whose groups are gone, must not equal this one's.
+        with patch.object(DeviceMesh, "__init__", numbered_init):
+            yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 @contextmanager
@@ -168,6 +182,8 @@ def rehearse(
         stack.enter_context(fake_ranks(rank, world_size))
         if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
+        # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
+        stack.enter_context(patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value))
         stack.enter_context(compiling_for(ledger))
         if device.type == "cpu":
             stack.enter_context(kernels_of_a_gpu())

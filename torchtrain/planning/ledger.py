@@ -238,7 +238,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
             if args[0].device.type == self.device_type:
-                self.readbacks.append(f"item in {self.module or self.phase}")
+                self.readbacks.append(f"item in {self.phase}")
             return 0 if not args[0].dtype.is_floating_point else 0.0
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
@@ -285,7 +285,9 @@ class Ledger(TorchDispatchMode):
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        if any(t.device.type not in (self.device_type, "meta") for t in (*inputs, *outputs)):
+        if any(
+            t.device.type not in (self.device_type, "meta") for t in (*(t for t in inputs if t.ndim), *outputs)
+        ):  # a number is an argument of a kernel, wherever it lies
             self._note_other_device(func, args, kwargs, inputs, outputs)
         flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
@@ -303,7 +305,7 @@ class Ledger(TorchDispatchMode):
         self.others[f"{name} in {self.phase}"] += 1
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
-            self.readbacks.append(f"{name} in {self.module or self.phase}")
+            self.readbacks.append(f"{name} in {self.phase}")
 
 
 @contextmanager
