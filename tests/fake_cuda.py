@@ -80,7 +80,7 @@ def install(library: Path) -> None:
         setattr(torch.cuda, name, value)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     # Where a device has no kernel of these, autograd decomposes them.
-    kernels = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    kernels = torch.library.Library("aten", "IMPL")
     for name in OWN_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels.impl(name, _never, "CUDA")

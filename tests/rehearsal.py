@@ -127,4 +127,6 @@ def run(
         seen.append(
             Seen(rank, peak.by_kind, peak.bytes, flops, recomputed, collectives, ledger.readbacks, ledger.others)
         )
-    return Report(seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()}))
+    return Report(
+        seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()})
+    )

@@ -70,7 +70,11 @@ def test_shipped_config(gpu: fake_cuda.Worker, path: Path) -> None:
 def shipped(path: str, world_size: int) -> Report:
     parallelism = rehearsal.config_of({"job.config_file": path}).parallelism
     stages = parallelism.pipeline_parallel_layers_per_stage
-    layers = 2 * max(len(stages), 2 * parallelism.pipeline_parallel_degree) if parallelism.pipeline_parallel_degree > 1 else 2
+    layers = (
+        2 * max(len(stages), 2 * parallelism.pipeline_parallel_degree)
+        if parallelism.pipeline_parallel_degree > 1
+        else 2
+    )
     options: dict[str, Any] = {"job.config_file": path}
     if stages:
         options[f"{P}pipeline_parallel_layers_per_stage"] = f"[{', '.join(['2'] * len(stages))}]"

@@ -16,7 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_iter
 
-from torchtrain.planning.ledger import Ledger, attention_flops, matrix_flops
+from torchtrain.models.llama.documents import compiled_create_block_mask
+from torchtrain.models.llama.model import compiled_flex_attention
+from torchtrain.planning.ledger import Ledger
 
 aten = torch.ops.aten
 # Not fused: what comes from a library or over the network.
@@ -67,9 +69,7 @@ class FusedRun(fx.Interpreter):
             kept = node in self.written or node.op != "call_function"
             reads = frozenset().union(*(self._read(n) for n in node.all_input_nodes))
             self.sources[node] = frozenset([node]) if kept else reads
-        self.reads = {
-            node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written
-        }
+        self.reads = {node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written}
 
     def _read(self, node: fx.Node) -> frozenset[fx.Node]:
         return self.sources[node]
@@ -147,4 +147,6 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
     torch._dynamo.reset()
     with patch.object(nn.Module, "compile", module_compile), patch.object(torch, "compile", function_compile):
         yield
+    for made_once in (compiled_flex_attention, compiled_create_block_mask):
+        made_once.cache_clear()  # they would go on with this ledger
     torch._dynamo.reset()

@@ -85,7 +85,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        # DTensor remembers results by mesh. That of a rehearsal before, whose groups are gone, must not equal this one's.
+        # DTensor remembers results by mesh: this one must not equal that of a rehearsal before, whose groups are gone.
         with patch.object(DeviceMesh, "__init__", numbered_init):
             yield
     finally:

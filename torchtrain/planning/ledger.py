@@ -131,7 +131,7 @@ class Ledger(TorchDispatchMode):
         self.offloaded = offloaded
         self.axes: Mapping[str, str] = {}
         """The name of the mesh's axis by group name."""
-        self.live = Counter({kind: 0 for kind in KINDS})
+        self.live = Counter(dict.fromkeys(KINDS, 0))
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
         self.readbacks: list[str] = []
@@ -234,7 +234,9 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if any(hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types):
+        if any(
+            hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
+        ):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
             if args[0].device.type == self.device_type:
@@ -258,7 +260,9 @@ class Ledger(TorchDispatchMode):
         self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
 
     def _kind(self, phase: str) -> str:
-        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(phase, "temporary")
+        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(
+            phase, "temporary"
+        )
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self.phase
