@@ -199,7 +199,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
     report = debug(gpu, 8, layout(pipeline=2), fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == [
-        "collective 0 of a group: rank 0 has allreduce_ of 8 bytes, rank 4 allreduce_ of 32 bytes"
+        "call 0 of a group: rank 0 has allreduce_ of 8 bytes, rank 4 allreduce_ of 32 bytes"
     ]
 
 

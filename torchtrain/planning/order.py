@@ -45,5 +45,5 @@ def difference(name: str, calls: Sequence[Call], other_name: str, others: Sequen
     for i, (call, other) in enumerate(zip_longest(calls, others)):
         if call != other:
             one, two = (f"{c[0]} of {c[1]} bytes" if c else "nothing" for c in (call, other))
-            return f"collective {i} of a group: {name} has {one}, {other_name} {two}"
+            return f"call {i} of a group: {name} has {one}, {other_name} {two}"
     return ""
