@@ -73,12 +73,15 @@ def install(library: Path) -> None:
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
     own = ctypes.CDLL(str(library))
     import torch
+    import torch._functorch.config
 
     own.register_device()
     torch.set_num_threads(1)
     for name, value in stand_ins().items():
         setattr(torch.cuda, name, value)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    # A compiled block that recomputes attention keeps the random state. As a tensor: there are no generators to keep.
+    torch._functorch.config.graphsafe_rng_functionalization = False
     # Where a device has no kernel of these, autograd decomposes them.
     kernels = torch.library.Library("aten", "IMPL")
     for name in OWN_KERNELS:

@@ -247,6 +247,8 @@ class Ledger(TorchDispatchMode):
             inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
             if inner is not None:
                 self._note(args[inner], args[inner + 1 :], kwargs, out)
+            elif func.name().startswith("flex_attention"):
+                self._note_flex(func.name(), args, out)
             return out
         self._note(func, args, kwargs, out)
         return out
@@ -301,6 +303,16 @@ class Ledger(TorchDispatchMode):
             return
         dtype = inputs[0].dtype if inputs else torch.float32
         self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
+
+    def _note_flex(self, name: str, args: Any, out: Any) -> None:
+        """Its arguments begin with queries and keys, forward and backward; which share is masked is not known."""
+        phase, outputs = self.phase, [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._see(tensor, self._kind(phase))
+        flops, share = attention_flops("forward", args)
+        moved = sum(t.nbytes for t in (*args[:3], *outputs))
+        flops = flops * 5 // 2 if "backward" in name else flops
+        self.record.operations.append(Operation(name, phase, self.module, flops, args[0].dtype, moved, share=share))
 
     def _note_other_device(
         self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
