@@ -291,9 +291,9 @@ class Ledger(TorchDispatchMode):
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        if any(
-            t.device.type not in (self.device_type, "meta") for t in (*(t for t in inputs if t.ndim), *outputs)
-        ):  # a number is an argument of a kernel, wherever it lies
+        away = [t.device.type not in (self.device_type, "meta") for t in outputs]
+        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
+        if (away and all(away)) or any(t.ndim and t.device.type not in (self.device_type, "meta") for t in inputs):
             self._note_other_device(func, args, kwargs, inputs, outputs)
         flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
