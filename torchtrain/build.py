@@ -49,7 +49,7 @@ from torchtrain.optimizer import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.shape import check_vocabulary, given, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
@@ -296,14 +296,6 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
         for part in parts:
             part.init_weights()
     initialize_buffers(parts, device)
-
-
-def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
-    """Fill what no checkpoint holds, on ``device``: under CPU offload parameters stay behind, but not buffers."""
-    for part in parts:
-        for buffer in part.buffers():
-            buffer.data = buffer.data.to(device)
-        part.init_buffers()
 
 
 @dataclass(frozen=True)

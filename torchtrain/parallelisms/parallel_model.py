@@ -108,3 +108,12 @@ def build_parallel_model(
         pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)
     accumulation = parallelism.fsdp_gradient_accumulation
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)
+
+
+def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
+    """Fill what no checkpoint holds, on ``device``: under CPU offload parameters stay behind, but not buffers."""
+    for part in parts:
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        part.init_buffers()

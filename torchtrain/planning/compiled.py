@@ -17,6 +17,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_iter
 
+from torchtrain.models.llama.documents import compiled_create_block_mask
+from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
 
 aten = torch.ops.aten
@@ -152,4 +154,6 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
         # Dynamo looks at .grad of every tensor, and hides what torch says to that.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         yield
+    for made_once in (compiled_flex_attention, compiled_create_block_mask):
+        made_once.cache_clear()  # they would go on with this ledger
     torch._dynamo.reset()

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
+from itertools import count
 from math import prod
 from typing import Any, cast
 from unittest.mock import patch
@@ -12,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
@@ -26,12 +31,13 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizer import build_optimizer, local
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.ledger import Ledger, following
 from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
+_numbers = count(1)  # of rehearsals
 STEPS = 2  # the second has Adam's states from its beginning
 
 
@@ -77,11 +83,20 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be ``rank`` among ``world_size`` ranks that are not there."""
+    init, number = DeviceMesh.__init__, next(_numbers)
+
+    def numbered_init(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+        init(mesh, *args, **options)
+        mesh._thread_id = number
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield
+        # DTensor remembers results by mesh: this one must not equal that of a rehearsal before, whose groups are gone.
+        with patch.object(DeviceMesh, "__init__", numbered_init):
+            yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -97,8 +112,23 @@ def allocated_in(mode: FakeTensorMode) -> Iterator[None]:
         finally:
             mode.allow_non_fake_inputs = False
 
-    with patch.object(nn.Module, "to_empty", fake_to_empty):
+    with patch.object(nn.Module, "to_empty", fake_to_empty), _AllocatedOnDevice(mode):
         yield
+
+
+class _AllocatedOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Outside of ``mode``, makes new tensors on a device that is not there fake ones of ``mode``."""
+
+    def __init__(self, mode: FakeTensorMode):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            with self.mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -157,9 +187,10 @@ def rehearse(
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, world_size))
-        stack.enter_context(allocated_in(mode))
         if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
+        # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
+        stack.enter_context(patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value))
         stack.enter_context(compiling_for(ledger))
         if capability is not None:
             stack.enter_context(planned_for_gpu(capability))
@@ -167,18 +198,20 @@ def rehearse(
                 stack.enter_context(kernels_of_a_gpu())
         # As torchrun would say: the ranks of a machine.
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
-        mesh = Mesh(device, degrees)
-        model = build_parallel_model(
-            shape,
-            mesh,
-            device,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            float8=config.float8,
-        )
+        with allocated_in(mode):
+            mesh = Mesh(device, degrees)
+            model = build_parallel_model(
+                shape,
+                mesh,
+                device,
+                training=config.training,
+                parallelism=config.parallelism,
+                activation_checkpoint=config.activation_checkpoint,
+                compile=config.compile,
+                float8=config.float8,
+            )
         with mode:
+            initialize_buffers(model.parts, device)
             return _two_steps(config, model, mesh, ledger, rank, rows, document_start)
 
 

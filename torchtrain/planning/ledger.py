@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +95,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         sizes = [sum(t.nbytes for t in some) for some in tensors if some]
         return name.strip("_"), group, max(sizes, default=0)
     if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
-        group = resolve_process_group(args[-1])
+        group = resolve_process_group(args[-1])  # type: ignore[arg-type]
         sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
         return name, group, max(sizes, default=0)
     return None
@@ -141,7 +141,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.readbacks: list[str] = []
         """Operations that made the host wait for the device."""
         self.others: Counter[str] = Counter()
-        """Devices, other than ``device_type``, on which operations ran, with the operation."""
+        """Operations with tensors on another device than ``device_type``: their name and phase."""
         self.record = StepRecord()
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
@@ -211,7 +211,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _allocated(self, entry: _Storage, size: int) -> None:
         if size != 0:
             device = torch.cpu if self.device_type == "cpu" else torch.cuda
-            entry.number, entry.stream = len(self.allocations), id(device.current_stream())  # type: ignore[attr-defined]
+            entry.number, entry.stream = len(self.allocations), id(device.current_stream())
         elif entry.bytes == 0:
             return
         self.allocations.append(Allocation(entry.number, size, entry.stream))
@@ -243,7 +243,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default:
-            self.readbacks.append(self.module or self.phase)
+            if args[0].device.type == self.device_type:
+                self.readbacks.append(f"item in {self.phase}")
             if isinstance(args[0], FakeTensor):
                 return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
@@ -251,6 +252,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
             if inner is not None:
                 self._note(args[inner], args[inner + 1 :], kwargs, out)
+            elif str(func).startswith("flex_attention"):
+                self._note_flex(str(func), args, out)
             return out
         self._note(func, args, kwargs, out)
         return out
@@ -293,6 +296,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        away = [t.device.type not in (self.device_type, "meta") for t in outputs]
+        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
+        if (away and all(away)) or any(t.ndim and t.device.type not in (self.device_type, "meta") for t in inputs):
+            self._note_other_device(func, args, kwargs, inputs, outputs)
         flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
             flops, share = attention_flops(func._opname, args)
@@ -301,6 +308,25 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         dtype = inputs[0].dtype if inputs else torch.float32
         self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
+
+    def _note_flex(self, name: str, args: Any, out: Any) -> None:
+        """Its arguments begin with queries and keys, forward and backward; which share is masked is not known."""
+        phase, outputs = self.phase, [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._see(tensor, self._kind(phase))
+        flops, share = attention_flops("forward", args)
+        moved = sum(t.nbytes for t in (*args[:3], *outputs))
+        flops = flops * 5 // 2 if "backward" in name else flops
+        self.record.operations.append(Operation(name, phase, self.module, flops, args[0].dtype, moved, share=share))
+
+    def _note_other_device(
+        self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        name, own = func._opname, self.device_type
+        self.others[f"{name} in {self.phase}"] += 1
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
+            self.readbacks.append(f"{name} in {self.phase}")
 
 
 @contextmanager

@@ -187,8 +187,8 @@ def estimate(
     """Rehearse one rank of each kind, and time them together.
 
     ``config`` must be one that ``build.check_run`` passes. With ``split``, the layers of each pipeline stage, or of the
-    whole model without a pipeline, it is rehearsed with two and with three layers a stage and extended from these, as if
-    all stages had as many as the largest: exact where they have, and where the peak of memory stays where it is.
+    whole model without a pipeline, it is rehearsed with two and with three layers a stage and extended from these, as
+    if all stages had as many as the largest: exact where they have, and where the peak of memory stays where it is.
     """
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     clock = Clock(gpu, config.estimate.gpus_per_node, efficiency or Efficiency(), config)

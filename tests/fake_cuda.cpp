@@ -1,0 +1,70 @@
+// A CUDA device that does nothing: enough of it in C++ for autograd to run on fake CUDA tensors, without a GPU.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream getDefaultStream(Device device) const override { return getStream(device); }
+  Stream getNewStream(Device device, int) const override { return getStream(device); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
+  Stream exchangeStream(Stream) const override { return getStream(getDevice()); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+};
+
+struct Hooks final : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+};
+
+
+
+}  // namespace
+
+namespace at {
+// Preferred: a build of torch for CUDA has registered its own.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
+}  // namespace at
+
+// Which kernel scaled_dot_product_attention takes: 0 math, 1 flash, 2 memory-efficient (at::SDPBackend). After
+// sdp_utils.cpp for an A100 or H100 without cuDNN: flash has 16 bits and no mask, the other no grouped heads.
+int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
+                         const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
+  const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  if (half && !mask.has_value()) return 1;
+  return query.size(1) == key.size(1) ? 2 : 0;
+}
+
+// Called when torch is there: a build for CUDA brings its own.
+extern "C" void register_device() {
+  static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(attention_kernel);
+}

@@ -1,0 +1,149 @@
+"""A process in which torch has a GPU that computes nothing, for fake tensors whose device is "cuda".
+
+The C++ file of the same name lets autograd run on them; what torch.cuda would ask a driver for is here. Both change the
+whole process, and the C++ has to be there before torch is: so this needs a process of its own (``Worker``).
+"""
+
+import ctypes
+import importlib.util
+import multiprocessing
+import shutil
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILER = shutil.which("g++")
+CAPABILITY = (9, 0)
+OWN_KERNELS = ("silu_backward",)
+
+
+def torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+def compile_library(folder: Path) -> Path:
+    assert COMPILER is not None, "needs g++"
+    library, torch = folder / "fake_cuda.so", torch_folder()
+    flags = ["-shared", "-fPIC", "-O0", "-w", "-std=c++20", f"-I{torch / 'include'}"]
+    links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+    subprocess.run([COMPILER, *flags, "-o", library, SOURCE, *links], check=True)
+    return library
+
+
+class Worker:
+    """A process with a fake GPU, which runs what it is given, one after the other."""
+
+    def __init__(self, folder: Path):
+        """``folder``: for the compiled library."""
+        arguments = (compile_library(folder),)
+        spawn = multiprocessing.get_context("spawn")
+        self.process = ProcessPoolExecutor(1, mp_context=spawn, initializer=install, initargs=arguments)
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call ``function``, one that pickles, there; AssertionError with its name and text for any exception."""
+        result, error = self.process.submit(_call, function, args, options).result()
+        if error:
+            raise AssertionError(error)
+        return result
+
+    def close(self) -> None:
+        self.process.shutdown()
+
+
+def _call(function: Callable[..., Any], args: Any, options: Any) -> tuple[Any, str]:
+    try:
+        return function(*args, **options), ""
+    except Exception as error:  # many do not pickle
+        stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
+        return None, f"{type(error).__name__}: {str(error)[:1000]}\n{stack}"
+
+
+def install(library: Path) -> None:
+    """Make this process, which has not imported torch, one with a GPU."""
+    libraries = torch_folder() / "lib"
+    for name in ("libtorch_global_deps.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    own = ctypes.CDLL(str(library))
+    import torch
+    import torch._functorch.config
+
+    own.register_device()
+    torch.set_num_threads(1)
+    for name, value in stand_ins().items():
+        setattr(torch.cuda, name, value)
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    # A compiled block that recomputes attention keeps the random state. As a tensor: there are no generators to keep.
+    torch._functorch.config.graphsafe_rng_functionalization = False
+    # Where a device has no kernel of these, autograd decomposes them.
+    kernels = torch.library.Library("aten", "IMPL")
+    for name in OWN_KERNELS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            kernels.impl(name, _never, "CUDA")
+    globals()["_kernels"] = kernels
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a fake tensor takes the shapes of an operator, and does not call it")
+
+
+class Stream:
+    """Nothing runs on it; it knows that it is another one."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        self.device, self.priority = device, priority
+
+    def wait_stream(self, stream: "Stream") -> None: ...
+    def wait_event(self, event: "Event") -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any): ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def stand_ins() -> dict[str, Any]:
+    import torch
+
+    streams = [Stream()]
+
+    @contextmanager
+    def stream(entered: Stream | None) -> Iterator[None]:
+        streams.append(entered or streams[-1])
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": lambda device=None: streams[-1],  # noqa: ARG005
+        "default_stream": lambda device=None: streams[0],  # noqa: ARG005
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,  # noqa: ARG005
+        "device_count": lambda: 1,
+        "is_initialized": lambda: True,
+        "synchronize": lambda device=None: None,  # noqa: ARG005
+        "get_device_name": lambda device=None: "a fake GPU",  # noqa: ARG005
+        "get_device_capability": lambda device=None: CAPABILITY,  # noqa: ARG005
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),  # noqa: ARG005
+        "set_rng_state": lambda state, device=None: None,  # noqa: ARG005
+    }

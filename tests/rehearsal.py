@@ -1,0 +1,132 @@
+"""Rehearsals of a config on a fake GPU, and what they show: run inside ``fake_cuda.Worker``."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchtrain.build import check_run, model_shape, resolve_global_batch_size
+from torchtrain.config.parse import parse
+from torchtrain.config.schema import JobConfig
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
+from torchtrain.planning.order import disagreements
+
+CAPABILITY = (9, 0)
+# On the host, by design: a batch is made and its labels are counted there, and what the guard found is sent there.
+HOST_WORK = {
+    *("empty in forward", "clone in forward", "ne in forward", "sum in forward", "_to_copy in forward"),
+    *("empty in update", "copy_ in update"),
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank did in its second step; the last two, in both."""
+
+    rank: int
+    peak: Mapping[str, int]  # live bytes by kind
+    peak_bytes: int
+    flops: int
+    recomputed: int  # flops of that
+    collectives: Counter[tuple[str, str, int]]  # axis, operation, bytes
+    readbacks: Sequence[str]
+    others: Counter[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    ranks: Sequence[Seen]
+    disagreements: Sequence[str]
+
+    @property
+    def host_work(self) -> set[str]:
+        """Operations on the host that no step should have."""
+        return {name for seen in self.ranks for name in seen.others} - HOST_WORK
+
+    @property
+    def readbacks(self) -> list[str]:
+        return [where for seen in self.ranks for where in seen.readbacks]
+
+
+def config_of(options: Mapping[str, Any]) -> JobConfig:
+    """``options``: as on the command line; True and False for flags."""
+    arguments = []
+    for key, value in options.items():
+        if isinstance(value, bool):
+            section, _, name = key.rpartition(".")
+            arguments.append(f"--{section}.{name}" if value else f"--{section}.no-{name}")
+        else:
+            arguments += [f"--{key}", str(value)]
+    return parse(arguments)
+
+
+def neighbors(degrees: Degrees) -> list[int]:
+    """Rank 0 and, on each axis, the next: with them each kind of group has two ranks that can be compared."""
+    ranks, stride = [0], 1
+    for axis in ("tensor", "context", "shard", "replicate"):
+        if getattr(degrees, axis) > 1:
+            ranks.append(stride)
+        stride *= getattr(degrees, axis)
+    return ranks
+
+
+def run(
+    options: Mapping[str, Any],
+    world_size: int,
+    *,
+    shape: Mapping[str, Any],
+    device: str = "cuda",
+    compare: bool = False,
+    max_microbatches: int = 2,
+    fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Report:
+    """Refuse what ``train`` refuses; then rehearse each kind of rank, with ``compare`` also one more along each axis.
+
+    Args:
+        shape: fields of the model that replace those of its flavor.
+        device: of the fake tensors.
+        max_microbatches: of those that accumulate: more of them do the same again.
+        fault: entered around it.
+    """
+    config = config_of(options)
+    degrees = resolve_degrees(config.parallelism, world_size)
+    rows = resolve_global_batch_size(config, degrees) // degrees.batch
+    rows = min(rows, max_microbatches * config.training.local_batch_size)
+    model = replace(model_shape(config, None), **shape)
+    with planned_for_gpu(CAPABILITY):
+        check_run(config, torch.device("cuda"), degrees, model)
+    ranks = sorted({*ranks_of_each_kind(degrees), *(neighbors(degrees) if compare else ())})
+    with fault():
+        records = {
+            rank: rehearse(
+                config,
+                model,
+                degrees,
+                rank,
+                rows=rows,
+                document_start=0 if config.data.document_mask else None,
+                capability=CAPABILITY,
+                device=torch.device(device, 0) if device == "cuda" else None,
+            )
+            for rank in ranks
+        }
+    seen = []
+    for rank, record in records.items():
+        step = record.ledger.steps[-1]
+        assert step.peak is not None
+        collectives = Counter((o.axis, o.name, o.bytes) for o in step.operations if o.axis)
+        flops = sum(o.flops for o in step.operations)
+        recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
+        ledger = record.ledger
+        peak = step.peak
+        seen.append(
+            Seen(rank, peak.by_kind, peak.bytes, flops, recomputed, collectives, ledger.readbacks, ledger.others)
+        )
+    return Report(
+        seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()})
+    )
