@@ -175,7 +175,7 @@ def test_traffic_of_accumulation() -> None:
         way: max(sizes[KINDS.index("gradients")] for sizes in record.ledger.steps[-1].timeline)
         for way, record in by.items()
     }
-    assert kept["unsharded"] > 3 * kept["sharded"]
+    assert kept["unsharded"] > 2 * kept["sharded"]  # that of one block is whole for a moment
 
 
 def test_published_identities() -> None:

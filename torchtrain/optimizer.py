@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchtrain.config.schema import Optimizer
+from torchtrain.devices import device_kind
 from torchtrain.distributed.process_group import all_reduce
 
 FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
@@ -50,6 +51,7 @@ class ShardedAdamW(torch.optim.AdamW):
         self._padded: list[tuple[Tensor, Tensor]] = []
         super().step(closure)
         copy_back(self._padded)
+        self._padded.clear()  # or gradients would live on
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
@@ -113,7 +115,7 @@ def pad(tensor: Tensor) -> Tensor:
     There the fused kernel rounds otherwise what does not fill a vector, and that must not depend on how a parameter is
     split.
     """
-    missing = -tensor.numel() % 64 if tensor.device.type == "cpu" else 0
+    missing = -tensor.numel() % 64 if device_kind(tensor.device.type) == "cpu" else 0
     return nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
 
 
@@ -173,7 +175,7 @@ def row_norms(gradient: Tensor, exact: bool) -> Tensor:
     """Of a matrix the norm of each row, of a vector that of each element."""
     if gradient.ndim == 1:
         return gradient.abs()
-    if not exact or gradient.device.type == "cpu":
+    if not exact or device_kind(gradient.device.type) == "cpu":
         norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
         return norms.flatten()
     # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
