@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from torchtrain.build import check_run, model_shape, resolve_global_batch_size
+from torchtrain.build import check_run, resolve_global_batch_size
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.order import disagreements
+from torchtrain.shape import model_shape
 
 CAPABILITY = (9, 0)
 # On the host, by design: a batch is made and its labels are counted there, and what the guard found is sent there.
@@ -97,7 +98,7 @@ def run(
     degrees = resolve_degrees(config.parallelism, world_size)
     rows = resolve_global_batch_size(config, degrees) // degrees.batch
     rows = min(rows, max_microbatches * config.training.local_batch_size)
-    model = replace(model_shape(config, None), **shape)
+    model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
     with planned_for_gpu(CAPABILITY):
         check_run(config, torch.device("cuda"), degrees, model)
     ranks = sorted({*ranks_of_each_kind(degrees), *(neighbors(degrees) if compare else ())})

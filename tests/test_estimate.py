@@ -196,13 +196,12 @@ def test_published_identities() -> None:
 
 @pytest.mark.parametrize("parallelism", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(parallelism: dict[str, Any]) -> None:
-    shape = replace(SHAPE, n_layers=10, vocab_size=64)  # layers decide where the peak is
-    split = {"pipeline_parallel_layers_per_stage": (5, 5)} if "pipeline_parallel_degree" in parallelism else {}
-    sections = {"parallelism": {**parallelism, **split}, "training": {"local_batch_size": 2, "global_batch_size": -1}}
-    config = config_of(**sections, estimate={"world_size": 4})
-    config = replace(config, training=replace(config.training, global_batch_size=40))
-    whole = estimate(config, shape, 40, GPUS["h100-80"])
-    few = estimate(config, shape, 40, GPUS["h100-80"], split=(5, 5) if split else (10,))
+    shape = replace(SHAPE, n_layers=8, vocab_size=64)  # layers decide where the peak is
+    split = {"pipeline_parallel_layers_per_stage": (4, 4)} if "pipeline_parallel_degree" in parallelism else {}
+    training = {"local_batch_size": 2 if split else 1, "global_batch_size": 16}
+    config = config_of(parallelism={**parallelism, **split}, training=training, estimate={"world_size": 4})
+    whole = estimate(config, shape, 16, GPUS["h100-80"])
+    few = estimate(config, shape, 16, GPUS["h100-80"], split=(4, 4) if split else (8,))
     assert few.figures.flops_by_phase == whole.figures.flops_by_phase
     assert few.figures.collectives == whole.figures.collectives
     for one, other in zip(few.figures.ranks, whole.figures.ranks, strict=True):
@@ -272,9 +271,9 @@ def test_search_writes_what_the_trainer_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "SEARCH_SECONDS", 4)
-    best = tmp_path / "best.toml"
-    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(best)]
-    assert door.main(argv) == 0
+    best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
+    argv = [*OPTIONS, *small, "--estimate.world_size", "4", "--estimate.search"]
+    assert door.main([*argv, "--estimate.output", str(best)]) == 0
     out = capsys.readouterr().out
     rates = [float(line.split()[-2].replace(",", "")) for line in out.splitlines() if line.endswith("%")]
     assert all(first >= second for first, second in pairwise(rates))
@@ -283,6 +282,5 @@ def test_search_writes_what_the_trainer_takes(
     # What it rehearsed of few layers is what all of them do.
     whole = door.estimate_of(replace(config, estimate=replace(config.estimate, world_size=4)))
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
-    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.memory_gib", "0.01"]
-    assert door.main(argv) == 2
+    assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
