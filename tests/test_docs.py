@@ -39,6 +39,7 @@ PATH = [
     "python -m torchtrain.prepare --prepare.output prepared/books --prepare.verify",
     "python scripts/document_config.py",
 ]
+PLANNED = "takes half a minute; tests/test_estimate.py runs its like"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
 # Not run as they stand, and why.
 LISTED = {
@@ -62,6 +63,13 @@ LISTED = {
     'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
     "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
     "python scripts/benchmark_data.py --only_cold --rounds 2": "takes minutes",
+    "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
+    "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
+    "--estimate.gpu h100-80": PLANNED,
+    "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
+    "--estimate.search --estimate.output layout.toml": PLANNED,
+    "python scripts/validate_estimate.py": "takes five minutes; run by hand",
+    "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; .ci/run does it",
     "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",

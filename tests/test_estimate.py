@@ -13,6 +13,7 @@ from parity import TINY, admit_all, build, config_of
 from torch.profiler import ProfilerActivity, profile
 
 from torchtrain import estimate as door
+from torchtrain import train as trainer
 from torchtrain.build import resolve_global_batch_size
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import JobConfig
@@ -227,7 +228,22 @@ def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
     assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
 
 
-# The door
+# The doors
+
+
+def test_a_gpu_that_runs_out_of_memory_names_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: JobConfig) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(trainer, "train", full)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.main(["--job.description", "a b"])
+    said = capsys.readouterr().err
+    assert "2.00 GiB" in said
+    assert "python -m torchtrain.estimate --job.description 'a b' --estimate.world_size 8" in said
 
 
 OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--training.seq_len", "64"]

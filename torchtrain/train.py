@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,9 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
 
     def run() -> int:
-        config = parse(sys.argv[1:] if argv is None else argv, print_errors=is_first)
+        options = sys.argv[1:] if argv is None else argv
+        config = parse(options, print_errors=is_first)
         try:
             return train(config)
+        except RuntimeError as error:
+            if type(error).__name__ == "OutOfMemoryError":  # torch's
+                ranks = os.environ.get("WORLD_SIZE", "1")
+                logger.error(
+                    "%s\nTo see where the memory of such a run goes, and what would fit: python -m torchtrain.estimate "
+                    "%s --estimate.world_size %s, with --estimate.search for a layout (docs/estimate.md)",
+                    error,
+                    shlex.join(options),
+                    ranks,
+                )
+            raise
         except StoppedError as error:
             from torchtrain.faults.stopping import exit_code_when_stopped
 

@@ -4,6 +4,7 @@ Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https:
 DTensor placements. Between the matrices the residual stream (bs, seq, dim) is split along seq.
 """
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,4 +87,6 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     import torch._inductor.config  # slow to import, and of no use elsewhere
 
     torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 does without
+        enable_symm_mem_for_group(mesh.get_group().group_name)
