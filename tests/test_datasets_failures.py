@@ -72,7 +72,7 @@ def read_until_failure(prefetch: int) -> tuple[int, str, str]:
     try:
         for _ in loader:
             steps += 1
-            time.sleep(0.2)  # so that the background is ahead
+            time.sleep(1.0)  # so that the background is ahead, on a busy machine too
     except (DataError, OSError) as error:
         return steps, type(error).__name__, str(error)
     return steps, "", ""

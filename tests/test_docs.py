@@ -68,6 +68,7 @@ LISTED = {
     "--estimate.gpu h100-80": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
+    "python -m torchtrain.estimate": PLANNED,
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "tensorboard --logdir outputs": "serves until it is stopped",

@@ -133,7 +133,7 @@ def test_offload(gpu: fake_cuda.Worker, name: str) -> None:
 
 # The same on the CPU, where the planner works by default.
 
-ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
+ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B")
 
 
 @pytest.mark.parametrize("name", ALIKE)

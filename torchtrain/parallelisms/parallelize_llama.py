@@ -64,6 +64,9 @@ def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoin
 
     if activation_checkpoint.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
+        # Tensor parallelism's mesh, which holds no tensors; torch 2.13 will not count it otherwise.
+        if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+            torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     # It warns of in-place operations under selective checkpointing. A block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Nothing in a block is random, so that no generator's state need be kept for what is computed again. On a CPU torch

@@ -148,6 +148,8 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
     torch._dynamo.reset()
     with (
         warnings.catch_warnings(),
+        # What one rehearsal sets is not for the next.
+        torch._functorch.config.patch(activation_memory_budget=1.0),
         patch.object(nn.Module, "compile", module_compile),
         patch.object(torch, "compile", function_compile),
     ):

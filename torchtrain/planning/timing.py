@@ -136,6 +136,6 @@ class _Rank:
             else:
                 seconds = clock.communicate(operation)
                 if operation.axis == "tensor" and clock.async_tensor:
-                    seconds /= len(operation.ranks)  # the first part; the others arrive beside the products
+                    seconds *= 1 - clock.efficiency.async_tensor
                 device = wait(max(device, host) + seconds, operation.axis)
         time.seconds = wait(stream, "shard")
