@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from forked_run import finish
 from json_tokenizers import save_tokenizer
-from test_evaluate import TASKS, write_tasks
+from test_evaluate import write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtrain import convert, generate
@@ -47,11 +47,11 @@ def score(model: str, arguments: str, tasks: Path, monkeypatch: pytest.MonkeyPat
     from torchtrain import evaluate
 
     output = tasks / f"scores-{model}"
-    words = ["evaluate", "--model", model, "--model_args", arguments, "--tasks", ",".join(TASKS), "--device", "cpu"]
+    words = ["evaluate", "--model", model, "--model_args", arguments, "--tasks", "rolling", "--device", "cpu"]
     words += ["--include_path", str(tasks), "--output_path", str(output)]
     monkeypatch.setattr(sys, "argv", words)
     assert evaluate.main() == 0
-    results: dict[str, Any] = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
+    results: dict[str, Any] = json.loads(next(output.rglob("results_*.json")).read_text())["results"]["rolling"]
     return results
 
 
@@ -103,7 +103,4 @@ def test_from_a_folder_of_transformers_to_one(
     write_tasks(tmp_path)
     ours = score("torchtrain", f"checkpoint={exported}", tmp_path, monkeypatch)
     reference = score("hf", f"pretrained={exported},dtype=float32,add_bos_token=True", tmp_path, monkeypatch)
-    for task in TASKS:
-        for metric, value in reference[task].items():
-            if isinstance(value, float):
-                assert ours[task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
+    assert ours["bits_per_byte,none"] == pytest.approx(reference["bits_per_byte,none"], rel=1e-5)
