@@ -179,6 +179,15 @@ def test_traffic_of_accumulation() -> None:
     assert kept["unsharded"] > 2 * kept["sharded"]  # that of one block is whole for a moment
 
 
+def test_exact_sums_keep_eight_bytes_of_each_gradient() -> None:
+    fast, exact = (planned(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
+    kept = [max(sizes[KINDS.index("gradients")] for sizes in r.ledger.steps[-1].timeline) for r in (fast, exact)]
+    assert kept[1] > 1.5 * kept[0]
+    # They travel as they are, and are added where they arrive.
+    assert "alltoall_base" in sent(exact, "shard")
+    assert "reduce_scatter_base" not in sent(exact, "shard")
+
+
 def test_published_identities() -> None:
     """8B on 8 GPUs, torchtitan #822: Adam's states, 2 x 4 N / 8; reshard never minus default, 31 blocks in bfloat16."""
 

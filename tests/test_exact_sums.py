@@ -198,7 +198,7 @@ def heavy_tailed(summands: int, elements: int, scale: float) -> Tensor:
 
 def sums_for(largest: float, summands: int) -> ExactSums:
     sums = ExactSums(torch.device("cpu"))
-    sums.exponent.fill_(math.frexp(largest)[1])
+    sums.exponent = math.frexp(largest)[1]
     sums.begin(summands)
     return sums
 
@@ -242,7 +242,7 @@ def _finish(summands: list[float]) -> list[Any]:
         sums.see(summand)
         total = sums.rounded(summand).float() if sums.limit > UNKNOWN // 2 else torch.zeros(2, 1)
         model.weight.grad = DTensor.from_local(total[:1], mesh, [torch.distributed.tensor.Shard(0)])
-        found += [sums.finish([model]), model.weight.grad.to_local().item(), int(sums.exponent)]
+        found += [sums.finish([model]), model.weight.grad.to_local().item(), sums.exponent]
     return found
 
 

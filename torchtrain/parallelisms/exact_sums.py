@@ -30,21 +30,21 @@ class ExactSums(Stateful):
     """The spacing, on all ranks alike. Checkpoints hold what it depends on."""
 
     def __init__(self, device: torch.device) -> None:
-        self.exponent = torch.tensor(UNKNOWN)  # of a power of two above the last step's largest summand
-        self.largest = torch.zeros((), device=device)  # summand of this step
+        self.exponent = UNKNOWN  # of a power of two above the last step's largest summand
+        self.device = device
         self.limit = self.spacing = 0  # exponents of two
 
     def state_dict(self) -> dict[str, Any]:
-        return {"exponent": self.exponent}
+        return {"exponent": torch.tensor(self.exponent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do: the tensor of ``state_dict`` is this one's own."""
+        self.exponent = int(state_dict["exponent"])
 
     def begin(self, summands: int) -> None:
         """Call it before the first backward of a step. ``summands``: at most as many add up to an element."""
-        self.limit = int(self.exponent) + HEADROOM_BITS
+        self.limit = self.exponent + HEADROOM_BITS
         self.spacing = max(MIN_SPACING, self.limit + (summands - 1).bit_length() - SUM_BITS)
-        self.largest.zero_()
+        self.largest = torch.zeros((), device=self.device)  # summand of this step
 
     def see(self, summands: Tensor) -> None:
         """Note how large they are, before they are rounded."""
@@ -69,8 +69,8 @@ class ExactSums(Stateful):
         largest = self.largest.item()
         scale = 2.0**self.spacing if math.isfinite(largest) else math.nan
         if math.isfinite(largest) and largest > 0:
-            self.exponent.fill_(exponent := math.frexp(largest)[1])
-            if exponent > self.limit:
+            self.exponent = math.frexp(largest)[1]
+            if self.exponent > self.limit:
                 return False
         torch._foreach_mul_(gradients, scale)
         return True

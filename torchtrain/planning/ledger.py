@@ -371,6 +371,7 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
 
     def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
         reduce(group, *args)
+        ledger.adopt(group._partial_reduce_output, "gradients")  # of HSDP, between microbatches
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
