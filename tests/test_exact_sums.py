@@ -137,6 +137,16 @@ SLOW = {
         TINY,
         [(2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2}), (8, {"tensor_parallel_degree": 2})],
     ),
+    "tensor, bfloat16": (
+        {"training": BFLOAT16},
+        TINY,
+        [(2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2})],
+    ),
+    "context, bfloat16": (
+        {"training": BFLOAT16},
+        TINY,
+        [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})],
+    ),
     "compiled": ({"compile": {"enable": True}}, TINY, [(1, {}), (2, {}), (3, {})]),
     "tied pipeline": (
         {"training": {"local_batch_size": 4}},
@@ -151,13 +161,19 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_any_layout_with(gloo: GlooPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, STEPS) for name in TOGETHER),
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in TOGETHER | SLOW),
+    ],
+)
+def test_any_layout_with(gloo: GlooPool, name: str, steps: int) -> None:
     changes, shape, layouts = (TOGETHER | SLOW)[name]
     (ranks, parallelism), *others = layouts
-    first = run(gloo, ranks, config_with(parallelism, **changes), shape)
+    first = run(gloo, ranks, config_with(parallelism, **changes), shape, steps)
     for ranks, parallelism in others:
-        assert_same_bits(run(gloo, ranks, config_with(parallelism, **changes), shape), first)
+        assert_same_bits(run(gloo, ranks, config_with(parallelism, **changes), shape, steps), first)
 
 
 def test_documents_kept_apart(gloo: GlooPool) -> None:

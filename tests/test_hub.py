@@ -4,7 +4,9 @@ import gzip
 import io
 import json
 import logging
+import pickle
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,32 @@ def test_revisions(hub: Hub) -> None:
     # A checkpoint from before this option is not another run for it.
     old, new = JobConfig(data=Data(sources=sources[:2])), JobConfig(data=Data(sources=pinned.sources[:2]))
     assert differences(to_toml(old), to_toml(new)) == []
+
+
+class _OfAnotherNode:
+    """What names files that do not lie here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/there/is/no/such/file",)
+
+
+def test_one_rank_downloads_for_all(hub: Hub) -> None:
+    source = Source(name="org/downloaded", subset="sample", revision=hub.add("org/downloaded", fineweb()))
+    answers: list[bytes] = []
+
+    def first_rank(question: Callable[[], bytes]) -> bytes:
+        answers.append(question())
+        return answers[0]
+
+    first = client.open_downloaded(source, "it", first_rank)
+    assert any("/files/" in request.path for request in hub.requests)
+    hub.requests.clear()
+    second = client.open_downloaded(source, "it", lambda _: answers[0])
+    assert hub.requests == []
+    of_another_node = client.open_downloaded(source, "it", lambda _: pickle.dumps(_OfAnotherNode()))
+    for other in (second, of_another_node):
+        assert other.identity() == first.identity()
+        assert list(other.read_all(range(other.units))) == list(first.read_all(range(first.units)))
 
 
 def losses(folder: Path) -> list[float]:

@@ -6,6 +6,7 @@ revision that was found.
 
 import contextlib
 import itertools
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -56,12 +57,20 @@ def find_revision(source: Source, label: str) -> str | None:
     return cast(str, patiently_asked(ask, label).sha)
 
 
-def open_downloaded(source: Source, label: str) -> LocalText:
-    """A dataset of the hub, fetched in full the first time."""
-    datasets.disable_progress_bars()  # they would come from every rank
-    _fetch_card(source, label)
-    load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
-    dataset = patiently_asked(lambda: load(split=source.split), label)
+def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
+    """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another."""
+    datasets.disable_progress_bars()
+
+    def load() -> bytes:
+        _fetch_card(source, label)
+        load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
+        return pickle.dumps(patiently_asked(lambda: load(split=source.split), label))  # the paths of its files
+
+    pickled = ask(load)
+    try:
+        dataset = pickle.loads(pickled)
+    except FileNotFoundError:
+        dataset = pickle.loads(load())
     # The hub's revision is in it, and no path.
     return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
 

@@ -73,5 +73,5 @@ def open_text(source: Source, key: str, lanes: int, ask: Ask = alone) -> TextSou
         return open_standard_library()
     label = label_of(source, key)
     if source.download:
-        return open_downloaded(source, label)
+        return open_downloaded(source, label, ask)
     return open_streamed(source, lanes, label, ask)
