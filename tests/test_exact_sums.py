@@ -189,6 +189,7 @@ def test_a_pipeline_has_the_bits_of_one_rank_with_its_microbatches(gloo: GlooPoo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("local_batch_size", [1, 3])
 def test_all_layouts_over_20_steps(gloo: GlooPool, dtype: str, local_batch_size: int) -> None:
