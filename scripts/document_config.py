@@ -1,14 +1,11 @@
-"""Write two pages in docs/: python scripts/document_config.py
+"""Write what documents the code: python scripts/document_config.py
 
-configuration.md is made of the dataclasses in torchtrain/config/schema.py, from-torchtitan.md of the table in
-torchtrain/assets/from_torchtitan.toml.
+docs/configuration.md is made of the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md of the table in
+torchtrain/assets/from_torchtitan.toml. In the README the lines of the files to read are counted.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
-import types
+import re
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -16,66 +13,56 @@ from typing import Any, Literal
 import tomli
 
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, Source, Sources
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Configuration
 
-Made by `python scripts/document_config.py` from
-[torchtrain/config/schema.py](../torchtrain/config/schema.py); a test says so when it is out of date.
+Every option with its text, type and default:
 
-Options come from three places, the later winning: the defaults below, the TOML file of `--job.config_file`, the command
-line. In the file an option stands under its section (`[training]`, then `steps = 100`), on the command line it is
-`--training.steps 100`. Booleans are flags there: `--compile.enable`, `--compile.no-enable`. What is misspelt, of the
-wrong type or impossible is an error that names the key, before any work starts. The resolved config of a run lies in
-its dump folder as `config.toml`.
+```bash
+python -m torchtrain.train --help
+```
+
+The same texts stand under the options in [torchtrain/config/schema.py](../torchtrain/config/schema.py). This page lists
+the names and defaults of all. `python scripts/document_config.py` makes it; a test says when it is out of date.
+
+Options come from three places, the later winning: the defaults, the TOML file of `--job.config_file`, the command line.
+
+| in the TOML file | on the command line |
+| --- | --- |
+| `steps = 100` under `[training]` | `--training.steps 100` |
+| `enable = true` under `[compile]` | `--compile.enable` |
+| `enable = false` under `[compile]` | `--compile.no-enable` |
+| `path = ["a.jsonl", "b.jsonl"]` under `[data]` | `--data.path a.jsonl b.jsonl` |
+
+An option that does not exist, a value of the wrong type and an impossible combination are errors that name the option,
+before any work starts. The resolved config of a run is `config.toml` in its dump folder.
+
+Below, the first value is the default, and the others of a choice follow it. An option without a value is not set.
 """
 
 FROM_TORCHTITAN_HEAD = """\
 # Coming from torchtitan
 
-Made by `python scripts/document_config.py` from
-[torchtrain/assets/from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml); a test says so when it is out of
-date.
+A TOML file of torchtitan 0.1 or 0.2, or of the months before, is refused with one message: it names every key that has
+another name here, and every key that does not exist here, with the reason. Other keys are the same. **Look at the
+defaults that differ**: a key that the file does not have changes a run silently.
 
-Sections and keys are those of torchtitan's TOML files from its first year, where the thing is the same. The table names
-every key of its versions 0.1 and 0.2, and of the months before. A file from there is refused with one message that
-names all keys that are others here, and what they are. **Look at the defaults that differ, too**: a key that is not
-written in the file changes a run silently. Where a default differs, both are given.
+Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`. Booleans on the
+command line are flags in both; `--compile.no-enable` switches one off.
 
-Booleans on the command line are flags in both: `--compile.enable`. To switch one off: `--compile.no-enable`.
-
-Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`.
+`python scripts/document_config.py` makes this page of
+[torchtrain/assets/from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml); a test says when it is out of date.
 """
 
 
-def field_texts(section: type) -> dict[str, str]:
-    """The text under each field of a dataclass and of those it inherits from."""
-    texts: dict[str, str] = {}
-    for owner in reversed(section.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(owner)).body[0].body
-        for statement, after in itertools.pairwise(body):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if isinstance(statement, ast.AnnAssign) and is_text:
-                texts[statement.target.id] = inspect.cleandoc(after.value.value)
-    return texts
-
-
-def type_name(hint: Any) -> str:
-    """A type as a user of TOML thinks of it."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return type_name(arguments[0])
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(type_name(argument) for argument in arguments if argument is not type(None))
-    if origin is Literal:
-        return " or ".join(f"`{toml(argument)}`" for argument in arguments)
-    if origin is tuple:
-        return f"list of {type_name(arguments[0])}"
-    if dataclasses.is_dataclass(hint):
-        return f"table ([{hint.__name__}](#{hint.__name__.lower()}))"
-    return {int: "integer", float: "number", bool: "boolean", str: "string"}[hint]
+def choices(hint: Any) -> list[Any]:
+    """The values of a Literal in ``hint``."""
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    return [choice for argument in typing.get_args(hint) for choice in choices(argument)]
 
 
 def toml(value: Any) -> str:
@@ -86,18 +73,20 @@ def toml(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def table(section: type, prefix: str) -> list[str]:
-    texts, hints = field_texts(section), typing.get_type_hints(section, include_extras=True)
-    lines = ["| option | default | type | |", "| --- | --- | --- | --- |"]
+def options(section: type) -> str:
+    """The options of a section with their defaults, in a line."""
+    hints, texts = typing.get_type_hints(section, include_extras=True), []
+    inherited = Source.__dataclass_fields__ if issubclass(section, Sources) else {}
+    if inherited:
+        texts.append("the keys of [Source](#source)")
     for field in dataclasses.fields(section):
-        if field.default is not dataclasses.MISSING:
-            default = "" if field.default is None else f"`{toml(field.default)}`"
-        else:
-            is_single = field.default_factory is dataclasses.MISSING or dataclasses.is_dataclass(hints[field.name])
-            default = "" if is_single else "`[]`"
-        text = " ".join(texts[field.name].split()).replace("|", "\\|")
-        lines.append(f"| `{prefix}{field.name}` | {default} | {type_name(hints[field.name])} | {text} |")
-    return lines
+        if field.name in inherited:
+            continue
+        values = [] if field.default in (None, dataclasses.MISSING) else [field.default]
+        values += [choice for choice in choices(hints[field.name]) if choice not in values]
+        shown = "|".join(toml(value) for value in values)
+        texts.append(f"`{field.name} = {shown}`" if values else f"`{field.name}`")
+    return ", ".join(texts) + "\n"
 
 
 def collect(section: type, nested: dict[str, type]) -> None:
@@ -111,43 +100,63 @@ def collect(section: type, nested: dict[str, type]) -> None:
 
 def render() -> str:
     """The page."""
-    lines = [HEAD]
+    lines, nested = [HEAD], {}
     hints = typing.get_type_hints(JobConfig)
-    nested: dict[str, type] = {}
     for section in to_dict(JobConfig()):
-        hint = hints[section]
-        lines.append(f"## [{section}]\n")
-        documentation = inspect.cleandoc(hint.__doc__ or "")
-        if documentation and not documentation.startswith(
-            hint.__name__ + "("
-        ):  # a dataclass without one gets its signature
-            lines.append(documentation.replace("\n", " ") + "\n")
-        lines += [*table(hint, f"{section}."), ""]
-        collect(hint, nested)
+        lines += [f"## [{section}]\n", options(hints[section])]
+        collect(hints[section], nested)
     for name, hint in nested.items():
-        lines += [f"## {name}\n", *table(hint, ""), ""]
+        lines += [f"## {name}\n", f"{TABLES[name]}\n", options(hint)]
     return "\n".join(lines)
+
+
+TABLES = {  # a KeyError here: say where the new table stands
+    "Shape": "`[model.shape]`: what is not as the flavor has it.",
+    "RopeScaling": "`[model.shape.rope_scaling]`.",
+    "Source": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
+}
 
 
 def render_from_torchtitan() -> str:
     """The page."""
-    options = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
-    lines, section = [FROM_TORCHTITAN_HEAD], ""
+    values = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
+    differ: list[str] = []
+    renamed: dict[str, list[str]] = {}
     for name, (here, default, note) in FROM_TORCHTITAN.items():
-        if name.split(".")[0] != section:
-            section = name.split(".")[0]
-            lines += ["", f"## [{section}]", "", "| torchtitan | here | default there | default here | |"]
-            lines.append("|" + " --- |" * 5)
-        there, defaults = tomli.loads(f"x = {default or 0}")["x"], "|"
-        if default and here in options and type(there) is type(options[here]) and there != options[here]:
-            defaults = f"**`{default}`** | **`{toml(options[here])}`**"
-        mine = "the same" if here == name else f"`{here}`" if here else ""
-        lines.append(f"| `{name}` | {mine} | {defaults} | {note} |")
-    return "\n".join(lines) + "\n"
+        there = tomli.loads(f"x = {default or 0}")["x"]
+        mine = "the same" if here == name else f"`{here}`"
+        if not here:
+            continue
+        if default and here in values and type(there) is type(values[here]) and there != values[here]:
+            differ.append(f"| `{name}` | {mine} | **`{default}`** | **`{toml(values[here])}`** | {note} |")
+        elif here != name or note:
+            renamed.setdefault(f"{mine} | {note}", []).append(f"`{name}`")
+    return "\n".join(
+        [
+            FROM_TORCHTITAN_HEAD,
+            "## Defaults that differ\n",
+            "| torchtitan | here | default there | default here | |\n" + "|" + " --- |" * 5,
+            *differ,
+            "\n## Another name, or another meaning\n",
+            "| torchtitan | here | |\n" + "|" + " --- |" * 3,
+            *(f"| {', '.join(names)} | {what} |" for what, names in renamed.items()),
+            "",
+        ]
+    )
 
 
-PAGES = {"configuration.md": render, "from-torchtitan.md": render_from_torchtitan}
+def render_readme() -> str:
+    """The README, with the lines of each file in its table "Read" as they are now."""
+
+    def count(row: re.Match[str]) -> str:
+        return f"{row[1]}{len((ROOT / row[2]).read_text(encoding='utf-8').splitlines())} |"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"^(\| \[[^]]+\]\((torchtrain/\S+\.py)\) \| )\d+ \|", count, text, flags=re.MULTILINE)
+
+
+PAGES = {"docs/configuration.md": render, "docs/from-torchtitan.md": render_from_torchtitan, "README.md": render_readme}
 
 if __name__ == "__main__":
     for name, render_page in PAGES.items():
-        (DOCS / name).write_text(render_page(), encoding="utf-8")
+        (ROOT / name).write_text(render_page(), encoding="utf-8")

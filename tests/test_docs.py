@@ -47,13 +47,15 @@ LISTED = {
     "pip install -e '.[plot]'": "needs a package index; .ci/run does it",
     "pip install -e '.[wandb]'": "needs a package index; .ci/run does it",
     "pip install -e '.[eval]'": "needs a package index; .ci/run does it",
-    "pip install -e '.[dev]'": "needs a package index; .ci/run does it",
-    "pip install -e . && ./run_llama_train.sh": "needs a package index; the second half is run",
-    "pip install -e '.[dev]' && pytest -n 2 --dist loadfile": "what .ci/run does",
+    "pip install -e '.[dev]' -c constraints.txt": "needs a package index; .ci/run does it",
+    "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
+    "{ head -1 constraints.txt; pip freeze --exclude-editable | sed 's/+cpu$//'; } > new.txt && mv new.txt "
+    "constraints.txt": "the line after it",
+    "pip install -e . -c constraints.txt && ./run_llama_train.sh": "needs a package index; the second half is run",
+    "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist loadfile": "what .ci/run does",
     "ruff check . && ruff format --check . && mypy && pytest -n 2 --dist loadfile": "what .ci/run does",
     "pytest -m slow": "takes a cluster's time; run by hand",
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
-    "pytest -m slow tests/test_parallelism.py": "takes ten minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",
     "pip install -e '.[bench]'": "needs a package index",
     "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
@@ -61,6 +63,7 @@ LISTED = {
     "python scripts/benchmark.py --processes 3 # less by luck: thrice as long": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
+    "python scripts/benchmark.py --only vocabulary": "takes minutes",
     "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
     "python scripts/benchmark_data.py --only_cold --rounds 2": "takes minutes",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
@@ -152,7 +155,7 @@ def test_the_pages_that_are_made_are_current() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     for name, render in script.PAGES.items():
-        assert (script.DOCS / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
+        assert (script.ROOT / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ FLOORS = {
     "torchtrain.log": 0,
     "torchtrain.errors": 0,
     "torchtrain.reading": 0,
+    "torchtrain.torch_internals": 0,
 }
 # Pure files know neither config nor ranks; the model file knows torch alone.
 FORBIDDEN = {name: {"torchtrain.config"} for name, floor in FLOORS.items() if floor == 1}

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 BLOCK = 1 << 15  # elements; small enough that torch runs it in one thread
 BLOCKS_IN_FLIGHT = 64  # 8 MiB of float32 at most, whatever the size of the parameter

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtrain.errors import CheckpointError
 from torchtrain.reading import MISSING, patiently, read_file
+from torchtrain.torch_internals import _HFStorageInfo
 
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # others need scales to be read

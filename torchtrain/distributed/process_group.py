@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.errors import ConfigError
+from torchtrain.torch_internals import all_groups, set_group_timeout
 
 GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
 OTHER_FILES = 256  # data, checkpoints, logs, libraries
@@ -115,9 +115,9 @@ def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()
     """Wait at most so long in every later collective, but in those of the groups in ``longer``."""
     # Ranks reach this point at different times: without the barrier the first to arrive would already hurry the last.
     dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in all_groups():
         if group not in longer:
-            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            set_group_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def on_one_machine(group: dist.ProcessGroup) -> bool:

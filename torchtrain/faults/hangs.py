@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchtrain.log import BestEffort, logger
+from torchtrain.torch_internals import all_groups, flight_record
 
 # Ranks enter a step at slightly different times; give each the time to write down where it is.
 COLLECT_SECONDS = 3
@@ -193,9 +193,8 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
     helpers = {
         str(t.ident) for t in threading.enumerate() if t is not main and not isinstance(t, threading._DummyThread)
     }
-    c10d: Any = torch._C._distributed_c10d
-    record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
-    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
+    record = flight_record()
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in all_groups()}
     for entry in record.get("entries", ()):
         name, number = entry["process_group"][0], entry["collective_seq_id"]
         if entry["is_p2p"] or name not in ranks:

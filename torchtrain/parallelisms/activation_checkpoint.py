@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._higher_order_ops.wrap import inductor_compiled_code
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import (
 
 from torchtrain.config.schema import ActivationCheckpoint
 from torchtrain.models.llama.model import Transformer, TransformerBlock
+from torchtrain.torch_internals import checkpoint_wrapper, inductor_compiled_code
 
 # Results that cost more to compute again than to keep: attention, and what came over the network.
 EXPENSIVE_OPS = frozenset(

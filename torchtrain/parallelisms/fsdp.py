@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.devices import device_kind
@@ -15,6 +14,7 @@ from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import on_one_machine
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
+from torchtrain.torch_internals import ReduceScatter
 
 
 def apply_fsdp(

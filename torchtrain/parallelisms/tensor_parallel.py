@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtrain.models.llama.model import Transformer
+from torchtrain.torch_internals import enable_symm_mem_for_group
 
 
 class ReplicateParallel(SequenceParallel):

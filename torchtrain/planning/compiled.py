@@ -12,14 +12,16 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
-from torch.utils._pytree import tree_iter
 
 from torchtrain.models.llama.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
+from torchtrain.torch_internals import (
+    aot_autograd,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+    tree_iter,
+)
 
 aten = torch.ops.aten
 # Not fused: what comes from a library or over the network.

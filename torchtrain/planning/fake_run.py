@@ -12,13 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import adam
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
@@ -34,6 +29,13 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.ledger import Ledger, following
+from torchtrain.torch_internals import (
+    FakeStore,
+    FakeTensorMode,
+    TorchDispatchMode,
+    _clear_sharding_prop_cache,
+    _PipelineSchedule,
+)
 from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
@@ -96,7 +98,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _clear_sharding_prop_cache()
 
 
 @contextmanager
@@ -156,7 +158,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
 
 def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
     """In place of a vote by messages, whose result would have to be read."""
-    from torch.distributed.pipelining._utils import InferenceMode
+    from torchtrain.torch_internals import InferenceMode
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

@@ -12,16 +12,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from torchtrain.loss import OutputLoss
 from torchtrain.optimizer import local
 from torchtrain.planning.allocator import Allocation
+from torchtrain.torch_internals import (
+    FakeTensor,
+    FSDPParamGroup,
+    ShardingPropagator,
+    TorchDispatchMode,
+    tree_iter,
+)
+from torchtrain.torch_internals import _resolve_process_group as resolve_process_group
 from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
@@ -95,7 +97,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         sizes = [sum(t.nbytes for t in some) for some in tensors if some]
         return name.strip("_"), group, max(sizes, default=0)
     if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
-        group = resolve_process_group(args[-1])  # type: ignore[arg-type]
+        group = resolve_process_group(args[-1])
         sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
         return name, group, max(sizes, default=0)
     return None

@@ -1,0 +1,105 @@
+"""Private names of PyTorch that the package uses, and what for. They exist since 2.11 where nothing else is said.
+
+PyTorch may change them without notice; ``tests/test_torch_internals.py`` finds out. A name is looked up when it is
+first imported from here, so that no command pays for what it does not use.
+"""
+
+import json
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:  # to inherit from
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+FSDP = "torch.distributed.fsdp._fully_shard"
+
+# To import from this module: where each name is, and what it is for.
+NAMES = {
+    "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, one rank and with exact sums"),
+    "checkpoint_wrapper": (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "activation checkpointing that keeps the names of parameters",
+    ),
+    "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
+    "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
+    "compute_local_shape_and_global_offset": (
+        "torch.distributed.tensor._utils",
+        "initial weights: which rows are mine",
+    ),
+    "_HFStorageInfo": ("torch.distributed.checkpoint._hf_utils", "DCP's reader of safetensors: where a tensor is"),
+    # The planner.
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
+    "tree_iter": ("torch.utils._pytree", "tensors in the arguments of an operation"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "ranks that are not there"),
+    "_resolve_process_group": ("torch.distributed.distributed_c10d", "the group of a functional collective"),
+    "FSDPParamGroup": (f"{FSDP}._fsdp_param_group", "when FSDP gathers, reduces and waits"),
+    "ShardingPropagator": ("torch.distributed.tensor._sharding_prop", "leave out DTensor's trial tensors"),
+    "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget the meshes of a rehearsal"),
+    "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "it asks other ranks for shapes"),
+    "InferenceMode": ("torch.distributed.pipelining._utils", "shapes that need no warm-up, since 2.13"),
+    "aot_autograd": ("torch._dynamo.backends.common", "the graphs that Inductor would get"),
+    "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "what a compiled block keeps"),
+    "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
+}
+
+# Members that are used, replaced or set where they are: what for.
+MEMBERS = {
+    "torch.optim.AdamW._init_group": "AdamW on this rank's shards: lists of tensors in the order of adamw's arguments",
+    "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",
+    "torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn": "an embedding that waits for its result",
+    "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
+    "torch._functorch.config.patch": "undo the memory budget of a rehearsal",
+    "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "the same with tensor parallelism, since 2.13",
+    "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
+    "torch._inductor.config._micro_pipeline_tp": "asynchronous tensor parallelism",
+    "torch._fused_sdp_choice": "the name of the attention kernel in use",
+    "torch._foreach_mul_": "exact sums: scale all gradients",
+    "torch.cuda.memory._record_memory_history": "memory snapshots",
+    "torch.cuda.memory._snapshot": "memory snapshots",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",
+    "torch.serialization._get_layout": "the metadata of checkpoints",
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": "the planner",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard": "the planner",
+    "torch._C._current_autograd_node": "the planner: forward or backward",
+    "torch._ops.OpOverload": "the planner: kinds of operations",
+    "torch._ops.OperatorBase": "the planner: kinds of operations",
+    "torch._ops.HigherOrderOperator": "the planner: kinds of operations",
+    "torch._dynamo.reset": "the planner: forget compiled blocks",
+    "torch.optim.adam._get_value": "the planner: the number of steps",
+}
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Let collectives of ``group`` fail after ``timeout``. Public in torch 2.14, which warns of the private one."""
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, group)
+
+
+def flight_record() -> Any:
+    """What the flight recorder has of this rank's collectives: its JSON, read."""
+    c10d: Any = torch._C._distributed_c10d
+    return json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"{__name__} has no {name}")
+    module, purpose = NAMES[name]
+    try:
+        return getattr(import_module(module), name)
+    except (AttributeError, ImportError) as error:
+        raise ImportError(f"this PyTorch has no {module}.{name} ({purpose}); take 2.11 to 2.14") from error
