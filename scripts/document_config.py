@@ -25,8 +25,8 @@ Every option with its text, type and default:
 python -m torchtrain.train --help
 ```
 
-The same texts stand under the options in [torchtrain/config/schema.py](../torchtrain/config/schema.py). This page lists
-the names and defaults of all. `python scripts/document_config.py` makes it; a test says when it is out of date.
+The same texts are in [torchtrain/config/schema.py](../torchtrain/config/schema.py). This page, made by
+`python scripts/document_config.py`, lists names and defaults.
 
 Options come from three places, the later winning: the defaults, the TOML file of `--job.config_file`, the command line.
 
@@ -35,7 +35,6 @@ Options come from three places, the later winning: the defaults, the TOML file o
 | `steps = 100` under `[training]` | `--training.steps 100` |
 | `enable = true` under `[compile]` | `--compile.enable` |
 | `enable = false` under `[compile]` | `--compile.no-enable` |
-| `path = ["a.jsonl", "b.jsonl"]` under `[data]` | `--data.path a.jsonl b.jsonl` |
 
 An option that does not exist, a value of the wrong type and an impossible combination are errors that name the option,
 before any work starts. The resolved config of a run is `config.toml` in its dump folder.
@@ -50,8 +49,7 @@ A TOML file of torchtitan 0.1 or 0.2, or of the months before, is refused with o
 another name here, and every key that does not exist here, with the reason. Other keys are the same. **Look at the
 defaults that differ**: a key that the file does not have changes a run silently.
 
-Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`. Booleans on the
-command line are flags in both; `--compile.no-enable` switches one off.
+Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`.
 
 `python scripts/document_config.py` makes this page of
 [torchtrain/assets/from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml); a test says when it is out of date.

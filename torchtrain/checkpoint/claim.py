@@ -1,7 +1,7 @@
-"""Which incarnation of a run may write its checkpoints: the newest.
+"""Only the newest start of a run may write its checkpoints.
 
-Where a network splits, or a job is started twice, two incarnations of one run are alive at once. Each takes the next
-generation number when it starts, and looks whether it is still the newest before a checkpoint gets its final name.
+Where a network splits, or a job is started twice, two starts (incarnations) of one run are alive at once. Each takes
+the next generation number, and checks that it is still the newest before a checkpoint gets its final name.
 """
 
 import json
@@ -17,7 +17,7 @@ from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.reading import MISSING, names_in, read_file
 
 FILE = "generation.json"
-BEING_WRITTEN_SECONDS = 60  # a younger file may be that of another start, in this moment
+BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
 
 
 class Claim:
@@ -38,7 +38,7 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, run: str | None) -> "Claim":
-        """Become the newest incarnation of the run that saves in ``folder``: ``run``, if its checkpoints have told it.
+        """Become the newest incarnation of the run that saves in ``folder``. ``run``: its id, if checkpoints have it.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -50,7 +50,7 @@ class Claim:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "id": uuid.uuid4().hex,  # of two that start in the same moment, one is last
+            "id": uuid.uuid4().hex,  # two that start at once take the same generation: the last to write is the newest
         }
         claim = cls(folder, owner)
         claim._write()
@@ -84,13 +84,13 @@ class Claim:
 
 
 def known_run(folder: Path) -> str | None:
-    """Id of the run that saves in ``folder``; None where none has, or none that told it."""
+    """Id of the run that saves in ``folder``; None where it is not known."""
     run: str | None = _read(folder).get("run")
     return run
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Remove what starts have left that were killed while they wrote."""
+    """Remove the temporary files of starts that were killed while they wrote."""
     for name in names_in(folder):
         if name.startswith(f"{FILE}."):
             with suppress(OSError):

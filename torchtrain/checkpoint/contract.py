@@ -1,7 +1,7 @@
 """What a changed config means for a run that resumes.
 
-Each option is of one kind: *harmless* ones only watch the run; *layout* ones split or speed up the same run; those that
-*change the run* make it another from here on; with *impossible* ones the checkpoint does not fit the model.
+Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones split or speed up the same run. Others
+*change the run* from here on. With *impossible* ones the checkpoint does not fit the model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,12 +46,12 @@ SECTIONS = {
     "estimate": Kind.HARMLESS,
 }
 OPTIONS = {
-    # A copy elsewhere is the same tokenizer; another one mostly has another vocabulary, which does not fit.
+    # Not impossible: a copy in another folder is the same tokenizer.
     "model.tokenizer_path": Kind.CHANGES,
     "optimizer.implementation": Kind.LAYOUT,
-    # The number that counts is global_batch_size; this one only says how it is cut up.
+    # It only says how the global batch is divided.
     "training.local_batch_size": Kind.LAYOUT,
-    # Where the run ends. What it does to the schedule shows in lr_scheduler.total_steps.
+    # What it does to the schedule is compared as lr_scheduler.total_steps.
     "training.steps": Kind.HARMLESS,
     "training.enable_cpu_offload": Kind.LAYOUT,
     "training.loss_chunk_tokens": Kind.LAYOUT,
@@ -59,7 +59,7 @@ OPTIONS = {
     "training.deterministic": Kind.LAYOUT,
     "training.gc_freq": Kind.HARMLESS,
     "data.prefetch": Kind.HARMLESS,
-    # Where the data are others for it, what identifies them is, too.
+    # If it makes the data differ, their identity differs, too.
     "data.revision": Kind.HARMLESS,
     "data.verify_gib": Kind.HARMLESS,
 }
@@ -72,7 +72,7 @@ def kind_of(key: str) -> Kind:
 
 @dataclass(frozen=True)
 class Difference:
-    """An option that the checkpoint's config and this run's have not alike; None: not set."""
+    """An option whose value differs between the checkpoint and this run; None: not set."""
 
     key: str
     saved: Any
@@ -97,7 +97,7 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
 
 
 def _options(text: str) -> dict[str, Any]:
-    """The options in ``text`` by full name, with those filled in that follow from others."""
+    """The options in ``text`` by full name, with defaults, also those that depend on other options."""
     options = {**_flat(to_dict(JobConfig())), **_flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
@@ -125,7 +125,7 @@ def check_contract(
 ) -> list[str]:
     """What to log about the config of a run that resumes: one line for each kind of difference.
 
-    ``saved_data`` and ``current_data`` tell by option which data these are; older checkpoints do not say it.
+    ``saved_data`` and ``current_data``: the identity of the data by option; older checkpoints do not have it.
 
     Raises:
         CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
@@ -135,7 +135,7 @@ def check_contract(
         found[difference.kind].append(difference)
     changed = {difference.key for difference in found[Kind.CHANGES]}
     for key, saved in saved_data.items():
-        current = current_data.get(key, saved)  # where the option is another one, that is said above
+        current = current_data.get(key, saved)  # another option names the data now: a difference of the config
         if current != saved and key not in changed:
             found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:

@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: which there are, which of them are good, and what becomes of the others."""
+"""The checkpoints in a run's folder: which exist, which are good, and the renaming of damaged ones."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def newest_config(folder: Path, load_step: int) -> JobConfig | None:
-    """The config of the checkpoint that a run looks at first; whether that is good is seen when it is loaded."""
+    """The config of the checkpoint that a run will try first. It is not verified here."""
     for step in reversed(saved_steps(folder)):
         if load_step in (-1, step):
             with contextlib.suppress(ConfigError):
@@ -51,9 +51,9 @@ class History:
         self.ranks = dist.get_world_size(group)
 
     def newest_good(self, among: Callable[[int], bool] = lambda _: True) -> int | None:
-        """The newest checkpoint that is what its manifest says; damaged ones after it are set aside, with a warning.
+        """The newest checkpoint that passes verification; damaged ones after it are renamed, with a warning.
 
-        Only of steps that are ``among`` those to look at. Where there is no good one, nothing is set aside.
+        ``among(step)``: whether to consider it. Where there is no good one, nothing is renamed.
         """
         damaged: dict[int, str] = {}
         for step in reversed(of_first_rank(lambda: saved_steps(self.folder), self.group)):

@@ -39,11 +39,11 @@ POLL_SECONDS = 1.0
 
 
 class Stop(Protocol):
-    """A run's being asked to stop (``faults/stopping.py``)."""
+    """Whether the run was asked to stop (``faults/stopping.py``)."""
 
     @property
     def pending(self) -> bool:
-        """Whether it was asked."""
+        """Whether it was asked to."""
         ...
 
     def may_wait(self, began: float) -> bool:
@@ -70,7 +70,7 @@ class CheckpointManager:
         """
         Args:
             config_toml: the resolved config, kept in every checkpoint.
-            data: gives, by option, what tells the run's data from others; asked on the first rank alone.
+            data: gives the identity of the run's data by option; called on the first rank alone.
             stop: whether the run was asked to stop; None: it never is.
         """
         assert dist.is_initialized()
@@ -137,7 +137,7 @@ class CheckpointManager:
             return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
 
         steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
-        # From the newest on, as far as they are of such a run: what comes before another one's lies on a path left.
+        # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
         since = set(itertools.takewhile(made_since, reversed(steps)))
         step = history.newest_good(since.__contains__)
         if step is not None:
@@ -163,7 +163,7 @@ class CheckpointManager:
         return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
 
     def _take_over(self) -> None:
-        """From here on this incarnation of the run saves, and no earlier one."""
+        """Become the incarnation of the run that saves here; earlier ones may no more."""
 
         def take() -> tuple[int, str]:
             # First make room: these may be what fills the disk.
@@ -185,7 +185,7 @@ class CheckpointManager:
         load_tensors(tensors, VerifiedReader(folder), folder, self.group)
         for name, state in states.items():
             state.load_state_dict(unflatten(tensors, name))
-        # What is loaded in part is not what its checkpoint holds: it may have to be saved at that step again.
+        # With a part of the states loaded, the state at this step differs from its checkpoint: save it again.
         self._newest = -1 if only else step
         self._resumed_from = step
         logger.info(f"{'went back to' if only else 'resumed from'} {folder}")
@@ -193,7 +193,7 @@ class CheckpointManager:
     # Saving
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Whether ``maybe_save`` will see to it that ``step`` is saved."""
+        """Whether ``maybe_save`` will save ``step``."""
         return self.config.enable and (last or step % self.config.interval == 0)
 
     def maybe_save(self, step: int, last: bool = False, required: bool = True) -> None:
@@ -242,11 +242,11 @@ class CheckpointManager:
             self.wait(required)
 
     def before_update(self) -> None:
-        """To be called before parameters change: a copy of them may still be under way (async_with_pinned_mem)."""
+        """Call it just before the optimizer step: a copy may still be under way (async_with_pinned_mem)."""
         self.stager.before_update()
 
     def wait(self, required: bool = False) -> None:
-        """Block until the save under way is on disk. All ranks see the same outcome; ``maybe_save`` says which."""
+        """Block until the save under way is on disk. Raises on all ranks alike, as ``maybe_save`` does."""
         if self._pending is None:
             return
         began = time.monotonic()
@@ -282,7 +282,7 @@ class CheckpointManager:
         )
 
     def status(self) -> str:
-        """What this rank's save under way is at, and since when; empty where there is none."""
+        """What this rank's save is doing now, and since when; empty where there is none."""
         if self._pending is None or self._writer is None or self._pending.done():
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
@@ -315,7 +315,7 @@ class CheckpointManager:
             self._delete_old()
 
     def _make_room(self, step: int) -> None:
-        """Rename checkpoints of later steps, and of this one: they lie on a path that the run left by going back.
+        """Rename checkpoints of this and later steps: the run has gone back, and they are of the path that it left.
 
         SupersededError if they are those of a newer incarnation of the run.
         """
@@ -333,7 +333,7 @@ class CheckpointManager:
             complete = [s for s in saved_steps(self.folder) if (step_folder(self.folder, s) / MANIFEST).exists()]
             for step in complete[: -self.config.keep_latest_k]:
                 folder = step_folder(self.folder, step)
-                # Renamed first: what has its final name is complete at all times, also while it is being deleted.
+                # Renamed first, so that a folder with its final name is complete at all times.
                 shutil.rmtree(folder.rename(folder.with_name(folder.name + PARTIAL_SUFFIX)))
         except (OSError, StorageError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
@@ -355,6 +355,6 @@ class CheckpointManager:
         if error is None:
             self.close()
         elif self._pending is not None and not isinstance(error, StoppedError):
-            # What was good before the error may still become a checkpoint, if the other ranks live to write theirs.
+            # A save that was begun before the error may still complete, if the other ranks live long enough.
             with suppress(Exception):
                 self._pending.result(timeout=SECONDS_AFTER_ERROR)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, with size and hash of each file, and where it comes from."""
+"""A checkpoint's ``manifest.json``: size and hash of each file, and the step and run that it comes from."""
 
 import json
 import os
@@ -18,7 +18,7 @@ BLOCK_BYTES = 16 * 2**20  # read, hashed or written at once
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of one file."""
+    """A file's entry in the manifest."""
 
     name: str
     size_bytes: int
@@ -27,18 +27,18 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a checkpoint comes from; None and empty where it is not one of a run, as after ``convert``."""
+    """Where a checkpoint comes from; None and empty for one that ``convert`` made."""
 
     step: int | None = None
     run: str | None = None
     """Id of the run, the same through all its starts."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """By option, what tells its data from others (``datasets/identity.py``)."""
+    """The identity of its data by option (``datasets/identity.py``)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of ``manifest.json``."""
 
     files: list[FileRecord]
     origin: Origin = Origin()
@@ -51,14 +51,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
-    # Manifests of version 0.1 have files alone, and the hash is of these.
+    # Older manifests have only "files", and a hash of that list.
     hashed = content["files"] if content.keys() == {"files"} else content
     body = json.dumps(hashed, sort_keys=True).encode()
     return json.dumps({**content, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the checkpoint in ``folder`` says of itself.
+    """The manifest of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: the manifest is missing or not as it was written.
@@ -82,7 +82,7 @@ def verify_file(folder: Path, record: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint, or None: reads the whole file.
 
     Raises:
-        StorageError: it cannot be read, which does not make it a wrong one.
+        StorageError: it cannot be read; that is no damage.
     """
     path = folder / record.name
 

@@ -11,10 +11,9 @@ from torchtrain.checkpoint.states import local_part
 class Stager:
     """Copies this rank's part of each tensor into CPU buffers that are kept from one save to the next.
 
-    Buffers for tensors on a GPU are pinned, so that the copies run at the speed of the bus. With ``overlap`` ``stage``
-    only enqueues them, on a stream of their own: they run beside the next forward and backward. Whoever updates the
-    state then calls ``before_update`` first, and whoever reads the staged values calls ``wait``. Without it ``stage``
-    returns when the copy is made, and both of these do nothing.
+    Buffers for tensors on a GPU are pinned, so that copies run at full speed. Without ``overlap``, ``stage`` returns
+    when the copy is made. With it, ``stage`` only enqueues the copies on a CUDA stream, where they run beside the next
+    forward and backward: call ``before_update`` before the optimizer step, and ``wait`` before reading staged values.
     """
 
     def __init__(self, overlap: bool) -> None:

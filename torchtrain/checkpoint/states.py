@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as flat dicts of tensors: no entry is anything but a tensor, so none needs a pickle.
+"""What a checkpoint holds, as flat dicts of tensors. Every entry is a tensor, so nothing needs a pickle.
 
 A state follows DCP's ``Stateful``: ``state_dict()`` gives the live tensors (DTensors where they are sharded), a load
 writes into them in place, and ``load_state_dict`` is then called with the same dict.
@@ -33,7 +33,7 @@ from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 
-# Not in the checkpoints of runs without exact sums, with which a run may go on that has them.
+# A run with exact sums may resume from a checkpoint of a run without, which does not have this entry.
 OPTIONAL = frozenset({"sums.exponent"})
 # With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"

@@ -154,7 +154,7 @@ class VerifiedWriter(FileSystemWriter):
         self._now("prepares to write")
 
     def _now(self, doing: str) -> None:
-        """Note what this rank is at, for a report on a save that takes too long."""
+        """Note what this rank is doing, for a report on a save that takes too long."""
         self.doing, self.since = doing, time.time()
 
     def storage_meta(self) -> StorageMeta:

@@ -1,4 +1,4 @@
-"""Only the weights, for whoever starts from them or uses them without training. What they lie in stays as it is."""
+"""Loading only the weights, to start a run from them or to use them without training. Files are not changed."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path

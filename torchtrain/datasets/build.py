@@ -29,7 +29,7 @@ def build_loader(
     drop_last: bool = True,
     ask: Ask = alone,
 ) -> Loader:
-    """Open the data of ``config`` and stand before the first batch.
+    """A loader of the data of ``config``, before its first batch.
 
     Row ``r`` of the global batch of a step depends on ``config``, ``seq_len``, ``global_batch_size``, ``seed``, the
     step and ``r`` alone.
@@ -40,7 +40,7 @@ def build_loader(
         device: where batches will go.
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
-        ask: puts a question to the hub on one rank for all.
+        ask: runs a question to the hub on one rank and gives all ranks the answer.
 
     Raises:
         DataError: the data are missing, empty, or not what ``config`` says.

@@ -34,7 +34,7 @@ from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
 from torchtrain.reading import MISSING, names_in, patiently, unreadable
 
-_CONVERSION = 1  # another one where it gives other documents for the same files
+_CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
 
 
@@ -82,7 +82,7 @@ def open_standard_library() -> LocalText:
 
 
 class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes the documents of files into the cache of ``datasets``, which sees to locks and stopped work."""
+    """Writes the documents of files into the cache of ``datasets``, whose locks and temporary files it uses."""
 
     def __init__(self, files: Sequence[Path], column: str):
         self.files, self.column = files, column
@@ -106,7 +106,7 @@ class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
 
 
 def _documents_of(file: Path, column: str) -> Iterator[str | None]:
-    """The documents of a file; whatever is wrong with it is an error that names the file and the place."""
+    """The documents of a file. Every error names the file and the place in it."""
     count = 0
     try:
         with file.open("rb") as raw:
@@ -115,14 +115,14 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
                 count += 1
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
-    except Exception as error:  # Whatever the readers of a format say of a damaged file.
+    except Exception as error:  # Each format's reader has its own errors for a damaged file.
         if isinstance(error, OSError) and error.errno:
             raise unreadable(file, error, attempts=1) from error
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
 def _why(error: BaseException, label: str) -> TorchtrainError:
-    """What is wrong, from the errors below that of the library ``datasets``."""
+    """The cause of an error of the library ``datasets``, as an error for the user."""
     below: BaseException | None = error
     while below is not None:
         if isinstance(below, TorchtrainError):
@@ -143,7 +143,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
         files = [path]
     elif path.is_dir():
         files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
-        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a list beside data
+        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
     else:
         files = sorted(file for file in _matches(Path(path.anchor), path.parts[bool(path.anchor) :]) if file.is_file())

@@ -1,6 +1,6 @@
 """The documents in one file, of every format that people keep text in.
 
-A document is None where a row holds no text, and "" where a line is blank: so each row keeps its number.
+A row without text gives None and a blank line gives "", so that documents keep the numbers of their rows.
 """
 
 import csv
@@ -41,12 +41,12 @@ def documents(
 ) -> Iterator[str | None]:
     """The documents of the file ``name`` with the content ``raw``, from number ``start`` on.
 
-    ``text_by_line``: each line of a text file is a document, as the library ``datasets`` has it. ``head``: read, and
-    judge, so many lines alone.
+    ``text_by_line``: each line of a text file is a document, as in the library ``datasets``. ``head``: read only so
+    many lines.
 
     Raises:
-        DataError: it is not what its name says, or has no text in ``column``. What a damaged file makes the readers of
-            its format raise goes through as it is.
+        DataError: it is not what its name says, or has no text in ``column``.
+        Exception: any other, from the format's reader, for a damaged file.
     """
     kind, packing = kind_of(name)
     if kind == "parquet":
@@ -95,7 +95,7 @@ def place_to_cut(block: bytes) -> int:
 
 
 def _unpacked(raw: BinaryIO, packing: str) -> Iterator[bytes]:
-    """The content in blocks. A file that ends in the middle of what is packed is an error."""
+    """The decompressed content in blocks. A compressed file that was cut is an error."""
     if packing != "zst":
         file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if packing == "gz" else raw
         yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
@@ -137,7 +137,7 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 
 
 class _Rows:
-    """Follows the rows of a file without a schema: whether any has the column, and any of these a text."""
+    """Collects the columns of a file without a schema, to tell whether any row has text in the wanted one."""
 
     def __init__(self, column: str):
         self.column = column
@@ -163,7 +163,7 @@ class _Rows:
 
 
 def _json_lines(lines: Iterator[bytes], column: str, start: int) -> Iterator[str | None]:
-    """Lines are parsed one by one: a column's type may change from line to line, and a bad line costs itself alone."""
+    """Line by line: a column's type may change between lines, and a bad line is only skipped."""
     rows, first = _Rows(column), ""
     for line in itertools.islice(_decoded(lines), start, None):
         if not line.strip():
@@ -229,7 +229,7 @@ def decode_piece(piece: bytes, begin: int) -> str:
 
 
 def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
-    """Reads the one column alone, and begins at the row group in question."""
+    """Reads only this column, from the row group that holds document ``start``."""
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_column(column, parquet.schema_arrow.names)
     require_text(column, parquet.schema_arrow.field(column).type)

@@ -1,6 +1,6 @@
 """Datasets of the Hugging Face hub, streamed or downloaded.
 
-Of a streamed one, a single rank asks the hub what its files are. Every rank then reads its own in ranges, from the
+To stream one, a single rank asks the hub for the list of files; each rank then reads its own files, in ranges, at the
 revision that was found.
 """
 
@@ -35,11 +35,11 @@ _HEAD_ROWS = 100  # of the first file, in which its column must be
 _PATHS_AT_ONCE = 500
 
 
-Ask = Callable[[Callable[[], Any]], Any]  # gives what a question gives, and may put it on one rank for all
+Ask = Callable[[Callable[[], Any]], Any]  # calls a question, possibly on one rank for all, and returns the answer
 
 
 def alone(question: Callable[[], T]) -> T:
-    """Each rank for itself."""
+    """An ``Ask`` by which each rank asks for itself."""
     return question()
 
 
@@ -138,7 +138,7 @@ def _head(url: str, size: int, column: str, label: str) -> list[str | None]:
 
 
 def _fetch_card(source: Source, label: str) -> None:
-    """Into the cache: the library ``datasets`` takes a card that does not come for one that is not there."""
+    """Download the dataset's README into the cache: the library ``datasets`` takes a failed download for no README."""
 
     def fetch() -> None:
         try:
@@ -182,12 +182,12 @@ def _open(url: str, size: int) -> Any:
 
 
 class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
-    """A file of the hub, fetched in ranges. Nothing else is asked: its size is known, and its revision fixed."""
+    """A file of the hub, fetched in ranges. Its size and revision are known, so no other requests are made."""
 
     def __init__(self, url: str, size: int):
         repository, revision, path = _parts(url)
         self.url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
-        # Of parquet exactly what is asked for is fetched.
+        # Parquet's reader asks for exactly the bytes that it needs.
         cache = "none" if kind_of(path)[0] == "parquet" else "readahead"
         super().__init__(None, path, block_size=_RANGE_BYTES, cache_type=cache, size=size)
 
@@ -220,7 +220,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _may_pass(chain: Sequence[BaseException]) -> bool:
-    """Whether it is the hub or the network, and not what was asked of it."""
+    """Whether the error is one of the hub or the network that a later attempt may not meet."""
     for error in chain:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:

@@ -1,4 +1,7 @@
-"""What tells data from others, for a run that resumes: not their place, nor when they were written."""
+"""A text that identifies data by their content, so that a run that resumes notices other data.
+
+Neither the folder nor the time of writing counts.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +15,7 @@ BLOCK_BYTES = 1 << 16  # else three blocks of it
 def identity_of_files(files: Sequence[Path], whole: bool = False) -> str:
     """Number and size of ``files``, and a hash of their names, sizes and content.
 
-    Of large ones, unless they are to be read ``whole``, the content is a part of it.
+    Of files above ``WHOLE_BYTES`` three blocks stand for the content, unless ``whole``.
     """
     digest, total = xxhash.xxh3_128(), 0
     for path in files:
@@ -28,6 +31,6 @@ def identity_of_files(files: Sequence[Path], whole: bool = False) -> str:
 
 
 def identity_of_names(names: Sequence[str]) -> str:
-    """For files that lie elsewhere, and whose names say their version."""
+    """For files of the hub, whose names hold the revision."""
     digest = xxhash.xxh3_128_hexdigest("\0".join(names).encode())
     return f"{len(names)} file(s), hash of their names {digest[:16]}"

@@ -17,7 +17,7 @@ from torchtrain.datasets.packing import Stream
 from torchtrain.errors import DataError
 from torchtrain.loss import IGNORE_INDEX
 
-# Ranks whose batch is late say so this often.
+# While any rank's batch is late, the ranks ask each other this often.
 ROUND_SECONDS = 1.0
 
 
@@ -34,37 +34,37 @@ class Batch:
 
 
 class _Read(NamedTuple):
-    """A batch as it comes from the background."""
+    """A batch, as the background thread hands it over."""
 
     batch: Batch
-    state: npt.NDArray[np.int64]  # after it
+    state: npt.NDArray[np.int64]  # of the loader after this batch
     targets: int  # number of labels that are not masked
-    full: bool
+    full: bool  # no label is masked
 
 
 class _Verdict(NamedTuple):
-    """What the ranks know together of a batch."""
+    """The maximum over all ranks of what each knows of its next batch."""
 
-    failed: bool  # on any rank
-    late: bool  # on any rank
-    targets: int  # the most of a rank
-    ended: bool  # any rank has too few
+    failed: bool  # reading it raised an error
+    late: bool  # it is not there yet
+    targets: int  # number of labels that are not masked
+    ended: bool  # it is not full: the data end here
 
 
 class _Agreement:
-    """The words of all ranks on a batch, on their way."""
+    """The all-reduce that makes a verdict, under way."""
 
     def __init__(self, read: _Read | None, error: BaseException | None, group: dist.ProcessGroup | None):
         own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
-        self._words = torch.tensor(own, dtype=torch.int64)
+        self._values = torch.tensor(own, dtype=torch.int64)
         self._work: dist.Work | None = None
         if group is not None:
-            self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> _Verdict:
         if self._work is not None:
             self._work.wait()
-        failed, late, targets, ended = self._words.tolist()
+        failed, late, targets, ended = self._values.tolist()
         return _Verdict(bool(failed), bool(late), targets, bool(ended))
 
 
@@ -90,7 +90,7 @@ class Loader:
     ):
         """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream.
 
-        ``identity()``: by option, what tells the data from others.
+        ``identity()``: for each option that names data, a text that is the same for the same data alone.
         """
         self._streams = streams
         self._mixture = mixture
@@ -105,18 +105,19 @@ class Loader:
         self._turns = np.zeros(len(streams), dtype=np.int64)  # windows that each source has given to all rows
         self._state = self._snapshot()
         self.wait_seconds = 0.0
-        """How long the last batch was waited for, the other ranks' batches apart."""
+        """How long this rank waited for its own last batch."""
         self._group: dist.ProcessGroup | None = None
         self._background: _Background | None = None
-        self._found: tuple[_Read | None, BaseException | None] = (None, None)  # the next batch, if it is there
-        self._agreement: _Agreement | None = None  # on that
+        # The next batch, or the error in place of it; neither while it is late.
+        self._found: tuple[_Read | None, BaseException | None] = (None, None)
+        self._agreement: _Agreement | None = None  # on the next batch
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """From now on fail and end together with the loaders of all ranks in ``group``, a gloo group.
+        """From now on fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
 
-        A few words are exchanged for each batch: while the one before is trained on, if it was read ahead; else, every
+        For each batch the ranks do a small all-reduce: during the step before, if the batch was read ahead; else every
         ``ROUND_SECONDS``, until no rank's batch is late. So data may take longer than the group's time-out, but a rank
-        that sends nothing for that long is taken for dead. Whoever else uses ``group`` does so on the same thread.
+        that does not join the all-reduce for that long is taken for dead. All users of ``group`` must be on one thread.
         """
         self._group = group
 
@@ -142,7 +143,7 @@ class Loader:
             raise StopIteration
         self._found, self._state = (None, None), read.state
         if self._group is not None and self._prefetch > 0:
-            self._look(0.0)  # the next one: what the ranks find is there before they ask for it
+            self._look(0.0)  # at the next batch: its all-reduce runs during this step
         return read.batch
 
     def _look(self, timeout_seconds: float) -> None:
@@ -155,7 +156,7 @@ class Loader:
         self._agreement = _Agreement(*self._found, self._group)
 
     def _agreed(self) -> _Verdict:
-        """What all ranks have found, and told last."""
+        """The result of the last ``_look`` of all ranks."""
         assert self._agreement is not None
         agreement, self._agreement = self._agreement, None
         return agreement.wait()
@@ -206,7 +207,7 @@ class Loader:
         """The next batch, and the state after it."""
         windows = np.zeros((len(self._rows), self._seq_len + 1), dtype=np.int64)
         filled = np.empty(len(self._rows), dtype=np.int64)
-        # Of the whole global batch, so that every rank knows how many windows each source has given.
+        # For all rows of the global batch: turns count the windows of all ranks.
         sources = self._mixture.choose(np.arange(self._global_batch_size) + self._step * self._global_batch_size)
         of_source = sources == np.arange(len(self._streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
@@ -261,11 +262,11 @@ class _Background:
             self._thread.start()
 
     def ask(self) -> None:
-        """Before the first ``next`` for each result."""
+        """Allow one more ``read``. Call it once for each result, before the first ``next`` for it."""
         self._allowed.release()
 
     def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
-        """The next result, if there is one in time; or the error that keeps it away, even if results are left."""
+        """The next result, if there is one in time. After an error always that error, even if results are left."""
         if self._thread is None:
             try:
                 return self._read(), None

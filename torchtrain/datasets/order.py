@@ -1,6 +1,6 @@
-"""Orders that need no table: a seeded permutation of any number of things, and a fair choice among sources.
+"""Orders that are computed and not stored: a seeded permutation, and a choice among sources by weight.
 
-Both are functions of plain integers, so any rank can compute any place of the order at once.
+Both are functions of plain integers: any rank can compute any element of the order directly.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Streams of windows: what falls to one row of the batch, end to end, in windows of ``seq_len + 1`` tokens.
+"""Streams of windows of ``seq_len + 1`` tokens. The package's docstring explains the terms.
 
 A window begins with the last token of the one before, so that every token is predicted exactly once.
 """
@@ -26,9 +26,9 @@ class Stream(Protocol):
     """Where the next window begins. Setting it costs the same at every place."""
 
     def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
-        """Write the next tokens into each window; how many there were: fewer only at the end of what is not repeated.
+        """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
 
-        ``turns`` count the windows that the source has given to all rows of all ranks before each.
+        ``turns``: for each window, how many the source has given to all rows of all ranks before it.
 
         Raises:
             DataError: all of the source does not fill one window, and it would be repeated to do so.
@@ -37,11 +37,10 @@ class Stream(Protocol):
 
 
 class TextStream:
-    """Packs documents, each as bos, tokens, eos; lane ``l`` of ``n`` reads every ``n``-th unit, from the ``l``-th on.
+    """Packs the documents of one lane, each as bos, tokens, eos.
 
-    The units of each epoch come in an order of its own, and all lanes together read each of them once.
-
-    The state: the place in the run of units over all epochs, the document in the unit, the token in the document.
+    Each epoch has a permutation of the units; all lanes together read each unit once. The state is the number of the
+    next unit over all epochs, the document in that unit, and the token in that document.
     """
 
     def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
@@ -83,7 +82,7 @@ class TextStream:
             self._document, self._token, self._tokens = self._document + 1, 0, None
 
     def _next_tokens(self, limit: int, length: int) -> Tokens | None:
-        """Tokens of the first document from the state on that has text; None at the end."""
+        """Tokens of the next document that has text; None at the end."""
         while True:
             if self._texts is None:
                 epoch, number = divmod(self._place, self._source.units)
@@ -106,12 +105,12 @@ class TextStream:
 
 
 class WindowStream:
-    """Reads windows of prepared data in an order of each epoch; ``turn`` alone says which, so one serves all rows.
+    """Reads windows of prepared data, in another permutation each epoch.
 
-    There is no state: it is empty.
+    The turn alone says which window is next. So one stream serves all rows, and its state is empty.
     """
 
-    _BLOCK = 1024  # An order of many windows is made in little more time than that of one.
+    _BLOCK = 1024  # The permutation of many numbers takes little more time than that of one.
 
     def __init__(self, source: PreparedTokens, seq_len: int, seed: int, repeat: bool):
         self.state: State = ()
@@ -142,9 +141,9 @@ class WindowStream:
         return filled
 
     def _make_block(self, epoch: int, block: int) -> list[int]:
-        """Where the windows of a run of turns begin."""
+        """For ``_BLOCK`` turns in a row, the first token of the window."""
         order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
-        full = order < self._full  # one that is not comes last
+        full = order < self._full  # the last window may not be
         order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
         starts: list[int] = (order * self._seq_len).tolist()
         if len(self._blocks) > 64:

@@ -1,4 +1,4 @@
-"""Prepared data: documents tokenized once, of which a run reads the windows that it needs, and nothing else.
+"""Prepared data: documents tokenized once, from which a run reads only the windows that it needs.
 
 A folder holds ``manifest.json`` and, for each shard, ``<shard>.tokens`` (little-endian uint16, or uint32 for a
 vocabulary above 65,536: bos, text, eos of one document after the other) and ``<shard>.documents`` (little-endian
@@ -24,14 +24,14 @@ from torchtrain.errors import DataError
 from torchtrain.reading import MISSING, patiently
 
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished.json"  # what stands there as long as work goes on
+UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
 _FORMAT = 1
 _OPEN_FILES = 256  # of a source, at most
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the manifest says of one shard. ``bytes`` counts the UTF-8 of its text, ``skipped`` what was no text."""
+    """A shard's entry in the manifest. ``bytes``: of its text in UTF-8; ``skipped``: documents that are not text."""
 
     name: str
     tokens: int
@@ -74,7 +74,7 @@ class Manifest:
 
 
 class PreparedTokens:
-    """All tokens of a folder, as one row of them from the first document to the last. Nothing is loaded.
+    """All tokens of a folder as one sequence, read from disk when they are asked for.
 
     Raises:
         DataError: a shard is missing, has another size than the manifest says, or (up to ``verify_bytes`` of them)
@@ -106,7 +106,7 @@ class PreparedTokens:
             verify(folder, label)
 
     def identity(self) -> str:
-        """Tells these tokens from others, wherever they lie."""
+        """A text that is the same for the same tokens alone."""
         hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
         return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
 

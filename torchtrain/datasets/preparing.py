@@ -1,9 +1,8 @@
 """Tokenize a source once, in many processes, into a folder of prepared data.
 
-The documents are dealt out to shards by number. Each shard is written by one process, and at last its record,
-``<shard>.json``. So the work can be stopped anywhere, and goes on with the shards that have no record, or not the
-content that it tells (a machine that dies loses what was not yet on disk). Which bytes a shard holds depends on the
-source and the tokenizer alone.
+The documents are dealt out to shards by number. One process writes a shard, and its record ``<shard>.json`` last. So
+the work can be stopped at any time: it goes on with the shards that have no record, or not the hash that the record
+names. The bytes of a shard depend on the source and the tokenizer alone.
 """
 
 import fcntl
@@ -128,8 +127,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _run(writer: "_ShardWriter", tasks: Sequence[_Task], processes: int) -> None:
     """Write the shards that are not complete yet."""
-    # A forked process starts at once, with the source and the tokenizer open. What it calls takes no lock that a thread
-    # of this process could hold at that moment.
+    # A forked process starts at once, with the source and the tokenizer open. It calls nothing that needs a lock which
+    # a thread of this process could hold.
     context = multiprocessing.get_context("fork")
     next_task = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
@@ -259,7 +258,7 @@ def _written_whole(path: Path) -> Iterator[Any]:
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Wait until the files are on disk. Once and not shard by shard: each wait would be one for the disk alone."""
+    """Flush the files to disk, all at the end: after each shard the processes would wait for the disk."""
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())

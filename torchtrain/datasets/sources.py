@@ -65,7 +65,7 @@ def open_text(source: Source, key: str, lanes: int, ask: Ask = alone) -> TextSou
 
     Args:
         key: its config key.
-        ask: puts a question to the hub on one rank for all.
+        ask: runs a question to the hub on one rank and gives all ranks the answer.
     """
     if source.path:
         return open_files(source.paths, source.text_column, f"{key}.path = {source.path!r}")

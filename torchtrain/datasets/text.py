@@ -1,6 +1,6 @@
-"""Documents, in units that can be read in any order.
+"""Sources of documents, in units that can be read in any order.
 
-Of local data a unit is one document; of streamed data it is a file, or a share of one.
+A unit of local data is one document. A unit of streamed data is a file, or a share of one.
 """
 
 import csv
@@ -27,9 +27,9 @@ _DAMAGE = (ValueError, TypeError, LookupError, EOFError, csv.Error, zlib.error, 
 
 
 class TextSource(ABC):
-    """Documents in units, of which any can be read at any time. ``name`` is what the user calls it, for messages.
+    """Documents in units, each of which can be read at any time. ``name`` is for messages.
 
-    ``identity()`` tells these documents from others, wherever they lie (``datasets/identity.py``).
+    ``identity()``: a text that is the same for the same documents alone (``datasets/identity.py``).
     """
 
     def __init__(self, units: int, name: str, identity: Callable[[], str]):
@@ -40,9 +40,9 @@ class TextSource(ABC):
 
     @abstractmethod
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
-        """Documents of ``unit`` from number ``start`` on, each after its number; None for one that is not text.
+        """Pairs of a document's number in ``unit`` and the document, from number ``start`` on; None if it is not text.
 
-        Numbers grow; a unit need not have all of them.
+        Numbers increase, and may have gaps.
         """
 
     def count_skipped(self) -> None:
@@ -58,7 +58,7 @@ class LocalText(TextSource):
     Args:
         dataset: one row a document.
         text_of: the document of a row; None if it is not text.
-        files: that it comes from, where it is their content.
+        files: the local files that it was made from, if any.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class StreamedText(TextSource):
 
     Args:
         files: for each file a function that gives its documents from a number on.
-        lanes: how many streams read side by side.
+        lanes: number of readers.
     """
 
     def __init__(

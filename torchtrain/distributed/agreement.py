@@ -1,6 +1,6 @@
-"""Answers and errors of one rank, known to all: so that all ranks go on alike, or end alike.
+"""Sharing answers and errors between ranks, so that all go on alike, or end alike.
 
-File systems need not show all ranks the same at the same time, and may fail on one of them alone.
+Needed because a file system may show ranks different things at one time, and may fail for one rank alone.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torchtrain.errors import TorchtrainError
 
 T = TypeVar("T")
 
-ROUND_SECONDS = 1.0  # between words of a rank that others wait for
+ROUND_SECONDS = 1.0  # between broadcasts while the answer is not there yet
 
 
 def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -41,7 +41,7 @@ def of_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -
     """What ``ask()`` gives on each rank. A TorchtrainError of any of them is raised on all. Collective."""
     outcomes: list[tuple[T | None, TorchtrainError | None]] = [(None, None)] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _outcome(ask), group=group)
-    # The errors first: what the others found counts for nothing then.
+    # Any error counts, whatever the other ranks found.
     for outcome in sorted(outcomes, key=lambda outcome: outcome[1] is None):
         _value(outcome)
     return [_value(outcome) for outcome in outcomes]

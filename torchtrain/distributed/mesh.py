@@ -31,7 +31,7 @@ class Degrees:
 
     @property
     def batch(self) -> int:
-        """Number of parts that the global batch is dealt out in."""
+        """Number of parts that the global batch is divided into."""
         return self.replicate * self.shard
 
     @property
@@ -76,9 +76,9 @@ class Mesh:
         )
         # All ranks that hold different rows of the batch, in the order of the rows.
         self.batch: DeviceMesh = self.world["replicate", "shard"]._flatten("batch")
-        # All ranks but those of a tensor-parallel group, who know the same losses: over these the loss is summed.
+        # Where the loss is summed: ranks of a tensor-parallel group have the same losses, so that axis is left out.
         self.loss: DeviceMesh = self.world["pipeline", "replicate", "shard", "context"]._flatten("loss")
-        # Ranks of a context group hold the same parameters and, for them, are further rows of the batch.
+        # Ranks of a context group hold the same parameters, so FSDP shards over them as over rows of the batch.
         shard = self.world["shard", "context"]._flatten("fsdp") if degrees.context > 1 else self.world["shard"]
         self.hsdp = DeviceMesh._concatenate([self.world["replicate"], shard])
         # Where fully_shard works: 1-D, or (replicate, shard) for HSDP.

@@ -92,7 +92,7 @@ def raise_file_limit(ranks: int) -> None:
 def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     """A group of all ranks for what lies in CPU memory. Collective."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    # Connect now who will talk to whom, where gloo connects lazily: if a rank dies before, others wait for ever
+    # Where gloo connects lazily, make all connections now: if a rank dies before one is made, others wait for ever
     # (https://github.com/pytorch/gloo/issues/520).
     flag = torch.zeros(1)
     dist.all_reduce(flag, group=group)
@@ -105,15 +105,15 @@ def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
-    """For small messages in CPU memory, all from the main thread and so in one order. Collective."""
+    """A gloo group for small messages, used from the main thread alone, so in one order. Collective."""
     world = dist.group.WORLD
     assert world is not None
     return world if device.type == "cpu" else new_gloo_group(timedelta(seconds=timeout_seconds))
 
 
 def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()) -> None:
-    """Wait at most so long in every later collective, but in those of the groups in ``longer``."""
-    # Ranks reach this point at different times: without the barrier the first to arrive would already hurry the last.
+    """Set the time-out of collectives, except in the groups in ``longer``."""
+    # Ranks reach this point at different times: without the barrier, the first would wait by the new time-out.
     dist.barrier()
     for group in all_groups():
         if group not in longer:
@@ -127,6 +127,6 @@ def on_one_machine(group: dist.ProcessGroup) -> bool:
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
-    """``dist.all_reduce``, which would take its time to do nothing where a rank is alone in ``group``."""
+    """``dist.all_reduce``, skipped where ``group`` has one rank."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
