@@ -29,6 +29,7 @@ SECTIONS = {
     "job": Kind.HARMLESS,
     "model": Kind.IMPOSSIBLE,
     "optimizer": Kind.CHANGES,
+    "ema": Kind.CHANGES,
     "lr_scheduler": Kind.CHANGES,
     "training": Kind.CHANGES,
     "data": Kind.CHANGES,
@@ -49,6 +50,7 @@ OPTIONS = {
     # A copy elsewhere is the same tokenizer; another one mostly has another vocabulary, which does not fit.
     "model.tokenizer_path": Kind.CHANGES,
     "optimizer.implementation": Kind.LAYOUT,
+    "ema.offload": Kind.LAYOUT,
     # The number that counts is global_batch_size; this one only says how it is cut up.
     "training.local_batch_size": Kind.LAYOUT,
     # Where the run ends. What it does to the schedule shows in lr_scheduler.total_steps.

@@ -29,6 +29,7 @@ from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizer import build_optimizer, local
+from torchtrain.optimizers.averages import Averages
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
@@ -227,6 +228,8 @@ def _two_steps(
     device = model.device
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
     optimizer = build_optimizer(model.parts, config.optimizer)
+    # Offloaded averages take memory and time of the host alone.
+    averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, config.training.local_batch_size, document_start),
@@ -235,9 +238,12 @@ def _two_steps(
         _Guard(config.faults, cast(StopRequest, _NeverAsked()), device, lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
+        averages=averages,
     )
     ledger.axes = axes_of(mesh)
     ledger.adopt(parameters, "parameters")
+    if averages is not None:
+        ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
     with following(ledger):
         for step in range(1, STEPS + 1):

@@ -1,0 +1,284 @@
+"""What helps to learn more of each token, on every axis: z-loss, averaged weights, hyperparameters that transfer."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked_run
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from forked_run import finish, same_tensors, saved_tensors
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from torchtrain.build import initialize, load_model
+from torchtrain.config.schema import Ema, JobConfig
+from torchtrain.convert import main as convert
+from torchtrain.errors import ConfigError
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.optimizers.averages import Averages
+from torchtrain.tokenizers import load_tokenizer
+
+PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
+MODELS = {"plain": PLAIN, "tied": replace(PLAIN, tied_embeddings=True), "deep": replace(PLAIN, n_layers=4)}
+CHANGES: dict[str, dict[str, Any]] = {
+    "training": {"local_batch_size": 8, "z_loss_weight": 0.05},
+    "ema": {"enable": True, "decay": 0.7, "interval": 2},
+}
+
+
+def config_with(**parallelism: Any) -> JobConfig:
+    return config_of(**CHANGES, parallelism=parallelism)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: float = 1e-5) -> None:
+    for name, tensor in found.items():
+        assert (tensor - expected[name]).norm() <= rel * expected[name].norm(), name
+
+
+@pytest.fixture(scope="module")
+def references(gloo: GlooPool) -> dict[str, Curve]:
+    return {name: gloo.run(1, train, config_with(), model)[0] for name, model in MODELS.items()}
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "shard": (2, "plain", {}),
+    "replicate": (4, "tied", {"data_parallel_replicate_degree": 2}),
+    "tensor": (4, "tied", {"tensor_parallel_degree": 4}),
+    "context": (2, "plain", {"context_parallel_degree": 2}),
+    "pipeline": (2, "tied", {"pipeline_parallel_degree": 2}),
+    "zero bubble": (
+        2,
+        "deep",
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+    ),
+    "all": (8, "plain", {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_run_of_one_rank(
+    gloo: GlooPool, references: dict[str, Curve], layout: str, chunk_tokens: int
+) -> None:
+    ranks, model, parallelism = LAYOUTS[layout]
+    config = config_with(**parallelism)
+    rows = 4 if layout in ("shard",) else 2 if layout == "replicate" else 8
+    config = replace(config, training=replace(config.training, loss_chunk_tokens=chunk_tokens, local_batch_size=rows))
+    curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model])
+    assert_same_run(curves, references[model])
+    for curve in curves:
+        torch.testing.assert_close(curve.z_losses, references[model].z_losses, rtol=1e-5, atol=0)
+        assert curve.averaged_loss == pytest.approx(references[model].averaged_loss, rel=1e-5)
+
+
+def train_plainly(
+    config: JobConfig, shape: TransformerConfig
+) -> tuple[list[float], list[float], dict[str, Tensor], float]:
+    """The same run with nothing of ours but the model and the schedule: losses, z-losses, averages and their loss."""
+    model = Transformer(shape)
+    initialize([model], config.training.seed, torch.device("cpu"))
+    own = config.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": own.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
+    schedule = LRSchedule(config.lr_scheduler, own.lr, 10)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses, z_losses = [], []
+    for step in range(1, 11):
+        windows = global_batch(step, shape.vocab_size, config.training.seq_len)
+        labels = windows[:, 1:].clone()
+        for row in range(len(windows)):
+            labels[row, : row + step % 3] = -100
+        logits = model(windows[:, :-1])[labels != -100]
+        loss = F.cross_entropy(logits, labels[labels != -100])
+        z_loss = config.training.z_loss_weight * logits.logsumexp(dim=-1).square().mean()
+        (loss + z_loss).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 == 0:
+            decay = min(0.7, (1 + step) / (10 + step)) ** 2
+            for name, parameter in model.named_parameters():
+                averages[name] = decay * averages[name] + (1 - decay) * parameter.detach()
+        losses.append(loss.item())
+        z_losses.append(z_loss.item())
+    with torch.no_grad():
+        logits = torch.func.functional_call(model, averages, windows[:, :-1], tie_weights=True)[labels != -100]
+    return losses, z_losses, averages, F.cross_entropy(logits, labels[labels != -100]).item()
+
+
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_one_rank_does_what_plain_pytorch_does(references: dict[str, Curve], model: str) -> None:
+    losses, z_losses, averages, averaged_loss = train_plainly(config_with(), MODELS[model])
+    torch.testing.assert_close(references[model].losses, losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(references[model].z_losses, z_losses, rtol=1e-5, atol=0)
+    assert references[model].averaged_loss == pytest.approx(averaged_loss, rel=1e-5)
+    # Weights differ by more than losses do: where a gradient is near nothing, AdamW makes much of how it was rounded.
+    assert_same(references[model].averages, averages, rel=1e-4)
+    last = references[model].last["tok_embeddings.weight"]
+    assert (averages["tok_embeddings.weight"] - last).norm() > 0.02 * last.norm()
+
+
+def updates(ema: Ema, refused: list[float]) -> list[bool]:
+    """Whether each update of averages, after parameters have moved, has changed any bit of them."""
+    model = build(config_of())
+    averages = Averages(model.parts, ema)
+    changed = []
+    for step, flag in enumerate(refused, start=1):
+        for parameter in averages.parameters.values():
+            parameter.data.add_(0.1)
+        before = {name: average.clone() for name, average in averages.averages.items()}
+        averages.update(step, torch.tensor(flag))
+        changed.append(any(not torch.equal(before[name], average) for name, average in averages.averages.items()))
+    return changed
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_refused_update_and_steps_between_leave_averages_alone(gloo: GlooPool, offload: bool) -> None:
+    ema = Ema(enable=True, interval=2, offload=offload)
+    assert gloo.run(1, updates, ema, [0, 0, 0, 1, 0, 0])[0] == [False, True, False, False, False, True]
+
+
+EMA = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k", "0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks, validated with both kinds of weights while it goes on."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "texts").mkdir()
+    (folder / "texts/a.txt").write_text("def f(x):\n    return x\n" * 40)
+    validation = ("--validation.enable", "--validation.path", str(folder / "texts"), "--validation.weights", "both")
+    finish(folder, *EMA, *validation, "--validation.interval", "4")
+    return folder
+
+
+def test_averages_resume_bitwise_and_validation_changes_nothing(run: Path, tmp_path: Path) -> None:
+    finish(tmp_path, *EMA, "--training.steps", "6")
+    finish(tmp_path, *EMA)
+    whole = saved_tensors(run, 12)
+    assert {name for name in whole if name.startswith("ema.")} == {
+        name.replace("model.", "ema.") for name in whole if name.startswith("model.")
+    }
+    assert same_tensors(saved_tensors(tmp_path, 12), whole)
+
+
+# Step 7 is no multiple of the interval: the averages are those that were loaded.
+SEVEN = (*EMA, "--training.steps", "7", "--ema.interval", "4", "--checkpoint.allow_changes", "ema.interval")
+
+
+def test_averages_go_on_with_other_ranks(tmp_path: Path) -> None:
+    finish(tmp_path, *EMA, "--training.steps", "6", "--checkpoint.interval", "6")
+    finish(tmp_path, *SEVEN, ranks=1)
+    before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
+    for name in before:
+        if name.startswith("ema."):
+            assert torch.equal(after[name], before[name])
+            assert not torch.equal(after[name], before[name.replace("ema.", "model.")])
+
+
+def test_averages_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    finish(tmp_path, "--training.steps", "6", "--checkpoint.interval", "6")
+    assert "ema.enable = True" in finish(tmp_path, *SEVEN, "ema.enable", "ema.decay", ranks=1)
+    before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
+    for name in before:
+        if name.startswith("model."):
+            assert torch.equal(after[name.replace("model.", "ema.")], before[name])
+            assert not torch.equal(after[name], before[name])
+
+
+@pytest.fixture
+def flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: forked_run.TINY)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that ``convert`` has written."""
+    dcp_to_torch_save(folder, folder.with_suffix(".pt"))
+    tensors = torch.load(folder.with_suffix(".pt"), weights_only=True)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.usefixtures("flavor")
+def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, tmp_path: Path) -> None:
+    options = ("--to", "torchtrain", "--dtype", "float32")
+    saved = {step: saved_tensors(run, step) for step in (8, 10, 12)}
+    assert convert([str(run), str(tmp_path / "ema"), *options, "--weights", "ema"]) == 0
+    found = weights_of(tmp_path / "ema")
+    assert found.keys() == {name.removeprefix("model.") for name in saved[12] if name.startswith("model.")}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[12][f"ema.{name}"]), name
+    assert convert([str(run), str(tmp_path / "mean"), *options, "--average", "3"]) == 0
+    for name, tensor in weights_of(tmp_path / "mean").items():
+        mean = torch.stack([tensors[f"model.{name}"] for tensors in saved.values()]).double().mean(dim=0)
+        assert torch.equal(tensor, mean.float()), name
+
+
+@pytest.mark.usefixtures("flavor")
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("", ("--average", "9"), "the mean of 9 checkpoints was asked for, and .* has 6; give a run's folder"),
+        ("checkpoint/step-12", ("--average", "2"), "the mean of 2 checkpoints was asked for, and .* is one"),
+        ("", ("--average", "0"), "--average = 0 to be at least 1"),
+        ("hf", ("--weights", "ema"), "has one kind of weights; 'ema' are in the checkpoints of a run"),
+        ("hf", ("--average", "2"), "has one kind of weights"),
+        ("plain", ("--weights", "ema"), "step-2 has no averaged weights, which a run with ema.enable saves"),
+    ],
+)
+def test_convert_says_what_it_cannot_average(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: tuple[str, ...], message: str
+) -> None:
+    folder = run / source
+    if source == "hf" and not folder.exists():
+        assert convert([str(run), str(folder)]) == 0
+    if source == "plain" and not folder.exists():
+        finish(folder, "--training.steps", "2", ranks=1)
+    assert convert([str(folder), str(tmp_path / "out"), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("flavor")
+def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "validation_loss" in line][-1]
+    tokenizer = load_tokenizer("")
+    tokens = torch.tensor(tokenizer.encode((run / "texts/a.txt").read_text(), bos=True, eos=True))
+    for weights, prefix in (("trained", "validation"), ("ema", "validation_ema")):
+        model = load_model(run, "cpu", weights=weights).model
+        windows = zip(tokens[:-1].split(32), tokens[1:].split(32), strict=True)
+        losses = [F.cross_entropy(model(inputs[None])[0], labels, reduction="sum") for inputs, labels in windows]
+        assert last[f"{prefix}_tokens"] == len(tokens) - 1
+        assert last[f"{prefix}_loss"] == pytest.approx(sum(losses).item() / (len(tokens) - 1), rel=1e-5)
+        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="weights = 'emma' are not known; there are trained and ema"):
+        load_model(run, "cpu", weights="emma")
+    export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_weights", "ema")
+    finish(tmp_path, *EMA, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")
+    assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
+    files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
+    assert same_tensors(*files)
+
+
+@pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("checkpoint", "export_weights")])
+def test_averaged_weights_that_are_not_there_are_refused(section: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
+        config_of(**{section: {key: "ema"}})
