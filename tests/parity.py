@@ -25,8 +25,8 @@ from torchtrain.initialization import full_name
 from torchtrain.loss import TokenLoss
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.optimizer import build_optimizer
 from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.train_step import TrainStep

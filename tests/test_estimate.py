@@ -21,7 +21,8 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizer import build_optimizer, local
+from torchtrain.optimizers.adamw import local
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse

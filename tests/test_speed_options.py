@@ -27,7 +27,7 @@ from torchtrain.models.llama.attention_backend import (
     choose_attention_backend,
 )
 from torchtrain.models.llama.model import attend
-from torchtrain.optimizer import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive

@@ -14,7 +14,7 @@ from torchtrain.errors import FaultError
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.loss import TokenLoss
-from torchtrain.optimizer import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer, update
 
 
 def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:

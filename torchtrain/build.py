@@ -46,8 +46,8 @@ from torchtrain.metrics.writers import check_writers
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.attention_backend import attention_backend_name, choose_attention_backend
-from torchtrain.optimizer import build_optimizer
 from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.microbatches import Microbatches

@@ -11,8 +11,9 @@ from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.log import logger
 from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
 from torchtrain.lr_schedule import LRSchedule
-from torchtrain.optimizer import clip_grad_norm, update
 from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.groups import update
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 

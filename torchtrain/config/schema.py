@@ -107,7 +107,17 @@ class Model:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    lr_factor: float = 1.0
+    """By which optimizer.lr is multiplied for these parameters, and the schedule with it."""
+    weight_decay: float | None = None
+    """Their decoupled weight decay. Default: optimizer.weight_decay; of vectors 0."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
+    name: Literal["adamw"] = "adamw"
+    """Rule of the update."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -117,15 +127,24 @@ class Optimizer:
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms have none."""
+    """Decoupled weight decay of matrices and embeddings; vectors (norms, biases) have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernel of the update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which AdamW's two means are kept between steps. bfloat16 halves them; the update is computed in float32.
     With it a beta2 above 0.99 hardly moves the second mean."""
+    matrices: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.matrices]: the blocks' matrices."""
+    embeddings: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.embeddings]: embedding and output."""
+    vectors: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.vectors]: norms and biases."""
 
     def __post_init__(self) -> None:
         require_at_least("optimizer", 0, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        for name in ("matrices", "embeddings", "vectors"):
+            group: ParameterGroup = getattr(self, name)
+            require_at_least(f"optimizer.{name}", 0, lr_factor=group.lr_factor, weight_decay=group.weight_decay or 0.0)
         for key, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= value < 1, f"optimizer.{key} = {value} must be at least 0 and under 1")
 

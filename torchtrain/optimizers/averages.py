@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtrain.config.schema import Ema
 from torchtrain.initialization import full_name
-from torchtrain.optimizer import local
+from torchtrain.optimizers.adamw import local
 
 
 class Averages(Stateful):

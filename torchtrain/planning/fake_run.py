@@ -28,8 +28,9 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizer import build_optimizer, local
+from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtrain.loss import OutputLoss
-from torchtrain.optimizer import local
+from torchtrain.optimizers.adamw import local
 from torchtrain.planning.allocator import Allocation
 from torchtrain.train_step import TrainStep
 
