@@ -26,9 +26,11 @@ from torchtrain.errors import ConfigError
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.tokenizers import load_tokenizer
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
+PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP
 MODELS = {"plain": PLAIN, "tied": replace(PLAIN, tied_embeddings=True), "deep": replace(PLAIN, n_layers=4)}
 CHANGES: dict[str, dict[str, Any]] = {
     "training": {"local_batch_size": 8, "z_loss_weight": 0.05},
@@ -88,10 +90,14 @@ def train_plainly(
     model = Transformer(shape)
     initialize([model], config.training.seed, torch.device("cpu"))
     own = config.optimizer
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": own.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = []
+    for name, parameter in model.named_parameters():
+        decay, factor = own.weight_decay * (parameter.ndim > 1), 1.0
+        if name == "norm.weight":
+            factor = 1 / 4  # a width of 32 over one of 8
+        elif name.startswith("layers.") and parameter.ndim > 1:
+            factor = 1 / 4 / (2 if name.endswith(("wo.weight", "w2.weight")) else 1)  # 2 layers over 1
+        groups.append({"params": [parameter], "weight_decay": decay / factor, "factor": factor})
     optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
     schedule = LRSchedule(config.lr_scheduler, own.lr, 10)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -107,7 +113,7 @@ def train_plainly(
         (loss + z_loss).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
+            group["lr"] = schedule.rate(step) * group["factor"]
         optimizer.step()
         optimizer.zero_grad()
         if step % 2 == 0:
@@ -130,7 +136,58 @@ def test_one_rank_does_what_plain_pytorch_does(references: dict[str, Curve], mod
     # Weights differ by more than losses do: where a gradient is near nothing, AdamW makes much of how it was rounded.
     assert_same(references[model].averages, averages, rel=1e-4)
     last = references[model].last["tok_embeddings.weight"]
-    assert (averages["tok_embeddings.weight"] - last).norm() > 0.02 * last.norm()
+    assert (averages["tok_embeddings.weight"] - last).norm() > 0.003 * last.norm()
+
+
+def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
+    """How far each block's output, and the logits, have come in five steps: root mean square."""
+    config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0})
+    model = build(config, shape)
+    (part,) = model.parts
+    seen: dict[str, Tensor] = {}
+    for number, block in part.layers.items():
+        block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out.detach()}))
+    optimizer = build_optimizer(model.parts, config.optimizer, shape)
+    tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
+    before: dict[str, Tensor] = {}
+    for _ in range(6):
+        logits = part(tokens)
+        seen["logits"] = logits.detach()
+        before = before or dict(seen)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: (value - before[key]).square().mean().sqrt().item() for key, value in seen.items()}
+
+
+WIDTHS = (32, 64, 128, 256)
+
+
+def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, float]]:
+    shapes = [TransformerConfig(dim, 2, dim // 16, dim // 16, 2 * dim, 64, 16, **changes) for dim in WIDTHS]
+    return [gloo.run(1, changes_of_activations, name, shape)[0] for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["adamw"])
+def test_coordinate_check(gloo: GlooPool, name: str) -> None:
+    """Activations change as much at every width with muP; without, the more the wider the model is."""
+    found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))
+    for key in ("0", "1", "logits"):
+        sizes = [of_width[key] for of_width in found]
+        # What the first weights of the output make of a change vanishes with the width: logits come down to a limit.
+        assert max(sizes) < (1.2 if key != "logits" else 1.7) * min(sizes), (key, sizes)
+    assert plain[-1]["1"] > 10 * plain[0]["1"], plain
+
+
+def test_what_blocks_add_stays_as_large_at_every_depth(gloo: GlooPool) -> None:
+    """Of CompleteP: the change of the last block's output over depths."""
+    sizes = {}
+    for base in (2, None):
+        shapes = [TransformerConfig(32, n, 2, 2, 64, 64, 16, base_layers=base) for n in (2, 8, 16)]
+        found = [gloo.run(1, changes_of_activations, "adamw", shape)[0] for shape in shapes]
+        sizes[base] = [of_depth[str(n - 1)] for n, of_depth in zip((2, 8, 16), found, strict=True)]
+    assert max(sizes[2]) < 1.2 * min(sizes[2]), sizes
+    assert sizes[None][-1] > 5 * sizes[None][0], sizes
 
 
 def updates(ema: Ema, refused: list[float]) -> list[bool]:

@@ -121,7 +121,7 @@ def plan_run(config: JobConfig) -> Plan:
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = model_shape(config.model, tokenizer, config.training.seq_len)
+    model = replace(model_shape(config.model, tokenizer, config.training.seq_len), **asdict(config.mup))
     check_run(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
@@ -274,7 +274,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         logger.info(
             "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
         )
-    optimizer = build_optimizer(parts, config.optimizer)
+    optimizer = build_optimizer(parts, config.optimizer, plan.model)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if averages is not None:

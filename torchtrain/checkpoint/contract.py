@@ -30,6 +30,7 @@ SECTIONS = {
     "model": Kind.IMPOSSIBLE,
     "optimizer": Kind.CHANGES,
     "ema": Kind.CHANGES,
+    "mup": Kind.CHANGES,
     "lr_scheduler": Kind.CHANGES,
     "training": Kind.CHANGES,
     "data": Kind.CHANGES,

@@ -166,6 +166,19 @@ class Ema:
 
 
 @dataclass(frozen=True)
+class Mup:
+    """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
+
+    base_dim: int | None = None
+    """model.shape's dim of the small one. Initial weights and learning rates go by the width over it (muP)."""
+    base_layers: int | None = None
+    """Its layers, where it is not as deep: what blocks add to the residual stream goes by 1 / depth (CompleteP)."""
+
+    def __post_init__(self) -> None:
+        require_at_least("mup", 1, **{key: value for key, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
 class LRScheduler:
     warmup_steps: int = 200
     """Steps of linear warm-up."""
@@ -623,6 +636,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ema: Ema = field(default_factory=Ema)
+    mup: Mup = field(default_factory=Mup)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)

@@ -1,5 +1,6 @@
 """One optimizer for the model: its parameters in groups by name, each with a rule, a decay and a learning rate."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtrain.config.schema import Optimizer
 from torchtrain.initialization import full_name
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
@@ -20,15 +22,34 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "embeddings" if full_name(name) in EMBEDDINGS else "matrices"
 
 
-def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """One optimizer over the parameters of ``parts``.
+def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) -> float:
+    """By which the rate of a parameter of ``model`` is multiplied, and its decay divided, for its width and depth.
+
+    muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rate for the blocks' matrices falls as 1 / width. The norm
+    of Muon's update, of the same root mean square, grows as the square root of the width alone: so does its rate fall.
+    The gain of the last norm begins at 1 / width and learns as slowly: it is muP's multiplier of the logits, in a place
+    that tied embeddings and exports have, too. What writes to the residual stream has CompleteP's 1 / depth
+    (https://arxiv.org/abs/2505.01618), likewise in the matrices and not beside them.
+    """
+    if name == "norm.weight":
+        return 1 / model.width_factor
+    if group != "matrices":
+        return 1.0
+    depth = model.depth_factor if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else 1.0
+    return 1 / (depth * (math.sqrt(model.width_factor) if rule == "muon" else model.width_factor))
+
+
+def build_optimizer(
+    parts: Sequence[nn.Module], config: Optimizer, model: TransformerConfig | None = None
+) -> torch.optim.Optimizer:
+    """One optimizer over the parameters of ``parts``, of ``model`` where hyperparameters are those of a smaller one.
 
     Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
     by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
     """
     rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
     decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
-    parameters: dict[str, list[Tensor]] = {group: [] for group in rules}
+    parameters: dict[str, dict[float, list[Tensor]]] = {group: {} for group in rules}  # by ``transfer_factor``
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
@@ -37,16 +58,25 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
                     "to_empty replaces meta parameters, and the optimizer would go on updating the old ones"
                 )
             if parameter.requires_grad:
-                parameters[group_of(name, parameter)].append(parameter)
+                group = group_of(name, parameter)
+                factor = transfer_factor(full_name(name), group, rules[group], model) if model is not None else 1.0
+                parameters[group].setdefault(factor, []).append(parameter)
     groups: list[dict[str, Any]] = []
     for name, rule in rules.items():
         own = getattr(config, name)
         decay = decays[name] if own.weight_decay is None else own.weight_decay
-        options = {"rule": rule, "weight_decay": decay, "lr_factor": own.lr_factor, "lr": config.lr * own.lr_factor}
-        groups.append({"params": parameters[name], "name": name, **options})
+        for factor, some in parameters[name].items():
+            lr_factor = own.lr_factor * factor
+            options = {
+                "rule": rule,
+                "weight_decay": decay / factor,
+                "lr_factor": lr_factor,
+                "lr": config.lr * lr_factor,
+            }
+            groups.append({"params": some, "name": name, **options})
     optimizer = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
     return optimizer(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
