@@ -101,7 +101,7 @@ def train(
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
     model = build(config, shape)
     first = full_weights(model.parts)
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),

@@ -265,7 +265,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         logger.info(
             "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
         )
-    optimizer = build_optimizer(parts, config.optimizer)
+    optimizer = build_optimizer(parts, config.optimizer, mesh)
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales_after_updates(parts, optimizer)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config.schema import Optimizer
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.initialization import full_name
 from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
+from torchtrain.optimizers.muon import Muon
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
 
@@ -20,8 +22,8 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "embeddings" if full_name(name) in EMBEDDINGS else "matrices"
 
 
-def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """One optimizer over the parameters of ``parts``.
+def build_optimizer(parts: Sequence[nn.Module], config: Optimizer, mesh: Mesh | None = None) -> torch.optim.Optimizer:
+    """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
 
     Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
     by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
@@ -44,8 +46,8 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
         decay = decays[name] if own.weight_decay is None else own.weight_decay
         options = {"rule": rule, "weight_decay": decay, "lr_factor": own.lr_factor, "lr": config.lr * own.lr_factor}
         groups.append({"params": parameters[name], "name": name, **options})
-    optimizer = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
-    return optimizer(
+    kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -53,6 +55,9 @@ def build_optimizer(parts: Sequence[nn.Module], config: Optimizer) -> torch.opti
         fused=config.implementation == "fused",
         foreach=config.implementation == "foreach",
     )
+    if config.name == "muon":
+        optimizer.step_of_other_rules = Muon(optimizer, parameters["matrices"], config, mesh).step
+    return optimizer
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:

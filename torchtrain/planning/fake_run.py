@@ -227,7 +227,7 @@ def _two_steps(
 ) -> RankRecord:
     device = model.device
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, config.training.local_batch_size, document_start),
