@@ -1,12 +1,12 @@
-"""Runs behind docs/recipes.md: which optimizer, schedule, z-loss and averages learn more, on text that every machine has.
+"""Runs behind docs/recipes.md: which optimizer, schedule, z-loss and averages learn more of the text on every machine.
 
     python scripts/recipes.py --output outputs/recipes                     # all parts: hours, and it may be stopped
     python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 200000
     python scripts/recipes.py --output outputs/recipes --report --picture docs/recipes.png
 
-Trains on the sources of Python's standard library but for one file in 20, by a hash of its name, on which it validates.
-Each run that has ended is a line in results.jsonl in the output folder, and is not made again; one that was stopped goes
-on from its checkpoint. Parts need the ones before them: a later one takes the best learning rate and decay found so far.
+Trains on the sources of Python's standard library but for one file in 20, by a hash of its name: on these it validates.
+Each run that has ended is a line of results.jsonl in the output folder, and is not made again; one that was stopped
+goes on from its checkpoint. Parts need the ones before them: later ones take the best rate and decay found so far.
 
     rates     AdamW and Muon, each over RATES, with decay 0.1
     decays    each at its best rate, over DECAYS

@@ -106,7 +106,7 @@ def train(
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
     model = build(config, shape)
     first = full_weights(model.parts)
-    optimizer = build_optimizer(model.parts, config.optimizer, shape)
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     averages = Averages(model.parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,

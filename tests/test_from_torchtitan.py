@@ -168,7 +168,7 @@ def test_one_message_has_all_of_a_file(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == list(EDITS)
     for line, here in zip(lines, EDITS.values(), strict=True):
         if here == "adamw":
-            assert line.endswith("must be one of 'adamw'; did you mean 'adamw'?")
+            assert line.endswith("must be one of 'adamw', 'muon'; did you mean 'adamw'?")
         else:
             assert (f"what torchtitan calls so is {here} here" if here else "it has no counterpart here") in line
     table: dict[str, Any] = {section: dict(keys) for section, keys in DEBUG_FILE.items() if section != "quantize"}

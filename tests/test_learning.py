@@ -147,7 +147,7 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
     seen: dict[str, Tensor] = {}
     for number, block in part.layers.items():
         block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out.detach()}))
-    optimizer = build_optimizer(model.parts, config.optimizer, shape)
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
     before: dict[str, Tensor] = {}
     for _ in range(6):
@@ -168,7 +168,7 @@ def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, flo
     return [gloo.run(1, changes_of_activations, name, shape)[0] for shape in shapes]
 
 
-@pytest.mark.parametrize("name", ["adamw"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_coordinate_check(gloo: GlooPool, name: str) -> None:
     """Activations change as much at every width with muP; without, the more the wider the model is."""
     found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))

@@ -274,7 +274,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         logger.info(
             "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
         )
-    optimizer = build_optimizer(parts, config.optimizer, plan.model)
+    optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if averages is not None:

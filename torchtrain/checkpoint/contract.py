@@ -1,7 +1,7 @@
 """What a changed config means for a run that resumes.
 
 Each option is of one kind: *harmless* ones only watch the run; *layout* ones split or speed up the same run; those that
-*change the run* make it another from here on; with *impossible* ones the checkpoint does not fit the model.
+*change the run* make it another from here on; with *impossible* ones the checkpoint does not fit the run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,6 +50,7 @@ SECTIONS = {
 OPTIONS = {
     # A copy elsewhere is the same tokenizer; another one mostly has another vocabulary, which does not fit.
     "model.tokenizer_path": Kind.CHANGES,
+    "optimizer.name": Kind.IMPOSSIBLE,  # other states
     "optimizer.implementation": Kind.LAYOUT,
     "ema.offload": Kind.LAYOUT,
     # The number that counts is global_batch_size; this one only says how it is cut up.
@@ -143,7 +144,7 @@ def check_contract(
             found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
-            f"the checkpoint does not fit this model: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
+            f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
             "start a new run in another job.dump_folder"
         )
     allowed = list(allow_changes)

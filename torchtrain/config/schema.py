@@ -116,8 +116,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal["adamw"] = "adamw"
-    """Rule of the update."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """Rule for the blocks' matrices; all else is AdamW's (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -131,8 +131,14 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernel of the update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which AdamW's two means are kept between steps. bfloat16 halves them; the update is computed in float32.
-    With it a beta2 above 0.99 hardly moves the second mean."""
+    """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
+    computed in float32. With it a beta2 above 0.99 hardly moves the second mean."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
+    muon_iterations: int = 5
+    """Newton-Schulz iterations by which Muon makes a matrix orthogonal."""
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
     matrices: ParameterGroup = field(default_factory=ParameterGroup)
     """[optimizer.matrices]: the blocks' matrices."""
     embeddings: ParameterGroup = field(default_factory=ParameterGroup)
@@ -145,7 +151,9 @@ class Optimizer:
         for name in ("matrices", "embeddings", "vectors"):
             group: ParameterGroup = getattr(self, name)
             require_at_least(f"optimizer.{name}", 0, lr_factor=group.lr_factor, weight_decay=group.weight_decay or 0.0)
-        for key, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+        require_at_least("optimizer", 1, muon_iterations=self.muon_iterations)
+        for key in ("beta1", "beta2", "muon_momentum"):
+            value = getattr(self, key)
             require(0 <= value < 1, f"optimizer.{key} = {value} must be at least 0 and under 1")
 
 

@@ -1,6 +1,6 @@
 """AdamW (https://arxiv.org/abs/1711.05101) over sharded parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,14 +14,25 @@ from torchtrain.devices import device_kind
 class ShardedAdamW(torch.optim.AdamW):
     """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor."""
 
+    step_of_other_rules: Callable[[], None] | None = None
+    """Updates the groups whose rule is not AdamW."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self._step_of_adamw()
+        if self.step_of_other_rules is not None:
+            self.step_of_other_rules()
+
+    def _step_of_adamw(self) -> None:
         self._padded: list[tuple[Tensor, Tensor]] = []
-        super().step(closure)
+        super().step()
         copy_back(self._padded)
         self._padded.clear()  # or gradients would live on
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        if group["rule"] != "adamw":
+            return False  # with the lists empty nothing is updated
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for i, tensors in enumerate(lists):
             own = [local(tensor) for tensor in tensors]
@@ -31,13 +42,11 @@ class ShardedAdamW(torch.optim.AdamW):
         return has_complex
 
 
-class AdamWBfloat16(torch.optim.AdamW):
+class AdamWBfloat16(ShardedAdamW):
     """AdamW whose two means rest in bfloat16. Each update takes them to float32 and back, one parameter at a time."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
+    def _step_of_adamw(self) -> None:
+        for group in (group for group in self.param_groups if group["rule"] == "adamw"):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)

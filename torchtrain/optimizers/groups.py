@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config.schema import Optimizer
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
+from torchtrain.optimizers.muon import Muon
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
 
@@ -40,9 +42,11 @@ def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) 
 
 
 def build_optimizer(
-    parts: Sequence[nn.Module], config: Optimizer, model: TransformerConfig | None = None
+    parts: Sequence[nn.Module], config: Optimizer, mesh: Mesh | None = None, model: TransformerConfig | None = None
 ) -> torch.optim.Optimizer:
-    """One optimizer over the parameters of ``parts``, of ``model`` where hyperparameters are those of a smaller one.
+    """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
+
+    ``model``: their shape, where hyperparameters may be those of a smaller one.
 
     Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
     by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
@@ -74,8 +78,8 @@ def build_optimizer(
                 "lr": config.lr * lr_factor,
             }
             groups.append({"params": some, "name": name, **options})
-    optimizer = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
-    return optimizer(
+    kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
+    optimizer = kind(
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -83,6 +87,10 @@ def build_optimizer(
         fused=config.implementation == "fused",
         foreach=config.implementation == "foreach",
     )
+    if config.name == "muon":
+        matrices = [parameter for some in parameters["matrices"].values() for parameter in some]
+        optimizer.step_of_other_rules = Muon(optimizer, matrices, config, mesh).step
+    return optimizer
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:

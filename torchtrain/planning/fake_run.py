@@ -228,7 +228,7 @@ def _two_steps(
 ) -> RankRecord:
     device = model.device
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     train_step = TrainStep(
