@@ -41,7 +41,7 @@ PARTS = ("rates", "decays", "seeds", "schedules", "z", "mup")
 SIZES = {"10M": (320, 6), "2M": (128, 4)}  # width and layers; with the embeddings of the default tokenizer
 HEAD_DIM = 32
 SEQ_LEN, ROWS = 256, 8
-VALIDATION_BATCHES, VALIDATIONS = 12, 10
+VALIDATION_BATCHES, VALIDATIONS = 8, 5
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
     parser.add_argument("--size", choices=SIZES, default="10M", help="parameters, about")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of a run")
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES, help="of parts rates and mup")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the one process")
     parser.add_argument("--report", action="store_true", help="run nothing, and print tables of what has been run")
     parser.add_argument("--picture", type=Path, help="with --report: also draw the curves of the best runs")
@@ -127,25 +128,25 @@ def main() -> None:
         return
     data = prepare(arguments.output)
     for part in arguments.parts:
-        for recipe in recipes_of(part, start, results, arguments.optimizers):
+        for recipe in recipes_of(part, start, results, arguments):
             if recipe.name not in results.lines:
                 results.add(recipe, *train(recipe, data, arguments.output / "runs" / recipe.name, arguments.threads))
 
 
-def recipes_of(part: str, start: Recipe, results: "Results", optimizers: list[str]) -> Iterator[Recipe]:
+def recipes_of(part: str, start: Recipe, results: "Results", chosen: argparse.Namespace) -> Iterator[Recipe]:
     """The runs of ``part``, each made when it is asked for: it may depend on those before."""
     if part == "mup":
         small = replace(start, tokens=start.tokens // 4)
         for width in (start.dim // 2, start.dim, start.dim * 2):
-            for lr in RATES:
+            for lr in chosen.rates:
                 yield replace(small, dim=width, lr=lr)
                 if width != start.dim // 2:  # the base is the same with it and without
                     yield replace(small, dim=width, lr=lr, base_dim=start.dim // 2)
         return
-    for optimizer in optimizers:
+    for optimizer in chosen.optimizers:
         first = replace(start, optimizer=optimizer)
         if part == "rates":
-            yield from (replace(first, lr=lr) for lr in RATES)
+            yield from (replace(first, lr=lr) for lr in chosen.rates)
             continue
         best = results.best(first)
         if best is None:
@@ -203,7 +204,7 @@ def prepare(output: Path) -> Path:
     for name, lines in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(lines))
         options = ["--data.path", str(folder / f"{name}.jsonl"), "--prepare.output", str(folder / name)]
-        subprocess.run([sys.executable, "-m", "torchtrain.prepare", *options], check=True)
+        subprocess.run([sys.executable, "-m", "torchtrain.prepare", *options], check=True, stderr=subprocess.DEVNULL)
     (folder / "done").touch()
     return folder
 
