@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_with(**parallelism: Any) -> JobConfig:
-    return config_of(**CHANGES, parallelism=parallelism)
+def config_with(optimizer: str = "adamw", **parallelism: Any) -> JobConfig:
+    return config_of(**CHANGES, optimizer={"name": optimizer}, parallelism=parallelism)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: float = 1e-5) -> None:
@@ -48,39 +49,58 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: floa
 
 
 @pytest.fixture(scope="module")
-def references(gloo: GlooPool) -> dict[str, Curve]:
-    return {name: gloo.run(1, train, config_with(), model)[0] for name, model in MODELS.items()}
+def references(gloo: GlooPool) -> dict[tuple[str, str], Curve]:
+    """By model and optimizer: one rank, the whole batch at once, all logits at once."""
+    kinds = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
+    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m])[0] for m, optimizer in kinds}
 
 
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "shard": (2, "plain", {}),
-    "replicate": (4, "tied", {"data_parallel_replicate_degree": 2}),
-    "tensor": (4, "tied", {"tensor_parallel_degree": 4}),
-    "context": (2, "plain", {"context_parallel_degree": 2}),
-    "pipeline": (2, "tied", {"pipeline_parallel_degree": 2}),
+# Ranks, model, rows of a rank, tokens of a chunk of the loss, optimizer, [parallelism].
+LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
+    "shard": (2, "plain", 4, 8, "adamw", {}),
+    "shard, muon": (2, "tied", 4, 0, "muon", {}),
+    "replicate": (4, "tied", 2, 0, "adamw", {"data_parallel_replicate_degree": 2}),
+    "tensor": (4, "tied", 8, 0, "adamw", {"tensor_parallel_degree": 4}),
+    "tensor, chunks": (2, "plain", 8, 8, "adamw", {"tensor_parallel_degree": 2}),
+    "context": (2, "plain", 8, 8, "adamw", {"context_parallel_degree": 2}),
+    "pipeline": (2, "tied", 8, 0, "adamw", {"pipeline_parallel_degree": 2}),
     "zero bubble": (
         2,
         "deep",
+        8,
+        8,
+        "adamw",
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
     ),
-    "all": (8, "plain", {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    "all, muon": (
+        8,
+        "plain",
+        8,
+        8,
+        "muon",
+        {
+            "tensor_parallel_degree": 2,
+            "context_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_microbatches": 4,
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("chunk_tokens", [0, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_run_of_one_rank(
-    gloo: GlooPool, references: dict[str, Curve], layout: str, chunk_tokens: int
+    gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
 ) -> None:
-    ranks, model, parallelism = LAYOUTS[layout]
-    config = config_with(**parallelism)
-    rows = 4 if layout in ("shard",) else 2 if layout == "replicate" else 8
+    ranks, model, rows, chunk_tokens, optimizer, parallelism = LAYOUTS[layout]
+    config = config_with(optimizer, **parallelism)
     config = replace(config, training=replace(config.training, loss_chunk_tokens=chunk_tokens, local_batch_size=rows))
     curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model])
-    assert_same_run(curves, references[model])
+    reference = references[model, optimizer]
+    assert_same_run(curves, reference)
     for curve in curves:
-        torch.testing.assert_close(curve.z_losses, references[model].z_losses, rtol=1e-5, atol=0)
-        assert curve.averaged_loss == pytest.approx(references[model].averaged_loss, rel=1e-5)
+        torch.testing.assert_close(curve.z_losses, reference.z_losses, rtol=1e-5, atol=0)
+        assert curve.averaged_loss == pytest.approx(reference.averaged_loss, rel=1e-5)
 
 
 def train_plainly(
@@ -128,14 +148,15 @@ def train_plainly(
 
 
 @pytest.mark.parametrize("model", ["plain", "tied"])
-def test_one_rank_does_what_plain_pytorch_does(references: dict[str, Curve], model: str) -> None:
+def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str], Curve], model: str) -> None:
+    reference = references[model, "adamw"]
     losses, z_losses, averages, averaged_loss = train_plainly(config_with(), MODELS[model])
-    torch.testing.assert_close(references[model].losses, losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(references[model].z_losses, z_losses, rtol=1e-5, atol=0)
-    assert references[model].averaged_loss == pytest.approx(averaged_loss, rel=1e-5)
+    torch.testing.assert_close(reference.losses, losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(reference.z_losses, z_losses, rtol=1e-5, atol=0)
+    assert reference.averaged_loss == pytest.approx(averaged_loss, rel=1e-5)
     # Weights differ by more than losses do: where a gradient is near nothing, AdamW makes much of how it was rounded.
-    assert_same(references[model].averages, averages, rel=1e-4)
-    last = references[model].last["tok_embeddings.weight"]
+    assert_same(reference.averages, averages, rel=1e-4)
+    last = reference.last["tok_embeddings.weight"]
     assert (averages["tok_embeddings.weight"] - last).norm() > 0.003 * last.norm()
 
 
@@ -339,3 +360,25 @@ def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, t
 def test_averaged_weights_that_are_not_there_are_refused(section: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
         config_of(**{section: {key: "ema"}})
+
+
+def test_a_cooldown_goes_on_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
+    """As docs/recipes.md has it: the copy of a checkpoint, in a folder of its own, with a schedule that decays."""
+    stable, cooldown, whole = (tmp_path / name for name in ("stable", "cooldown", "whole"))
+    finish(stable, "--training.steps", "8")
+    (cooldown / "checkpoint").mkdir(parents=True)
+    shutil.copytree(stable / "checkpoint/step-6", cooldown / "checkpoint/step-6")
+    schedule = {
+        "lr_scheduler.total_steps": "10",
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.decay_ratio": "0.4",
+    }
+    options = [text for key, value in schedule.items() for text in (f"--{key}", value)]
+    assert "lr_scheduler.decay_type = 'linear' (checkpoint: 'constant')" in finish(
+        cooldown, *options, "--training.steps", "10", *allowed
+    )
+    finish(whole, *options, "--training.steps", "10")
+    assert same_tensors(saved_tensors(cooldown, 10), saved_tensors(whole, 10))
+    assert (stable / "checkpoint/step-8").is_dir()
+    finish(stable, "--training.steps", "10")  # the stable run goes on, and is another one
+    assert not same_tensors(saved_tensors(stable, 10), saved_tensors(whole, 10))

@@ -70,13 +70,8 @@ def build_optimizer(
         own = getattr(config, name)
         decay = decays[name] if own.weight_decay is None else own.weight_decay
         for factor, some in parameters[name].items():
-            lr_factor = own.lr_factor * factor
-            options = {
-                "rule": rule,
-                "weight_decay": decay / factor,
-                "lr_factor": lr_factor,
-                "lr": config.lr * lr_factor,
-            }
+            rate = own.lr_factor * factor
+            options = {"rule": rule, "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
             groups.append({"params": some, "name": name, **options})
     kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
     optimizer = kind(
