@@ -368,12 +368,9 @@ def test_a_cooldown_goes_on_from_a_checkpoint_of_a_stable_run(tmp_path: Path) ->
     finish(stable, "--training.steps", "8")
     (cooldown / "checkpoint").mkdir(parents=True)
     shutil.copytree(stable / "checkpoint/step-6", cooldown / "checkpoint/step-6")
-    schedule = {
-        "lr_scheduler.total_steps": "10",
-        "lr_scheduler.decay_type": "linear",
-        "lr_scheduler.decay_ratio": "0.4",
-    }
-    options = [text for key, value in schedule.items() for text in (f"--{key}", value)]
+    schedule = {"total_steps": "10", "decay_type": "linear", "decay_ratio": "0.4"}
+    options = [text for key, value in schedule.items() for text in (f"--lr_scheduler.{key}", value)]
+    allowed = ("--checkpoint.allow_changes", *(f"lr_scheduler.{key}" for key in schedule))
     assert "lr_scheduler.decay_type = 'linear' (checkpoint: 'constant')" in finish(
         cooldown, *options, "--training.steps", "10", *allowed
     )
