@@ -9,7 +9,7 @@ back, so that every layout makes the same update of the same numbers.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -38,44 +38,55 @@ def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
     return x.T if is_tall else x
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter, and what of it each rank of the stage holds: rows and columns, in the ranks' order."""
+@cache
+def block_of(shape: tuple[int, int], axis: int, degrees: Degrees, rank: int) -> tuple[slice, slice]:
+    """Rows and columns of a matrix that ``rank`` of a pipeline stage holds.
 
-    parameter: Tensor
-    blocks: Sequence[tuple[slice, slice]]
-
-    @property
-    def work(self) -> int:
-        """Operations of an iteration, but for a factor."""
-        short, long = sorted(self.parameter.shape)
-        return short * short * (2 * long + short)
-
-    def elements(self, rank: int) -> int:
-        return math.prod(part.stop - part.start for part in self.blocks[rank])
-
-
-def blocks_of(parameter: Tensor, degrees: Degrees) -> list[tuple[slice, slice]]:
-    """Tensor parallelism splits first, then FSDP what that leaves, by rows. The first parts are the larger ones."""
+    Tensor parallelism splits first, along ``axis``; then FSDP by rows what that leaves. The last parts may be smaller.
+    """
 
     def part(span: range, number: int, parts: int) -> range:
         size = -(-len(span) // parts)
         return span[size * number : size * (number + 1)]
 
-    axis = 0
-    if degrees.tensor > 1:
-        assert isinstance(parameter, DTensor)
-        placement = parameter.placements[-1]
-        assert isinstance(placement, Shard)
-        axis = placement.dim
-    blocks = []
-    for _, shard, tensor in product(range(degrees.replicate), range(degrees.fsdp), range(degrees.tensor)):
-        spans = [range(size) for size in parameter.shape]
-        spans[axis] = part(spans[axis], tensor, degrees.tensor)
-        spans[0] = part(spans[0], shard, degrees.fsdp)
-        rows, columns = (slice(span.start, span.stop) for span in spans)
-        blocks.append((rows, columns))
-    return blocks
+    spans = [range(size) for size in shape]
+    spans[axis] = part(spans[axis], rank % degrees.tensor, degrees.tensor)
+    spans[0] = part(spans[0], rank // degrees.tensor % degrees.fsdp, degrees.fsdp)
+    rows, columns = (slice(span.start, span.stop) for span in spans)
+    return rows, columns
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter of two dimensions, split over the ranks of a pipeline stage."""
+
+    parameter: Tensor
+    degrees: Degrees
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole."""
+        rows, columns = self.parameter.shape
+        return rows, columns
+
+    @property
+    def work(self) -> int:
+        """Operations of an iteration, but for a factor."""
+        short, long = sorted(self.shape)
+        return short * short * (2 * long + short)
+
+    def block(self, rank: int) -> tuple[slice, slice]:
+        """Rows and columns that ``rank`` holds."""
+        axis = 0
+        if self.degrees.tensor > 1:
+            assert isinstance(self.parameter, DTensor)
+            placement = self.parameter.placements[-1]
+            assert isinstance(placement, Shard)
+            axis = placement.dim
+        return block_of(self.shape, axis, self.degrees, rank)
+
+    def elements(self, rank: int) -> int:
+        return math.prod(span.stop - span.start for span in self.block(rank))
 
 
 def deal(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
@@ -145,7 +156,7 @@ class Muon:
         self.nothing = torch.empty(0, dtype=getattr(torch, dtype), device=device)
         self.momentum, self.iterations = config.muon_momentum, config.muon_iterations
         self.state_dtype = getattr(torch, config.state_dtype)
-        matrices = [Matrix(parameter, blocks_of(parameter, degrees)) for parameter in parameters]
+        matrices = [Matrix(parameter, degrees) for parameter in parameters]
         for matrix in matrices:
             assert matrix.elements(self.rank) == local(matrix.parameter).numel()
         self.buckets = in_buckets(deal(matrices, self.ranks), self.nothing.itemsize)
@@ -192,10 +203,8 @@ class Muon:
     def _assemble(self, number: int, received: Tensor) -> list[Tensor]:
         """The whole of each matrix that this rank owns."""
         mine = self.buckets[number][self.rank]
-        wholes = [received.new_empty(matrix.parameter.shape) for matrix in mine]
-        parts = [
-            whole[matrix.blocks[rank]] for rank in self.replica for matrix, whole in zip(mine, wholes, strict=True)
-        ]
+        wholes = [received.new_empty(matrix.shape) for matrix in mine]
+        parts = [whole[matrix.block(rank)] for rank in self.replica for matrix, whole in zip(mine, wholes, strict=True)]
         for part, values in zip(parts, torch.split(received, [part.numel() for part in parts]), strict=True):
             part.copy_(values.view(part.shape))
         return wholes
@@ -205,7 +214,7 @@ class Muon:
         bucket = self.buckets[number]
         return self._exchange(
             [
-                [update[matrix.blocks[rank]] for matrix, update in zip(bucket[self.rank], updates, strict=True)]
+                [update[matrix.block(rank)] for matrix, update in zip(bucket[self.rank], updates, strict=True)]
                 for rank in range(self.ranks)
             ],
             [sum(matrix.elements(self.rank) for matrix in matrices) for matrices in bucket],
@@ -222,16 +231,19 @@ class Muon:
         return Transfer(received, work)
 
     def _apply(self, number: int, received: Tensor) -> None:
-        """Add the updates of a bucket to this rank's parts, in the order of their owners."""
-        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
-        parameters = [matrix.parameter for matrices in self.buckets[number] for matrix in matrices]
-        parts = [local(parameter) for parameter in parameters]
-        updates = torch.split(received, [part.numel() for part in parts])
-        for parameter, part, update in zip(parameters, parts, updates, strict=True):
-            options = groups[parameter]
-            rate = options["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape))
-            change = update.view(part.shape).to(part) * -rate
-            self._write(part, (part * (1 - options["lr"] * options["weight_decay"])).add_(change))
+        """Add the updates of a bucket, which come in the order of their owners."""
+        matrices = [matrix for owned in self.buckets[number] for matrix in owned]
+        updates = torch.split(received, [matrix.elements(self.rank) for matrix in matrices])
+        for matrix, update in zip(matrices, updates, strict=True):
+            self._add(matrix, update)
+
+    def _add(self, matrix: Matrix, update: Tensor) -> None:
+        """Add to this rank's part of ``matrix`` that of its ``update``."""
+        groups = self.optimizer.param_groups
+        options = next(group for group in groups if any(own is matrix.parameter for own in group["params"]))
+        rate, part = options["lr"], local(matrix.parameter)
+        change = update.reshape(part.shape).to(part) * (-rate * ADAMW_RMS * math.sqrt(max(matrix.shape)))
+        self._write(part, (part * (1 - rate * options["weight_decay"])).add_(change))
 
     def _write(self, tensor: Tensor, new: Tensor) -> None:
         """``tensor`` becomes ``new``, unless the update is refused (see ``groups.update``)."""

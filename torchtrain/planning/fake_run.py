@@ -74,7 +74,8 @@ def ranks_of_each_kind(degrees: Degrees) -> list[int]:
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The name of the mesh's axis by group name."""
-    axes: dict[str, str] = {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
+    axes: dict[str, str] = {mesh.stage.get_group().group_name: "stage" if mesh.degrees.pipeline > 1 else "all"}
+    axes |= {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
     shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
     axes[shard.group_name] = "shard"
     for name in ("pipeline", "replicate", "context", "tensor"):
@@ -202,6 +203,7 @@ def rehearse(
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
         with allocated_in(mode):
             mesh = Mesh(device, degrees)
+            ledger.axes = axes_of(mesh)
             model = build_parallel_model(
                 shape,
                 mesh,
@@ -241,7 +243,6 @@ def _two_steps(
         before_update=lambda: None,
         averages=averages,
     )
-    ledger.axes = axes_of(mesh)
     ledger.adopt(parameters, "parameters")
     if averages is not None:
         ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
