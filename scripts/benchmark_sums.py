@@ -31,7 +31,7 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.optimizer import build_optimizer
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.train_step import TrainStep

@@ -111,6 +111,7 @@ def render() -> str:
 TABLES = {  # a KeyError here: say where the new table stands
     "Shape": "`[model.shape]`: what is not as the flavor has it.",
     "RopeScaling": "`[model.shape.rope_scaling]`.",
+    "ParameterGroup": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
     "Source": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
 }
 

@@ -25,7 +25,8 @@ from torchtrain.initialization import full_name
 from torchtrain.loss import TokenLoss
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.optimizer import build_optimizer
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.train_step import TrainStep
@@ -44,6 +45,10 @@ class Curve:
     last: dict[str, Tensor]
     moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """The optimizer's state at the end, where sums are exact."""
+    z_losses: list[float] = dataclasses.field(default_factory=list)
+    averaged_loss: float = 0.0
+    """With the averaged weights, of the last batch."""
+    averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def config_of(**changes: dict[str, Any]) -> JobConfig:
@@ -101,7 +106,8 @@ def train(
     """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
     model = build(config, shape)
     first = full_weights(model.parts)
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    averages = Averages(model.parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
@@ -110,9 +116,10 @@ def train(
         admit_all(config),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
+        averages=averages,
     )
     degrees = model.mesh.degrees
-    losses, grad_norms = [], []
+    losses, grad_norms, z_losses = [], [], []
     for step in range(1, steps + 1):
         windows = batch(step, shape.vocab_size, config.training.seq_len)
         labels = windows[:, 1:].clone()
@@ -124,11 +131,23 @@ def train(
         loss, grad_norm = train_step(step, Batch(windows[mine, :-1], labels[mine]))
         losses.append(global_mean(loss, model.mesh))
         grad_norms.append(grad_norm.item())
+        if loss.z is not None:
+            z_losses.append(global_mean(loss._replace(total=loss.z), model.mesh))
     moments = {}
     if model.sums is not None:
         state = OptimizerState(model.parts, optimizer, shape.tied_embeddings).state_dict()
         moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
-    return Curve(losses, grad_norms, first, full_weights(model.parts), moments)
+    last = full_weights(model.parts)
+    averaged_loss, averaged = 0.0, {}
+    if averages is not None:
+        with averages.exchanged():
+            averaged = full_weights(model.parts)
+            batch_of_rank = Batch(windows[mine, :-1], labels[mine])
+            total = sum((model.forward(part) for part in train_step.microbatches(batch_of_rank)), torch.zeros(()))
+            averaged_loss = global_mean(loss._replace(total=total), model.mesh)
+        for name, tensor in full_weights(model.parts).items():
+            assert torch.equal(tensor, last[name]), f"{name} is another one after the averages were in its place"
+    return Curve(losses, grad_norms, first, last, moments, z_losses, averaged_loss, averaged)
 
 
 @contextmanager

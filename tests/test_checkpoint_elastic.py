@@ -19,7 +19,7 @@ from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.initialization import layout_independent_init
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer
-from torchtrain.optimizer import build_optimizer
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 
 GLOBAL_BATCH = 4

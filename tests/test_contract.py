@@ -52,8 +52,13 @@ def test_change_of_the_run_is_refused_unless_allowed(section: str, key: str, val
 
 
 def test_another_model_is_impossible_whatever_is_allowed() -> None:
-    with pytest.raises(CheckpointError, match=r"not fit this model: model.flavor = '8B' \(checkpoint: 'debugmodel'"):
+    with pytest.raises(CheckpointError, match=r"not fit this run: model.flavor = '8B' \(checkpoint: 'debugmodel'"):
         check_contract(toml(), toml(model={"flavor": "8B"}), ["model.flavor"])
+
+
+def test_another_optimizer_has_other_states_whatever_is_allowed() -> None:
+    with pytest.raises(CheckpointError, match=r"not fit this run: optimizer.name = 'muon' \(checkpoint: 'adamw'\)"):
+        check_contract(toml(), toml(optimizer={"name": "muon"}), ["optimizer.name"])
 
 
 def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None:

@@ -19,7 +19,8 @@ from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer
-from torchtrain.optimizer import build_optimizer, clip_grad_norm, update
+from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages, plan_stages
 

@@ -21,7 +21,8 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizer import build_optimizer, local
+from torchtrain.optimizers.adamw import local
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
@@ -88,7 +89,7 @@ def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, None),
-        build_optimizer(model.parts, config.optimizer),
+        build_optimizer(model.parts, config.optimizer, model.mesh),
         LRSchedule(config.lr_scheduler, config.optimizer.lr, 2),
         admit_all(config),
         max_norm=1.0,
@@ -108,12 +109,24 @@ def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallelism"),
-    [(1, {}), (2, {}), (2, {"tensor_parallel_degree": 2}), (2, {"pipeline_parallel_degree": 2})],
-    ids=["one", "shard", "tensor", "pipeline"],
+    ("ranks", "parallelism", "optimizer"),
+    [
+        (1, {}, "adamw"),
+        (2, {}, "adamw"),
+        (2, {"tensor_parallel_degree": 2}, "adamw"),
+        (2, {"pipeline_parallel_degree": 2}, "adamw"),
+        (2, {}, "muon"),
+    ],
+    ids=["one", "shard", "tensor", "pipeline", "muon"],
 )
-def test_a_plan_for_cpus_is_what_a_real_run_does(gloo: GlooPool, ranks: int, parallelism: dict[str, Any]) -> None:
-    sections = {"parallelism": parallelism, "training": {"steps": 2, "local_batch_size": 2}}
+def test_a_plan_for_cpus_is_what_a_real_run_does(
+    gloo: GlooPool, ranks: int, parallelism: dict[str, Any], optimizer: str
+) -> None:
+    sections: dict[str, Any] = {
+        "parallelism": parallelism,
+        "training": {"steps": 2, "local_batch_size": 2},
+        "optimizer": {"name": optimizer},
+    }
     found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), SHAPE)
     for rank, (counts, peaks) in enumerate(found):
         steps = planned(ranks, rank=rank, capability=None, **sections).ledger.steps
@@ -230,6 +243,13 @@ def test_compiled_blocks_that_are_computed_again_under_tensor_parallelism() -> N
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
     for mode in ("full", "memory_budget"):
         assert flops(planned(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
+
+
+def test_muon_keeps_half_of_adamw_s_states_for_matrices() -> None:
+    kept = planned(2, optimizer={"name": "muon"}).ledger.steps[-1].kept
+    elements = kept["parameters"] // 4
+    matrices = elements - SHAPE.vocab_size * SHAPE.dim - SHAPE.dim * (2 * SHAPE.n_layers + 1) // 2
+    assert kept["optimizer"] == pytest.approx(4 * matrices + 8 * (elements - matrices), rel=0.02)  # and the guard's
 
 
 def test_offloaded_states_take_no_memory_of_the_gpu() -> None:

@@ -25,7 +25,8 @@ from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.optimizer import build_optimizer, exact_sum, row_norms
+from torchtrain.optimizers.clipping import exact_sum, row_norms
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
 from torchtrain.train_step import TrainStep
 
@@ -415,7 +416,7 @@ def test_row_norms_by_elements(width: int) -> None:
 
         device = torch.device("meta")  # type: ignore[assignment]
 
-    with patch("torchtrain.optimizer.FLOAT64_ELEMENTS", 3 * width):
+    with patch("torchtrain.optimizers.clipping.FLOAT64_ELEMENTS", 3 * width):
         found = row_norms(gradient.as_subclass(Elsewhere), exact=True).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, gradient.double().norm(dim=-1))
 

@@ -26,7 +26,7 @@ FLOORS = {
     "torchtrain.parallelisms": 3,
     "torchtrain.checkpoint": 3,
     "torchtrain.faults": 3,
-    "torchtrain.optimizer": 3,
+    "torchtrain.optimizers": 3,
     "torchtrain.lr_schedule": 3,
     "torchtrain.metrics": 3,
     "torchtrain.generation": 3,

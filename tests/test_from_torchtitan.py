@@ -118,14 +118,14 @@ DEBUG_FILE: dict[str, dict[str, Any]] = {
     "quantize": {"linear": {"float8": {"precompute_float8_dynamic_scale_for_fsdp": False, "filter_fqns": ["output"]}}},
     "validation": {"enabled": False, "dataset": "c4_validation", "freq": 5, "steps": 10},
 }
-# Keys to take out of it, and what is put in their place.
+# Keys to take out of it, and what is put in their place; of one the value.
 EDITS = {
     "job.print_args": None,
     "profiling.save_traces_folder": None,
     "metrics.disable_color_printing": None,
     "metrics.save_tb_folder": None,
     "model.hf_assets_path": "model.tokenizer_path",
-    "optimizer.name": None,
+    "optimizer.name": "adamw",
     "training.dataset": "data.name",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.folder": None,
@@ -167,12 +167,17 @@ def test_one_message_has_all_of_a_file(tmp_path: Path) -> None:
     assert head == f"{file}:"
     assert [line.split()[0] for line in lines] == list(EDITS)
     for line, here in zip(lines, EDITS.values(), strict=True):
-        assert f"what torchtitan calls so is {here} here" in line if here else "it has no counterpart here" in line
+        if here == "adamw":
+            assert line.endswith("must be one of 'adamw', 'muon'; did you mean 'adamw'?")
+        else:
+            assert (f"what torchtitan calls so is {here} here" if here else "it has no counterpart here") in line
     table: dict[str, Any] = {section: dict(keys) for section, keys in DEBUG_FILE.items() if section != "quantize"}
     for name, here in EDITS.items():
         section, _, key = name.partition(".")
         value = table.get(section, {}).pop(key, None)
-        if here:
+        if here == "adamw":
+            table[section][key] = here
+        elif here:
             table.setdefault(here.split(".")[0], {})[here.split(".")[1]] = value
     file.write_text(tomli_w.dumps(table))
     assert from_file(str(file)).validation.interval == 5

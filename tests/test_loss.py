@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torchtrain.initialization import layout_independent_init
 from torchtrain.loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.planning.ledger import Ledger, following
 
 VOCAB, DIM = 96, 16
 
@@ -28,7 +30,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 def loss_and_gradients(loss: OutputLoss, hidden: Tensor, output: nn.Linear, labels: Tensor) -> list[Tensor]:
     value = loss(hidden, output, labels)
-    gradients = torch.autograd.grad(value / 7, (hidden, output.weight))
+    gradients = torch.autograd.grad(value.sum() / 7, (hidden, output.weight))
     return [value.detach(), *gradients]
 
 
@@ -44,6 +46,42 @@ def test_equals_the_plain_loss(tokens: int) -> None:
     assert max(map(relative_error, chunked, plain)) < 1e-6
     with torch.no_grad():
         assert relative_error(OutputLoss(tokens)(hidden, output, labels), plain[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "loss", [OutputLoss(0, z_weight=0.3), OutputLoss(8, z_weight=0.3), OutputLoss(0, z_weight=0.3, compile=True)]
+)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_z_loss_is_that_of_plain_pytorch(loss: OutputLoss) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 20, DIM, requires_grad=True)
+    output = nn.Linear(DIM, VOCAB, bias=False)
+    labels = torch.randint(VOCAB, (3, 20))
+    labels[0, 3:] = IGNORE_INDEX
+    logits = output(hidden)[labels != IGNORE_INDEX]
+    plain = F.cross_entropy(logits, labels[labels != IGNORE_INDEX], reduction="sum")
+    z_loss = 0.3 * logits.logsumexp(dim=-1).square().sum()
+    gradients = torch.autograd.grad((plain + z_loss) / 7, (hidden, output.weight))
+    found = loss_and_gradients(loss, hidden, output, labels)
+    assert max(map(relative_error, found, (torch.stack((plain, z_loss)), *gradients))) < 1e-6
+    with torch.no_grad():
+        assert relative_error(loss(hidden, output, labels), found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_z_loss_takes_no_more_memory(tokens: int, dtype: torch.dtype) -> None:
+    output = nn.Linear(DIM, VOCAB, bias=False, dtype=dtype)
+    hidden = torch.randn(4, 200, DIM, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCAB, (4, 200))
+    peaks = []
+    for z_weight in (0.0, 1e-4):
+        with following(Ledger("cpu")) as ledger:
+            loss_and_gradients(OutputLoss(tokens, z_weight=z_weight), hidden, output, labels)
+            ledger.end_step()
+        assert ledger.steps[0].peak is not None
+        peaks.append(ledger.steps[0].peak.bytes)
+    assert peaks[1] <= peaks[0]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -129,7 +167,7 @@ def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
         torch.manual_seed(torch.distributed.get_rank())
         inputs, labels = torch.randint(VOCAB, (2, 2, 20))
         loss = model(inputs, head=lambda h, output: OutputLoss(tokens)(h, output, labels))  # noqa: B023
-        loss.backward()
+        loss.sum().backward()
         gradients = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
         results.append({"loss": loss.detach(), **gradients})
     return results

@@ -83,7 +83,7 @@ def shipped(path: str, world_size: int) -> Report:
 
 SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "full"}
 COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
-BFLOAT16 = {"optimizer.state_dtype": "bfloat16"}
+BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -97,16 +97,16 @@ def accumulated(rows: int) -> dict[str, int]:
 
 MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (8, {**accumulated(64), "training.loss_chunk_tokens": 128}),
-    "replicas": (16, {**layout(replicate=2), **accumulated(128), **UNSHARDED, **BFLOAT16, **SELECTIVE}),
+    "replicas": (16, {**layout(replicate=2), **accumulated(128), **UNSHARDED, **BFLOAT16, **SELECTIVE, **MUON}),
     "tensor": (8, {**layout(tensor=2), f"{P}enable_sequence_parallel": False, **FULL, **DOCUMENTS}),
-    "tensor-context": (64, {**layout(tensor=4, context=4, replicate=2), **SELECTIVE, **COMPILE}),
+    "tensor-context": (64, {**layout(tensor=4, context=4, replicate=2), **SELECTIVE, **COMPILE, **MUON}),
     "async-tensor": (8, {**layout(tensor=4), f"{P}enable_async_tensor_parallel": True, **COMPILE}),
     "context-documents": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
     "1F1B": (32, {**schedule("1F1B"), **layout(pipeline=2, tensor=2, context=2, replicate=2), **SELECTIVE}),
     "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=4), **COMPILE, **UNSHARDED, **accumulated(32)}),
-    "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL}),
+    "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
     "ZBVZeroBubble": (8, {**schedule("ZBVZeroBubble"), **layout(pipeline=2), **FULL}),
 }
@@ -120,7 +120,7 @@ def test_options(gpu: fake_cuda.Worker, name: str) -> None:
 
 OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (8, {**accumulated(64), **SELECTIVE}),
-    "tied-stages": (16, {**schedule("1F1B"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
+    "tied-stages": (16, {**schedule("1F1B"), **layout(pipeline=2, tensor=2), **BFLOAT16, **MUON}),
 }
 
 

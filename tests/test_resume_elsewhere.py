@@ -29,6 +29,7 @@ from torchtrain.lr_schedule import LRSchedule
 from torchtrain.train_step import TrainStep
 
 SAVED, LAST = 5, 10
+ADAMW = Optimizer(lr=3e-3)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
     "shard 2": (2, {}),
@@ -92,7 +93,9 @@ def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def run_layout(gloo: GlooPool, folder: Path, layout: str, tied: bool) -> tuple[list[float], list[list[list[int]]]]:
+def run_layout(
+    gloo: GlooPool, folder: Path, layout: str, tied: bool, optimizer: Optimizer = ADAMW
+) -> tuple[list[float], list[list[list[int]]]]:
     """Losses, and the rows of each global batch, put together from the ranks, which must agree."""
     ranks, parallelism = LAYOUTS[layout]
     documents = folder / "documents.jsonl"
@@ -100,7 +103,7 @@ def run_layout(gloo: GlooPool, folder: Path, layout: str, tied: bool) -> tuple[l
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
     config = JobConfig(
         job=Job(dump_folder=str(folder), device="cpu"),
-        optimizer=Optimizer(lr=3e-3),
+        optimizer=optimizer,
         lr_scheduler=LRScheduler(warmup_steps=2),
         training=Training(
             local_batch_size=2, global_batch_size=8, seq_len=16, steps=LAST, mixed_precision_param="float32"

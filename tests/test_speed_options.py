@@ -27,7 +27,7 @@ from torchtrain.models.llama.attention_backend import (
     choose_attention_backend,
 )
 from torchtrain.models.llama.model import attend
-from torchtrain.optimizer import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
@@ -154,21 +154,21 @@ def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "recipe", "changes"),
+    ("ranks", "recipe", "changes", "optimizer"),
     [
-        (1, "tensorwise", {}),
-        (2, "tensorwise", {}),
-        (2, "rowwise", {}),
-        (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}),
+        (1, "tensorwise", {}, {}),
+        (2, "tensorwise", {}, {}),
+        (2, "rowwise", {}, {}),
+        (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}, {"name": "muon"}),
     ],
 )
 def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
-    gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any]
+    gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchao")
     shape = replace(TINY, **changes)
-    config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe})
-    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}), shape)
+    config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe}, optimizer=optimizer)
+    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}, optimizer=optimizer), shape)
     for curve in gloo.run(ranks, train_in_float8, config, shape):
         assert_same_run([curve], reference, rel=0.1)
         assert curve.losses != reference.losses

@@ -14,7 +14,7 @@ from torchtrain.errors import FaultError
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.loss import TokenLoss
-from torchtrain.optimizer import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer, update
 
 
 def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
@@ -57,11 +57,13 @@ def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None
         gloo.run(1, _verdicts, faults, [nan] * 3, [1.0] * 3)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_a_refused_update_leaves_no_trace(implementation: Any) -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_refused_update_leaves_no_trace(name: Any, implementation: Any, state_dtype: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
-    optimizer = build_optimizer([model], Optimizer(implementation=implementation))
+    optimizer = build_optimizer([model], Optimizer(name=name, implementation=implementation, state_dtype=state_dtype))
 
     def step(gradient: float, refused: float) -> None:
         model.weight.grad = torch.full((3, 3), gradient)

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtrain.checkpoint.hf import is_hf_folder, save_hf
 from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
-from torchtrain.checkpoint.states import ModelState, OptimizerState
+from torchtrain.checkpoint.states import STATES, ModelState, OptimizerState
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file, to_toml
@@ -45,7 +46,8 @@ from torchtrain.metrics.writers import check_writers
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.attention_backend import attention_backend_name, choose_attention_backend
-from torchtrain.optimizer import build_optimizer
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.microbatches import Microbatches
@@ -79,6 +81,7 @@ class Run:
     model: ParallelModel
     microbatches: Microbatches
     optimizer: torch.optim.Optimizer
+    averages: Averages | None
     checkpoint: CheckpointManager
     side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
     step: int  # the last that is done
@@ -95,8 +98,14 @@ class Run:
                 f"faults.on_bad_numbers = 'rollback', but there is no good checkpoint before step {bad_step} to go "
                 "back to; a lower optimizer.lr, another seed or on_bad_numbers = 'skip' may get past it"
             )
-        self.checkpoint.load(step, only=("model", "optimizer"))
+        self.checkpoint.load(step, only=("model", "optimizer", "ema"))
         self.step = step
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the model has its averaged weights."""
+        assert self.averages is not None
+        self.checkpoint.before_update()
+        return self.averages.exchanged()
 
 
 def plan_run(config: JobConfig) -> Plan:
@@ -112,7 +121,7 @@ def plan_run(config: JobConfig) -> Plan:
     degrees = resolve_degrees(config.parallelism, world_size())
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = model_shape(config.model, tokenizer, config.training.seq_len)
+    model = replace(model_shape(config.model, tokenizer, config.training.seq_len), **asdict(config.mup))
     check_run(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
@@ -265,10 +274,15 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         logger.info(
             "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
         )
-    optimizer = build_optimizer(parts, config.optimizer)
-    if gathers_float8(config.float8, plan.degrees.fsdp):
-        compute_scales_after_updates(parts, optimizer)
+    optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     states["optimizer"] = OptimizerState(parts, optimizer, tied)
+    averages = Averages(parts, config.ema) if config.ema.enable else None
+    if averages is not None:
+        states["ema"] = averages
+    if gathers_float8(config.float8, plan.degrees.fsdp):
+        compute_scales = compute_scales_after_updates(parts, optimizer)
+        if averages is not None:
+            averages.after_exchange = compute_scales
     if model.sums is not None:
         states["sums"] = model.sums
     side = side_group(plan.device, config.comm.init_timeout_seconds)
@@ -279,13 +293,14 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if step is not None:
         checkpoint.load(step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    return Run(plan, model, microbatches, optimizer, checkpoint, side, step or 0)
+    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, step or 0)
 
 
 def export_hf(config: JobConfig, run: Run) -> None:
     """Write the weights to ``hf/`` in the dump folder, as transformers loads them. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
-    weights = ModelState(run.model.parts, run.plan.model.tied_embeddings).state_dict()
+    state = run.checkpoint.states[STATES[config.checkpoint.export_weights]]
+    weights = state.state_dict()
     save_hf(weights, folder, run.plan.model, config.checkpoint.export_dtype, config.model.tokenizer_path)
     logger.info("wrote %s", folder)
 
@@ -307,16 +322,21 @@ class TrainedModel:
     device: torch.device
 
 
-def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "") -> TrainedModel:
+def load_model(
+    path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
+) -> TrainedModel:
     """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
 
     ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
-    config and that in the folder. Under torchrun the ranks share the model by tensor parallelism.
+    config and that in the folder. ``weights``: trained, or ema for the averaged ones. Under torchrun
+    the ranks share the model by tensor parallelism.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError: the ranks cannot share the model.
     """
+    if weights not in STATES:
+        raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
     folder = find_weights(path)
     if is_hf_folder(folder):
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
@@ -354,7 +374,7 @@ def load_model(path: Path, device: str = "auto", dtype: str = "auto", tokenizer_
     model.to_empty(device=place)
     model.tie_weights()  # to_empty has made two parameters of a shared one
     model.init_buffers()
-    load_weights([model], folder, shape)
+    load_weights([model], folder, shape, weights=weights)
     return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)
 
 

@@ -1,7 +1,7 @@
 """Reading weights of any format that we know, one tensor at a time, and writing them in another."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from torchtrain.checkpoint.hf import (
 )
 from torchtrain.checkpoint.hf_files import find_tensors, read_tensor
 from torchtrain.checkpoint.manifest import read_manifest, verify_file
-from torchtrain.checkpoint.states import load_tensors, save_tensors
+from torchtrain.checkpoint.states import load_weight_tensors, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.weights import find_checkpoint
+from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
@@ -33,8 +33,18 @@ from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 
-def convert(source_folder: Path, target: Path, to: str, dtype_name: str, tokenizer_path: str = "") -> None:
+def convert(
+    source_folder: Path,
+    target: Path,
+    to: str,
+    dtype_name: str,
+    tokenizer_path: str = "",
+    weights: str = "trained",
+    average: int = 1,
+) -> None:
     """Write ``target`` in the format ``to`` (hf or torchtrain); it appears when it is complete.
+
+    ``weights``, of our own checkpoints: trained, or ema for the averaged ones; ``average``: the mean of so many.
 
     Raises:
         CheckpointError: the source cannot be read, or the target exists.
@@ -43,7 +53,7 @@ def convert(source_folder: Path, target: Path, to: str, dtype_name: str, tokeniz
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
-        source = open_source(source_folder, tokenizer_path)
+        source = open_source(source_folder, tokenizer_path, weights, average)
         dtype = getattr(torch, dtype_name)
         shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
         values = Lazy(shapes, lambda name: source.read(name).to(dtype))
@@ -99,30 +109,37 @@ class Lazy(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def open_source(path: Path, tokenizer_path: str) -> Source:
+def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Source:
     """See what ``path`` is, and open it."""
-    if is_hf_folder(path):
-        return hf_source(path, tokenizer_path)
-    if (path / "params.json").is_file():
-        return meta_source(path, tokenizer_path)
-    return own_source(path, tokenizer_path)
+    is_hf = is_hf_folder(path)
+    if not is_hf and not (path / "params.json").is_file():
+        return own_source(find_checkpoints(path, average), tokenizer_path, weights)
+    require_one_kind(path, weights if average == 1 else f"--average {average}")
+    return hf_source(path, tokenizer_path) if is_hf else meta_source(path, tokenizer_path)
 
 
-def own_source(path: Path, tokenizer_path: str) -> Source:
-    """A checkpoint of ours."""
-    folder = find_checkpoint(path)
-    for record in read_manifest(folder).files:
-        if problem := verify_file(folder, record):
-            raise CheckpointError(problem)
-    config = from_file(str(folder / CONFIG))
+def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Source:
+    """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
+    for folder in folders:
+        for record in read_manifest(folder).files:
+            if problem := verify_file(folder, record):
+                raise CheckpointError(problem)
+    config = from_file(str(folders[-1] / CONFIG))
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
-    reader = VerifiedReader(folder)
+    readers = {folder: VerifiedReader(folder) for folder in folders}
+
+    def read_of(folder: Path, name: str) -> Tensor:
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        load_weight_tensors({name: tensor}, weights, readers[folder], folder)
+        return tensor
 
     def read(name: str) -> Tensor:
-        tensor = torch.empty_like(shapes[name], device="cpu")
-        load_tensors({f"model.{name}": tensor}, reader, folder, None)
-        return tensor
+        if len(folders) == 1:
+            return read_of(folders[0], name)
+        total = sum(read_of(folder, name).double() for folder in folders)
+        assert isinstance(total, Tensor)
+        return (total / len(folders)).to(shapes[name].dtype)
 
     shapes = parameter_shapes(shape)
     return Source(shape, shapes, read, tokenizer_path)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from torchtrain.errors import ConfigError
 from torchtrain.log import run_door
 
 
@@ -25,6 +26,10 @@ class Options:
     """hf: a folder that transformers loads. torchtrain: a checkpoint of the weights alone, to start runs from."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype of the weights written."""
+    weights: Literal["trained", "ema"] = "trained"
+    """ema: the averaged weights that a run with ema.enable has saved."""
+    average: int = 1
+    """The mean of so many newest checkpoints of a run."""
     tokenizer_path: str = ""
     """The model's tokenizer, a file or folder. Default: that of the checkpoint's config, or in the source."""
 
@@ -38,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtrain.conversion import convert
 
         source, target = Path(options.source), Path(options.target)
-        convert(source, target, options.to, options.dtype, options.tokenizer_path)
+        if options.average < 1:
+            raise ConfigError(f"convert needs --average = {options.average} to be at least 1; 1 takes the newest alone")
+        kind = (options.weights, options.average)
+        convert(source, target, options.to, options.dtype, options.tokenizer_path, *kind)
         return 0
 
     return run_door(run)

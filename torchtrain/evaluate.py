@@ -2,8 +2,8 @@
 
     python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag
 
-Arguments of the model: checkpoint, dtype and tokenizer_path, as for torchtrain.generate. Under torchrun the ranks share
-the model.
+Arguments of the model: checkpoint, dtype, tokenizer_path and weights, as for torchtrain.generate. Under torchrun the
+ranks share the model.
 """
 
 import os
@@ -53,6 +53,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         checkpoint: str,
         dtype: str = "auto",
         tokenizer_path: str = "",
+        weights: str = "trained",
         device: str | None = None,
         batch_size: int | str = 8,
         **_: Any,
@@ -60,7 +61,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """``batch_size`` and ``device`` come from the harness's own options of these names; "auto" is 8."""
         super().__init__()
         # The harness says cuda where it was told nothing, and its own models then take what there is.
-        self.trained = load_model(Path(checkpoint), "cpu" if device == "cpu" else "auto", dtype, tokenizer_path)
+        place = "cpu" if device == "cpu" else "auto"
+        self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
         self.batch_size = 8 if batch_size == "auto" else int(batch_size)
         # Ranks of torchrun have parts of the model, not of the requests: to the harness they are one.
         self._rank, self._world_size = dist.get_rank(), 1

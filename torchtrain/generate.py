@@ -42,6 +42,8 @@ class Options:
     """Choose among the most likely tokens that together have this probability; 1: all."""
     seed: int = 0
     """The same seed gives the same text."""
+    weights: Literal["trained", "ema"] = "trained"
+    """ema: the averaged weights that a run with ema.enable has saved."""
     tokenizer_path: str = ""
     """The model's tokenizer, a file or folder. Default: the one of the run, or in the Hugging Face folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -93,7 +95,8 @@ def run(options: Options, writes: bool) -> None:
     if options.output_file:
         check_output(Path(options.output_file))
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
-    trained = load_model(Path(options.checkpoint), options.device, options.dtype, options.tokenizer_path)
+    place = (options.device, options.dtype, options.tokenizer_path)
+    trained = load_model(Path(options.checkpoint), *place, options.weights)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
     streams = len(prompts) == 1 and not options.output_file

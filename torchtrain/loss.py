@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtrain.devices import device_kind
+from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 IGNORE_INDEX = -100  # label of a position that no loss is taken of
 # Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to
@@ -36,34 +38,94 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
 
+def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
+    """``cross_entropy_sum`` and the sum of ``z_weight`` log(Z)^2 over unmasked tokens: float32 of shape (2,).
+
+    The z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5; there with 1e-4) keeps Z, the sum of the exponents of
+    a token's logits, near 1. What is trained on is the sum of both. With it no log-probabilities are kept for backward,
+    which makes the softmax again of the logits.
+    """
+    if not z_weight:
+        loss = cross_entropy_sum(logits, labels)
+        return torch.stack((loss, torch.zeros_like(loss)))
+    mesh, first = None, 0
+    if isinstance(logits, DTensor):
+        mesh = logits.device_mesh
+        first = compute_local_shape_and_global_offset(logits.shape, mesh, logits.placements)[1][-1]
+        logits = logits.to_local()
+    losses: Tensor = _CrossEntropyWithZ.apply(  # type: ignore[no-untyped-call]
+        logits.flatten(0, 1), labels.flatten(), z_weight, first, mesh
+    )
+    return losses
+
+
+class _CrossEntropyWithZ(torch.autograd.Function):
+    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, z_weight: float, first: int, mesh: DeviceMesh | None
+    ) -> Tensor:
+        def over_ranks(values: Tensor, op: str) -> Tensor:
+            return values if mesh is None else DTensor.from_local(values, mesh, [Partial(op)]).full_tensor()
+
+        known = labels != IGNORE_INDEX
+        own = known & (labels >= first) & (labels < first + logits.shape[1])
+        column = torch.where(own, labels - first, 0)[:, None]
+        largest = over_ranks(logits.amax(dim=1).float(), "max")
+        chosen = torch.where(own, logits.gather(1, column)[:, 0].float(), 0)
+        sums = torch.stack(((logits - largest[:, None]).exp_().sum(dim=1), chosen))  # float32, whatever the logits
+        total, chosen = over_ranks(sums, "sum").unbind()
+        log_z = largest + total.log()
+        ctx.save_for_backward(logits, log_z, known, own, column)
+        ctx.z_weight = z_weight
+        losses = torch.stack((log_z - chosen, z_weight * log_z.square()))
+        return torch.where(known, losses, 0).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_z, known, own, column = ctx.saved_tensors
+        of_loss, of_z = grads[0].unbind()
+        gradient = (logits - log_z[:, None]).exp_()  # float32
+        gradient *= torch.where(known, of_loss + 2 * ctx.z_weight * of_z * log_z, 0)[:, None]
+        gradient.scatter_add_(1, column, -torch.where(own, of_loss, 0)[:, None])
+        return gradient.to(logits.dtype), None, None, None, None
+
+
 def exact_nats(loss: Tensor) -> Tensor:
     """``loss`` as a float64 multiple of 2^-20 nats: sums of such up to 2^33 nats have the same bits in any order."""
     return (loss.double() * 2**20).round() / 2**20
 
 
 class TokenLoss(NamedTuple):
-    """A sum of token losses in nats, and of how many tokens: scalars that can be added over microbatches and ranks."""
+    """A sum of token losses in nats, and of how many tokens: scalars that can be added over microbatches and ranks.
+
+    ``z``: the sum of the z-losses, which are not in ``total``; None where there are none.
+    """
 
     total: Tensor
     tokens: Tensor
+    z: Tensor | None = None
 
 
 class OutputLoss:
-    """Output projection and cross entropy in one: hidden states in, sum of token losses out.
+    """Output projection and loss in one: hidden states in, ``token_losses`` out.
 
     Logits are the largest tensor of a small model, and their gradient is as large. Here they exist for ``chunk_tokens``
     tokens at a time: each chunk's gradient is computed right after its loss, while its logits are still there, so that
     backward has nothing to compute again. Value and gradient are those of the plain loss.
     """
 
-    def __init__(self, chunk_tokens: int = -1, *, compile: bool = False):
+    def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
         """``chunk_tokens``: -1 for what ``MAX_LOGITS_BYTES`` (on CPU ``_CPU``) hold, and 256 at least; 0 for all."""
         self.chunk_tokens = chunk_tokens
-        self.compiled = torch.compile(cross_entropy_sum, fullgraph=True) if compile else cross_entropy_sum
+        self.z_weight = z_weight
+        self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
 
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
-        """``hidden`` (bs, seq, dim), ``labels`` (bs, seq) to a float32 scalar. ``output``: a linear layer over dim.
+        """``hidden`` (bs, seq, dim), ``labels`` (bs, seq) to float32 (2,): loss and z-loss, to be trained on as a sum.
 
+        ``output``: a linear layer over dim.
         Call it where ``output.weight`` is whole: within the forward of the module that FSDP has sharded.
         """
         weight = output.get_parameter("weight")
@@ -76,7 +138,7 @@ class OutputLoss:
             hidden = hidden.redistribute(placements=[Replicate()])
         if not torch.is_grad_enabled():
             parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
-            return torch.stack([self.token_losses(output(h), some) for h, some in parts]).sum()
+            return torch.stack([self.token_losses(output(h), some) for h, some in parts]).sum(dim=0)
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             hidden, output.weight, output, labels, chunks, self.token_losses
         )
@@ -84,7 +146,8 @@ class OutputLoss:
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         # loss_parallel, which reduces over ranks, cannot be compiled.
-        return cross_entropy_sum(logits, labels) if isinstance(logits, DTensor) else self.compiled(logits, labels)
+        function = token_losses if isinstance(logits, DTensor) else self.compiled
+        return function(logits, labels, self.z_weight)
 
     def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
         """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough.
@@ -120,7 +183,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 h = h.detach().requires_grad_()
                 loss = token_losses(output(h), some_labels)
-                hidden_grad, grad = torch.autograd.grad(loss, (h, weight))
+                hidden_grad, grad = torch.autograd.grad(loss.sum(), (h, weight))
             hidden_grads.append(hidden_grad)
             # In float32: many chunks add up.
             weight_grad = grad.float() if weight_grad is None else weight_grad.add_(grad)
@@ -132,6 +195,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grads
+        scale = grads[0][0]  # that of the z-loss is the same: their sum is trained on
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * scale, (weight_grad * scale).to(ctx.weight_dtype), None, None, None, None

@@ -114,6 +114,7 @@ def train(config: JobConfig) -> int:
         guard,
         max_norm=config.training.max_norm,
         before_update=run.checkpoint.before_update,
+        averages=run.averages,
     )
     validator = Validator(
         config.validation,
@@ -122,6 +123,7 @@ def train(config: JobConfig) -> int:
         run.microbatches,
         plan.tokenizer.token_bytes,
         metrics.record_validation,
+        averaged=run.averaged,
         must_stop=partial(stop.agree, run.side_group),
         watch=hangs.watch,
     )

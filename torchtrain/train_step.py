@@ -11,7 +11,9 @@ from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.log import logger
 from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
 from torchtrain.lr_schedule import LRSchedule
-from torchtrain.optimizer import clip_grad_norm, update
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.groups import update
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
@@ -29,6 +31,7 @@ class TrainStep:
         *,
         max_norm: float,
         before_update: Callable[[], None],
+        averages: Averages | None = None,
     ):
         """``max_norm``: of the gradient, which is scaled down to it; ``before_update``: parameters are to change."""
         self.model = model
@@ -38,6 +41,7 @@ class TrainStep:
         self.guard = guard
         self.max_norm = max_norm
         self.before_update = before_update
+        self.averages = averages
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
         """The loss that this rank has computed and the norm of the gradient before clipping, left on the device."""
@@ -56,12 +60,13 @@ class TrainStep:
     def _forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
         count = len(batch.tokens) // self.microbatches.local_batch_size
         self.model.begin_gradients(len(batch.tokens))
-        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        losses = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.model.device)
         for i, microbatch in enumerate(self.microbatches(batch)):
             tokens += (microbatch.labels != IGNORE_INDEX).sum()
-            total += exact_nats(self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1))
-        return TokenLoss(total, tokens * self.model.has_loss)
+            losses += exact_nats(self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1))
+        z_loss = losses[1] if self.model.loss.z_weight else None
+        return TokenLoss(losses[0], tokens * self.model.has_loss, z_loss)
 
     def _update(self, step: int, loss: TokenLoss) -> Tensor:
         """Clip the gradient and apply it, unless it is bad; returns its norm before clipping."""
@@ -74,5 +79,7 @@ class TrainStep:
         self.schedule.apply(self.optimizer, step)
         self.before_update()
         update(self.optimizer, refused)
+        if self.averages is not None:
+            self.averages.update(step, refused)
         self.optimizer.zero_grad()
         return grad_norm

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ class Validator:
         loaders: by label; they end, and mask what is left of the last rows.
         token_bytes: for each token the bytes of text it stands for.
         report: called with the step and the results by name, on all ranks.
+        averaged: a context in which the model has its averaged weights.
         must_stop: asked before each batch, on all ranks, which get the same answer: whether to end without results.
         watch: a context, named, for what should not take long: each batch.
     """
@@ -37,6 +38,7 @@ class Validator:
         token_bytes: Sequence[int],
         report: Callable[[int, dict[str, float]], None],
         *,
+        averaged: Callable[[], AbstractContextManager[None]] = nullcontext,
         must_stop: Callable[[], bool],
         watch: Callable[[str], AbstractContextManager[None]],
     ):
@@ -47,6 +49,7 @@ class Validator:
         self.microbatches = microbatches
         self.token_bytes = torch.tensor(token_bytes, device=model.device)
         self.report = report
+        self.averaged = averaged
         self.must_stop = must_stop
         self.watch = watch
 
@@ -54,18 +57,31 @@ class Validator:
         """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run."""
         if not (self.loaders and (last or step % self.config.interval == 0)):
             return
+        results: dict[str, float] = {}
+        for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
+            if self.config.weights not in (weights, "both"):
+                continue
+            with self.averaged() if weights == "ema" else nullcontext():
+                found = self._all_results(step, prefix)
+            if found is None:
+                logger.info("validation after step %d is cut short: asked to stop", step)
+                return
+            results |= found
+        self.report(step, results)
+
+    def _all_results(self, step: int, prefix: str) -> dict[str, float] | None:
+        """With the weights that the model has now, of all sources together and of each. None: must stop."""
         sums: dict[str, Tensor] = {}
         for label in self.loaders:
             found = self._sums(label, f"validation after step {step}")
             if found is None:
-                logger.info("validation after step %d is cut short: asked to stop", step)
-                return
+                return None
             sums[label] = found
-        results = _results(torch.stack(list(sums.values())).sum(dim=0), "")
+        results = _results(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
         if len(sums) > 1:
             for label, own in sums.items():
-                results |= _results(own, f"_{label}")
-        self.report(step, results)
+                results |= _results(own, prefix, f"_{label}")
+        return results
 
     @torch.no_grad()
     def _sums(self, label: str, what: str) -> Tensor | None:
@@ -102,15 +118,15 @@ class Validator:
         return sums
 
 
-def _results(sums: Tensor, suffix: str) -> dict[str, float]:
+def _results(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     """What a sum of losses, tokens and bytes says: the mean by token, and bits per byte of the text."""
     nats, tokens, size = sums.tolist()
     if tokens == 0:
         raise DataError("validation: a source has not a single document with text; correct the [validation] section")
     loss = nats / tokens
     return {
-        f"validation_loss{suffix}": loss,
-        f"validation_perplexity{suffix}": math.exp(loss),
-        f"validation_bits_per_byte{suffix}": nats / math.log(2) / max(size, 1),
-        f"validation_tokens{suffix}": int(tokens),
+        f"{prefix}_loss{suffix}": loss,
+        f"{prefix}_perplexity{suffix}": math.exp(loss),
+        f"{prefix}_bits_per_byte{suffix}": nats / math.log(2) / max(size, 1),
+        f"{prefix}_tokens{suffix}": int(tokens),
     }

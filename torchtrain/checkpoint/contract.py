@@ -1,7 +1,7 @@
 """What a changed config means for a run that resumes.
 
 Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones split or speed up the same run. Others
-*change the run* from here on. With *impossible* ones the checkpoint does not fit the model.
+*change the run* from here on. With *impossible* ones the checkpoint does not fit the run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,6 +29,8 @@ SECTIONS = {
     "job": Kind.HARMLESS,
     "model": Kind.IMPOSSIBLE,
     "optimizer": Kind.CHANGES,
+    "ema": Kind.CHANGES,
+    "mup": Kind.CHANGES,
     "lr_scheduler": Kind.CHANGES,
     "training": Kind.CHANGES,
     "data": Kind.CHANGES,
@@ -48,7 +50,9 @@ SECTIONS = {
 OPTIONS = {
     # Not impossible: a copy in another folder is the same tokenizer.
     "model.tokenizer_path": Kind.CHANGES,
+    "optimizer.name": Kind.IMPOSSIBLE,  # other states
     "optimizer.implementation": Kind.LAYOUT,
+    "ema.offload": Kind.LAYOUT,
     # It only says how the global batch is divided.
     "training.local_batch_size": Kind.LAYOUT,
     # What it does to the schedule is compared as lr_scheduler.total_steps.
@@ -140,7 +144,7 @@ def check_contract(
             found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
-            f"the checkpoint does not fit this model: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
+            f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
             "start a new run in another job.dump_folder"
         )
     allowed = list(allow_changes)

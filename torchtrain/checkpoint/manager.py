@@ -182,7 +182,7 @@ class CheckpointManager:
         """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
         states = {name: state for name, state in self.states.items() if not only or name in only}
         tensors, folder = flatten(states), step_folder(self.folder, step)
-        load_tensors(tensors, VerifiedReader(folder), folder, self.group)
+        tensors = load_tensors(tensors, VerifiedReader(folder), folder, self.group)
         for name, state in states.items():
             state.load_state_dict(unflatten(tensors, name))
         # With a part of the states loaded, the state at this step differs from its checkpoint: save it again.

@@ -33,8 +33,10 @@ from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 
-# A run with exact sums may resume from a checkpoint of a run without, which does not have this entry.
-OPTIONAL = frozenset({"sums.exponent"})
+# Not in the checkpoints of runs without exact sums or averaged weights, with which a run may go on that has them.
+OPTIONAL = ("sums.", "ema.")
+STATES = {"trained": "model", "ema": "ema"}
+"""The state that holds these weights, under the parameters' names."""
 # With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
 
@@ -152,8 +154,8 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
 
 def load_tensors(
     tensors: Mapping[str, Tensor], reader: StorageReader, folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    """Read ``tensors``, live ones of any layout, out of ``folder``. Collective.
+) -> dict[str, Tensor]:
+    """Read ``tensors``, live ones of any layout, out of ``folder``; returns those that it has. Collective.
 
     Raises, on all ranks:
         CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
@@ -161,7 +163,7 @@ def load_tensors(
     """
     of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
     saved = reader.read_metadata().state_dict_metadata
-    tensors = {name: tensor for name, tensor in tensors.items() if name in saved or name not in OPTIONAL}
+    tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
     for pause in (*PAUSES_SECONDS, None):
         planner = CompleteLoadPlanner()
         try:
@@ -176,6 +178,14 @@ def load_tensors(
             time.sleep(pause)
     if unwritten := list(chain.from_iterable(of_all_ranks(lambda: list(planner.unwritten()), group))):
         raise CheckpointError(f"{folder} left tensors unwritten: {', '.join(unwritten[:5])}")
+    return tensors
+
+
+def load_weight_tensors(tensors: Mapping[str, Tensor], weights: str, reader: StorageReader, folder: Path) -> None:
+    """``load_tensors`` of all ranks for the ``weights`` (see ``STATES``) of parameters, live ones by their names."""
+    found = load_tensors({f"{STATES[weights]}.{name}": t for name, t in tensors.items()}, reader, folder, None)
+    if len(found) < len(tensors):
+        raise CheckpointError(f"{folder} has no averaged weights, which a run with ema.enable saves; take the trained")
 
 
 def save_tensors(

@@ -9,12 +9,33 @@ from torch import nn
 from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify_file
-from torchtrain.checkpoint.states import ModelState, flatten, load_tensors
+from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.errors import CheckpointError
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.model import TransformerConfig
+
+
+def require_one_kind(folder: Path, weights: str) -> None:
+    """Raise CheckpointError where another kind of weights is asked for than a folder that is no checkpoint has."""
+    if weights != "trained":
+        raise CheckpointError(f"{folder} has one kind of weights; {weights!r} are in the checkpoints of a run")
+
+
+def find_checkpoints(path: Path, count: int) -> list[Path]:
+    """The newest ``count`` checkpoints of one run, whose folder ``path`` is; of one, ``find_checkpoint``."""
+    newest = find_checkpoint(path)
+    if count == 1:
+        return [newest]
+    steps = saved_steps(newest.parent)[-count:]
+    if path == newest or len(steps) < count:
+        has = "is one" if path == newest else f"has {len(steps)}"
+        raise CheckpointError(f"the mean of {count} checkpoints was asked for, and {path} {has}; give a run's folder")
+    folders = [step_folder(newest.parent, step) for step in steps]
+    if len({read_manifest(folder).origin.run for folder in folders}) > 1:
+        raise CheckpointError(f"the newest {count} checkpoints in {newest.parent} are not of one run")
+    return folders
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -34,17 +55,22 @@ def find_weights(path: Path) -> Path:
 
 
 def load_weights(
-    parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, wanted: Collection[str] = ()
+    parts: Sequence[nn.Module],
+    folder: Path,
+    model: TransformerConfig,
+    wanted: Collection[str] = (),
+    weights: str = "trained",
 ) -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
-    Layouts and dtypes need not be alike. ``wanted``: as for ``check_same_shape``.
+    Layouts and dtypes need not be alike. ``wanted``: as for ``check_same_shape``. ``weights``: see ``STATES``.
 
     Raises:
         CheckpointError: a file is missing or damaged, a parameter is not in it, or it is for another model.
     """
     state = ModelState(parts, model.tied_embeddings)
     if is_hf_folder(folder):
+        require_one_kind(folder, weights)
         check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder, wanted)
         load_hf(state.state_dict(), folder, model)
         return
@@ -57,4 +83,4 @@ def load_weights(
     for found in of_all_ranks(problem):
         if found:
             raise CheckpointError(f"{found}; give another step-N folder")
-    load_tensors(flatten({"model": state}), VerifiedReader(folder), folder, None)
+    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder), folder)

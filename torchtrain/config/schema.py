@@ -107,7 +107,17 @@ class Model:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    lr_factor: float = 1.0
+    """By which optimizer.lr is multiplied for these parameters, and the schedule with it."""
+    weight_decay: float | None = None
+    """Their decoupled weight decay. Default: optimizer.weight_decay; of vectors 0."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
+    name: Literal["adamw", "muon"] = "adamw"
+    """Rule for the blocks' matrices; all else is AdamW's (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -117,17 +127,63 @@ class Optimizer:
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms have none."""
+    """Decoupled weight decay of matrices and embeddings; vectors (norms, biases) have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernel of the update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which AdamW's two means are kept between steps. bfloat16 halves them; the update is computed in float32.
-    With it a beta2 above 0.99 hardly moves the second mean."""
+    """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
+    computed in float32. With it a beta2 above 0.99 hardly moves the second mean."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
+    muon_iterations: int = 5
+    """Newton-Schulz iterations by which Muon makes a matrix orthogonal."""
+    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
+    matrices: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.matrices]: the blocks' matrices."""
+    embeddings: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.embeddings]: embedding and output."""
+    vectors: ParameterGroup = field(default_factory=ParameterGroup)
+    """[optimizer.vectors]: norms and biases."""
 
     def __post_init__(self) -> None:
         require_at_least("optimizer", 0, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
-        for key, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+        for name in ("matrices", "embeddings", "vectors"):
+            group: ParameterGroup = getattr(self, name)
+            require_at_least(f"optimizer.{name}", 0, lr_factor=group.lr_factor, weight_decay=group.weight_decay or 0.0)
+        require_at_least("optimizer", 1, muon_iterations=self.muon_iterations)
+        for key in ("beta1", "beta2", "muon_momentum"):
+            value = getattr(self, key)
             require(0 <= value < 1, f"optimizer.{key} = {value} must be at least 0 and under 1")
+
+
+@dataclass(frozen=True)
+class Ema:
+    enable: bool = False
+    """Keep averaged weights, an exponential moving average of the parameters: 4 bytes for each parameter."""
+    decay: float = 0.999
+    """Share of the average that is left after a step; in step n at most (1 + n) / (10 + n)."""
+    interval: int = 1
+    """Steps between updates of the average, each of which then counts for as many: decay to the power of interval."""
+    offload: bool = False
+    """Keep the averages in CPU memory; each update waits for a copy of the parameters."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.decay < 1, f"ema.decay = {self.decay} must be at least 0 and under 1")
+        require_at_least("ema", 1, interval=self.interval)
+
+
+@dataclass(frozen=True)
+class Mup:
+    """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
+
+    base_dim: int | None = None
+    """model.shape's dim of the small one. Initial weights and learning rates go by the width over it (muP)."""
+    base_layers: int | None = None
+    """Its layers, where it is not as deep: what blocks add to the residual stream goes by 1 / depth (CompleteP)."""
+
+    def __post_init__(self) -> None:
+        require_at_least("mup", 1, **{key: value for key, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -177,6 +233,9 @@ class Training:
     loss_chunk_tokens: int = -1
     """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
     many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
+    z_loss_weight: float = 0.0
+    """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the logits' softmax normalizer Z near 1; PaLM
+    has 1e-4. It is trained on, but no part of the loss that is reported."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Kernel of scaled_dot_product_attention. auto: the fastest that PyTorch finds fit; in bfloat16 on a CPU its flash
     kernel with a faster backward. The log names it."""
@@ -190,7 +249,7 @@ class Training:
     def __post_init__(self) -> None:
         require_at_least("training", 1, local_batch_size=self.local_batch_size, seq_len=self.seq_len, steps=self.steps)
         require_at_least("training", 1, gc_freq=self.gc_freq)
-        require_at_least("training", 0, seed=self.seed)
+        require_at_least("training", 0, seed=self.seed, z_loss_weight=self.z_loss_weight)
         require_at_least("training", -1, loss_chunk_tokens=self.loss_chunk_tokens)
         require(self.max_norm > 0, f"training.max_norm = {self.max_norm} must be above 0")
         require(
@@ -291,6 +350,8 @@ class Validation(Sources):
     """Steps between validations; there is always one after the last step."""
     steps: int = -1
     """Batches of each source to take; -1: all of it, once."""
+    weights: Literal["trained", "ema", "both"] = "trained"
+    """Which weights' loss to take. Names of results of averaged ones (ema.enable) begin with validation_ema_."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -429,6 +490,8 @@ class Checkpoint:
     goes on from its own checkpoint."""
     last_save_in_hf: bool = False
     """At the end of the run, also write the weights to hf/ in the dump folder, as transformers loads them."""
+    export_weights: Literal["trained", "ema"] = "trained"
+    """The weights in hf/; ema: the averaged ones (ema.enable)."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype of the weights in hf/."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -580,6 +643,8 @@ class JobConfig:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    ema: Ema = field(default_factory=Ema)
+    mup: Mup = field(default_factory=Mup)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
@@ -601,6 +666,14 @@ class JobConfig:
             self.faults.on_bad_numbers != "rollback" or self.checkpoint.enable,
             "faults.on_bad_numbers = 'rollback' needs checkpoints to go back to: set checkpoint.enable = true",
         )
+        for key, weights in (
+            ("validation.weights", self.validation.weights),
+            ("checkpoint.export_weights", self.checkpoint.export_weights),
+        ):
+            require(
+                self.ema.enable or weights == "trained",
+                f"{key} = {weights!r} needs averaged weights: set ema.enable = true",
+            )
         if self.training.sums == "exact":
             layout = self.parallelism
             split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule

@@ -11,6 +11,7 @@ From the outermost axis to the innermost, whose ranks are neighbors and so have 
 
 import math
 from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -86,3 +87,8 @@ class Mesh:
         self.pipeline = self.world["pipeline"]
         self.context = self.world["context"]
         self.tensor = self.world["tensor"]
+
+    @cached_property
+    def stage(self) -> DeviceMesh:
+        """All ranks of a pipeline stage, which share its parameters. Collective over all ranks when first asked for."""
+        return self.world["replicate", "shard", "context", "tensor"]._flatten("stage")

@@ -1,9 +1,10 @@
 """What a run reports: a readable line, TensorBoard, and ``metrics.jsonl`` for programs.
 
 ``loss`` is the mean over the unmasked tokens of the global batch, in nats, ``loss_max`` that of the rank with the
-largest. ``tokens_per_second`` is per device. ``mfu`` is the model FLOPs utilization of PaLM
-(https://arxiv.org/abs/2204.02311, appendix B): tokens per second and device, times ``flops_per_token``, over the
-device's peak; null where no peak is known. ``memory_gib`` and ``data_wait_fraction`` are those of the worst rank.
+largest. ``z_loss`` is the mean of the z-loss, times its weight; it is not in ``loss``. ``tokens_per_second`` is per
+device. ``mfu`` is the model FLOPs utilization of PaLM (https://arxiv.org/abs/2204.02311, appendix B): tokens per second
+and device, times ``flops_per_token``, over the device's peak; null where no peak is known. ``memory_gib`` and
+``data_wait_fraction`` are those of the worst rank.
 """
 
 import resource
@@ -105,9 +106,10 @@ class MetricsRecorder:
         """Note a finished step. Writes after the first of a process, every ``log_freq``, and the last."""
         if step % self.config.log_freq and step not in (self.first_step + 1, self.last_step):
             return
-        sums = torch.stack((loss.total.double(), loss.tokens.double()))
+        z_loss = torch.zeros_like(loss.total) if loss.z is None else loss.z
+        sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))
         dist.all_reduce(sums, group=self.loss_group)
-        total, tokens = sums.tolist()
+        total, tokens, z_total = sums.tolist()
         elapsed = time.perf_counter() - self.since  # the line above has waited for the device
         own_loss = (loss.total / loss.tokens).item() if loss.tokens else 0.0
         own = (own_loss, peak_memory_gib(self.device), self.data_wait_seconds / elapsed)
@@ -122,6 +124,7 @@ class MetricsRecorder:
                 "step": step,
                 "loss": total / tokens,
                 "loss_max": loss_max,
+                **({} if loss.z is None else {"z_loss": z_total / tokens}),
                 "grad_norm": grad_norm.item(),
                 "lr": lr,
                 "tokens_per_second": tokens_per_second,

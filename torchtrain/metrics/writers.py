@@ -23,6 +23,7 @@ from torchtrain.log import BestEffort
 GROUPS = {
     "loss": "loss/average",
     "loss_max": "loss/max",
+    "z_loss": "loss/z",
     "grad_norm": "optimization/grad_norm",
     "lr": "optimization/lr",
     "tokens_per_second": "throughput/tokens_per_second",

@@ -37,7 +37,7 @@ class ExactSums(Stateful):
         return {"exponent": torch.tensor(self.exponent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.exponent = int(state_dict["exponent"])
+        self.exponent = int(state_dict.get("exponent", self.exponent))
 
     def begin(self, summands: int) -> None:
         """Call it before the first backward of a step. ``summands``: at most as many add up to an element."""

@@ -1,7 +1,7 @@
 """The blocks' linear layers in float8, by torchao (https://github.com/pytorch/ao, torchao.float8)."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,11 @@ def gathers_float8(config: Float8, shards: int) -> bool:
     return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
 
 
-def compute_scales_after_updates(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """After each update compute the scales of all float8 weights by one all-reduce, not by one for each weight."""
+def compute_scales_after_updates(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Callable[..., None]:
+    """After each update compute the scales of all float8 weights by one all-reduce, not by one for each weight.
+
+    Returns what does so, for other changes of the weights.
+    """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def compute(*_: Any) -> None:
@@ -74,3 +77,4 @@ def compute_scales_after_updates(parts: Sequence[nn.Module], optimizer: torch.op
             precompute_float8_dynamic_scale_for_fsdp(part)
 
     optimizer.register_step_post_hook(compute)
+    return compute

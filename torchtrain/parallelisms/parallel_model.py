@@ -48,10 +48,10 @@ class ParallelModel:
         return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
-        """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sum of its losses.
+        """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sums of its losses.
 
-        ``is_last``: of the microbatches of a step, after which gradients are those of all ranks. The sum is 0 without
-        ``has_loss``.
+        ``is_last``: of the microbatches of a step, after which gradients are those of all ranks. The sums, as those of
+        ``token_losses``, are 0 without ``has_loss``.
         """
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
@@ -60,19 +60,19 @@ class ParallelModel:
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
-            loss: Tensor = model(tokens, positions, mask, head=partial(self.loss, labels=labels))
-            torch.autograd.backward(loss / global_tokens)
-            return loss.detach()
+            losses: Tensor = model(tokens, positions, mask, head=partial(self.loss, labels=labels))
+            torch.autograd.backward(losses.sum() / global_tokens)
+            return losses.detach()
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """The sum of the microbatch's losses alone."""
+        """The sum of the microbatch's losses alone, without z-loss."""
         tokens, labels, positions, mask = microbatch
         with loss_parallel():
             if self.pipeline is not None:
-                return self.pipeline.forward(tokens, labels, positions, mask)
-            loss: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
-            return loss
+                return self.pipeline.forward(tokens, labels, positions, mask)[0]
+            losses: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
+            return losses[0]
 
 
 def build_parallel_model(
@@ -102,7 +102,7 @@ def build_parallel_model(
         )
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty has made two parameters of a shared one
-    loss = OutputLoss(training.loss_chunk_tokens, compile=compile.enable)
+    loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=compile.enable)
     pipeline = None
     if mesh.degrees.pipeline > 1:
         pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)

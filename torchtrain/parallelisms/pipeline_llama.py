@@ -161,7 +161,7 @@ class Pipeline:
         self.mesh = mesh.pipeline
         self.device = device
         self.loss = loss
-        self.total_loss = torch.zeros((), device=device)
+        self.losses = torch.zeros(2, device=device)
         self.global_tokens = torch.ones((), device=device)
         model = next(iter(stages.values())).config
         count = len(plan_stages(model, parallelism))
@@ -214,13 +214,13 @@ class Pipeline:
         global_tokens: Tensor,
         is_last: bool,
     ) -> Tensor:
-        """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sum of their losses.
+        """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sums of their losses.
 
         ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or
-        local_batch_size, seq), ``mask`` as the model takes it. The sum is 0 without ``has_loss``.
+        local_batch_size, seq), ``mask`` as the model takes it. The sums are 0 without ``has_loss``.
         """
         self.global_tokens = global_tokens
-        self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
             if isinstance(stage, ReducingStage):
                 stage.is_last_run = is_last
@@ -231,11 +231,11 @@ class Pipeline:
         if mask is not None:
             arguments["mask"] = mask
         self.schedule.step(*inputs, target=target, return_outputs=False, **arguments)
-        return self.total_loss
+        return self.losses
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """The sum of the losses alone; arguments and result as for ``forward_backward``.
+        """The sums of the losses alone; arguments and result as for ``forward_backward``.
 
         Not by the schedule: those that split the backward have no mode without one.
         """
@@ -250,15 +250,15 @@ class Pipeline:
             output = stage(output, positions, mask, head=head)
             if after != own_rank:
                 dist.send(output.contiguous(), group=group, group_dst=after)
-        return output if self.has_loss else torch.zeros((), device=self.device)
+        return output if self.has_loss else torch.zeros(2, device=self.device)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
         self.last.unshard()  # its forward is over
         assert self.last.output is not None
-        loss = self.loss(hidden, self.last.output, labels)
-        self.total_loss += exact_nats(loss.detach())
-        return loss / self.global_tokens
+        losses = self.loss(hidden, self.last.output, labels)
+        self.losses += exact_nats(losses.detach())
+        return losses.sum() / self.global_tokens
 
     @property
     def has_loss(self) -> bool:

@@ -23,7 +23,9 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizer import build_optimizer, local
+from torchtrain.optimizers.adamw import local
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
@@ -74,7 +76,8 @@ def ranks_of_each_kind(degrees: Degrees) -> list[int]:
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The name of the mesh's axis by group name."""
-    axes: dict[str, str] = {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
+    axes: dict[str, str] = {mesh.stage.get_group().group_name: "stage" if mesh.degrees.pipeline > 1 else "all"}
+    axes |= {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
     shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
     axes[shard.group_name] = "shard"
     for name in ("pipeline", "replicate", "context", "tensor"):
@@ -202,6 +205,7 @@ def rehearse(
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
         with allocated_in(mode):
             mesh = Mesh(device, degrees)
+            ledger.axes = axes_of(mesh)
             model = build_parallel_model(
                 shape,
                 mesh,
@@ -228,7 +232,9 @@ def _two_steps(
 ) -> RankRecord:
     device = model.device
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    optimizer = build_optimizer(model.parts, config.optimizer, mesh)
+    # Offloaded averages take memory and time of the host alone.
+    averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, config.training.local_batch_size, document_start),
@@ -237,9 +243,11 @@ def _two_steps(
         _Guard(config.faults, cast(StopRequest, _NeverAsked()), device, lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
+        averages=averages,
     )
-    ledger.axes = axes_of(mesh)
     ledger.adopt(parameters, "parameters")
+    if averages is not None:
+        ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
     with following(ledger):
         for step in range(1, STEPS + 1):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.loss import OutputLoss
-from torchtrain.optimizer import local
+from torchtrain.optimizers.adamw import local
 from torchtrain.planning.allocator import Allocation
 from torchtrain.torch_internals import (
     FakeTensor,

@@ -13,7 +13,8 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
     """What does not match, in words, one line for each group and pair; empty where all ranks agree.
 
     ``operations``: of each rank that was rehearsed, in the order in which its host issues them. The ranks of a group
-    must call the same collectives over the same number of bytes; what one rank sends another must receive, in order.
+    must call the same collectives, and but for all-to-all over the same number of bytes; what one rank sends another
+    must receive, in order.
     """
     calls: dict[tuple[int, ...], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     sent: dict[tuple[int, int], list[Call]] = defaultdict(list)
@@ -23,7 +24,8 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
             if operation.peer is None and len(operation.ranks) > 1:
                 for member in operations.keys() & set(operation.ranks):
                     calls[operation.ranks][member]  # one that calls nothing has a sequence, too
-                calls[operation.ranks][rank].append((operation.name, operation.bytes))
+                size = 0 if operation.name == "alltoall_base" else operation.bytes
+                calls[operation.ranks][rank].append((operation.name, size))
             elif operation.peer in operations:
                 assert operation.peer is not None
                 message = ("message", operation.bytes)

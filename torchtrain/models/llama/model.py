@@ -48,7 +48,8 @@ class TransformerConfig:
 
     ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
     n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
-    wq, wk and wv have biases, as in Qwen2. ``family`` changes nothing of the computation.
+    wq, wk and wv have biases, as in Qwen2. ``family`` changes nothing of the computation. ``base_dim`` and
+    ``base_layers`` are of the model whose hyperparameters this one has (muP): they change the initial weights.
     """
 
     dim: int
@@ -66,6 +67,8 @@ class TransformerConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     family: str = field(default="llama3", compare=False)
+    base_dim: int | None = field(default=None, compare=False)
+    base_layers: int | None = field(default=None, compare=False)
     head_size: int = field(init=False)
     """``head_dim``, or what it is by default."""
 
@@ -80,6 +83,16 @@ class TransformerConfig:
         object.__setattr__(self, "head_size", self.dim // self.n_heads if self.head_dim is None else self.head_dim)
         if self.head_size < 2 or self.head_size % 2:
             raise ValueError(f"head_dim = {self.head_size} must be even, and at least 2: RoPE pairs channels")
+
+    @property
+    def width_factor(self) -> float:
+        """Width over that of the model whose hyperparameters these are."""
+        return self.dim / (self.base_dim or self.dim)
+
+    @property
+    def depth_factor(self) -> float:
+        """Likewise of the number of layers."""
+        return self.n_layers / (self.base_layers or self.n_layers)
 
 
 class RMSNorm(nn.Module):
@@ -257,13 +270,18 @@ class Transformer(nn.Module):
         Matrices: normal of standard deviation 0.02, cut at three of them; those that write to the residual stream, of
         0.02 / sqrt(2 * depth), so that the stream's variance grows slowly with depth; the output, of 1 / sqrt(dim), so
         that the first logits have unit variance. Norms: ones. Biases: zeros.
+
+        A model that is wider than its base has the output's matrix of the base, matrices of blocks smaller by
+        sqrt(width), and a last norm of 1 / width; a deeper one writes as much less to the residual stream (see
+        ``optimizers.groups.transfer_factor``).
         """
-        std = 0.02
+        std, width, depth = 0.02, self.config.width_factor, self.config.depth_factor
         self.tie_weights()
         if self.tok_embeddings is not None:
             init_matrix(self.tok_embeddings, std)
+        std /= math.sqrt(width)
         for layer_id, block in self.layers.items():
-            residual_std = std / math.sqrt(2 * (int(layer_id) + 1))
+            residual_std = std / math.sqrt(2 * (int(layer_id) / depth + 1)) / depth
             for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
                 init_matrix(block.get_submodule(name), std)
             for name in ("attention.wo", "feed_forward.w2"):
@@ -272,9 +290,9 @@ class Transformer(nn.Module):
                 if parameter.ndim == 1:
                     nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
         if self.norm is not None:
-            nn.init.ones_(self.norm.get_parameter("weight"))
+            nn.init.constant_(self.norm.get_parameter("weight"), 1 / width)
         if self.output is not None and not self.config.tied_embeddings:
-            init_matrix(self.output, 1 / math.sqrt(self.config.dim))
+            init_matrix(self.output, math.sqrt(width) / math.sqrt(self.config.dim))
         self.init_buffers()
 
     def init_buffers(self) -> None:

@@ -1,0 +1,160 @@
+"""What dividing Muon's work over ranks is worth: two ways to make its step take turns on the same ranks.
+
+    python scripts/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 7]
+
+One way is the trainer's: each matrix has an owner. In the other every rank gathers every matrix and repeats the
+iteration. Each rank is a process with one thread. Printed are median seconds of the whole optimizer step and of the CPU
+time of all ranks, their ratios as medians over the turns, and the bytes that owners and others send each other, beside
+the formula in docs/performance.md.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from benchmark import LAUNCHER_ENVIRONMENT
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtrain.build import initialize
+from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
+from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.models.llama import TransformerConfig
+from torchtrain.optimizers.adamw import local
+from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.muon import Muon, orthogonalize
+from torchtrain.parallelisms.parallel_model import build_parallel_model
+
+
+class Repeated(Muon):
+    """Every rank gathers every matrix, and iterates."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for matrix in (matrix for bucket in self.buckets for owned in bucket for matrix in owned):
+            parameter: Any = matrix.parameter
+            options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+            momentum = DTensor.from_local(
+                self._accumulate(parameter), parameter.device_mesh, parameter.placements, **options
+            )
+            self._add(matrix, orthogonalize(momentum.full_tensor(), self.iterations)[matrix.block(self.rank)])
+
+
+WAYS = {"owners": Muon, "repeated": Repeated}
+
+
+def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int]:
+    """The optimizer of a model with gradients, and the elements of the matrices."""
+    config = JobConfig(
+        training=Training(mixed_precision_param="float32"),
+        parallelism=Parallelism(data_parallel_replicate_degree=args.replicas),
+        optimizer=Optimizer(name="muon", lr=1e-3),
+    )
+    device, heads = torch.device("cpu"), max(1, args.width // 64)
+    shape = TransformerConfig(args.width, args.layers, heads, heads, args.width * 4, args.vocab)
+    model = build_parallel_model(
+        shape,
+        Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
+        device,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+    )
+    initialize(model.parts, 0, device)
+    with patch("torchtrain.optimizers.groups.Muon", WAYS[way]):
+        optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+    torch.manual_seed(0)
+    for part in model.parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).normal_()
+    (matrices,) = (group["params"] for group in optimizer.param_groups if group["rule"] == "muon")
+    return optimizer, sum(parameter.numel() for parameter in matrices)
+
+
+def sent_in(step: Callable[[], None]) -> int:
+    """Bytes that this rank gives to all-to-alls for others."""
+    exchange, sent = dist.all_to_all_single, 0
+
+    def counted(output: Tensor, input: Tensor, receives: Any, sends: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += (sum(sends) - sends[dist.get_rank()]) * input.itemsize
+        return exchange(output, input, receives, sends, *rest, **options)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        step()
+    return sent
+
+
+def measure(rank: int, store: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    made = {way: make(way, args) for way in WAYS}
+    elements = made["owners"][1]
+    sent = torch.tensor(sent_in(made["owners"][0].step))
+    dist.all_reduce(sent)
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in made}
+    for _ in range(args.turns + 1):  # the first warms up
+        for way, (optimizer, _) in made.items():
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            optimizer.step()
+            dist.barrier()
+            wall, cpu = time.perf_counter() - start, torch.tensor(time.process_time() - cpu_start)
+            dist.all_reduce(cpu)
+            seconds[way].append((wall, cpu.item()))
+    if rank == 0:
+        for way, own in seconds.items():
+            wall, cpu_seconds = (statistics.median(turn[kind] for turn in own[1:]) for kind in (0, 1))
+            print(f"{way:10} {wall:7.3f} s  {cpu_seconds:7.3f} s of CPU time", flush=True)
+        for kind, name in enumerate(("time", "CPU time")):
+            ratios = [b[kind] / a[kind] for a, b in zip(seconds["owners"][1:], seconds["repeated"][1:], strict=True)]
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            print(f"repeated over owners, {name}: {statistics.median(ratios):.2f} ({spread})", flush=True)
+        formula = 4 * elements * (1 + args.replicas - 2 * args.replicas / args.ranks)
+        print(f"owners: all ranks send {sent.item():,} bytes, by the formula {formula:,.0f}", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    model = next(
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    print(
+        f"{model or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True
+    )
+    with TemporaryDirectory() as folder:
+        os.environ.update(LAUNCHER_ENVIRONMENT)
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=measure, args=(r, f"{folder}/store", args)) for r in range(args.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    with suppress(StopIteration):
+        raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+
+
+if __name__ == "__main__":
+    main()

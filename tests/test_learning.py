@@ -1,0 +1,381 @@
+"""What helps to learn more of each token, on every axis: z-loss, averaged weights, hyperparameters that transfer."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import forked_run
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from forked_run import finish, same_tensors, saved_tensors
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from torchtrain.build import initialize, load_model
+from torchtrain.config.schema import Ema, JobConfig
+from torchtrain.convert import main as convert
+from torchtrain.errors import ConfigError
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.tokenizers import load_tokenizer
+
+PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
+PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP
+MODELS = {"plain": PLAIN, "tied": replace(PLAIN, tied_embeddings=True), "deep": replace(PLAIN, n_layers=4)}
+CHANGES: dict[str, dict[str, Any]] = {
+    "training": {"local_batch_size": 8, "z_loss_weight": 0.05},
+    "ema": {"enable": True, "decay": 0.7, "interval": 2},
+}
+
+
+def config_with(optimizer: str = "adamw", **parallelism: Any) -> JobConfig:
+    return config_of(**CHANGES, optimizer={"name": optimizer}, parallelism=parallelism)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: float = 1e-5) -> None:
+    for name, tensor in found.items():
+        assert (tensor - expected[name]).norm() <= rel * expected[name].norm(), name
+
+
+@pytest.fixture(scope="module")
+def references(gloo: GlooPool) -> dict[tuple[str, str], Curve]:
+    """By model and optimizer: one rank, the whole batch at once, all logits at once."""
+    kinds = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
+    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m])[0] for m, optimizer in kinds}
+
+
+# Ranks, model, rows of a rank, tokens of a chunk of the loss, optimizer, [parallelism].
+LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
+    "shard": (2, "plain", 4, 8, "adamw", {}),
+    "shard, muon": (2, "tied", 4, 0, "muon", {}),
+    "replicate": (4, "tied", 2, 0, "adamw", {"data_parallel_replicate_degree": 2}),
+    "tensor": (4, "tied", 8, 0, "adamw", {"tensor_parallel_degree": 4}),
+    "tensor, chunks": (2, "plain", 8, 8, "adamw", {"tensor_parallel_degree": 2}),
+    "context": (2, "plain", 8, 8, "adamw", {"context_parallel_degree": 2}),
+    "pipeline": (2, "tied", 8, 0, "adamw", {"pipeline_parallel_degree": 2}),
+    "zero bubble": (
+        2,
+        "deep",
+        8,
+        8,
+        "adamw",
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+    ),
+    "all, muon": (
+        8,
+        "plain",
+        8,
+        8,
+        "muon",
+        {
+            "tensor_parallel_degree": 2,
+            "context_parallel_degree": 2,
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_microbatches": 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_run_of_one_rank(
+    gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
+) -> None:
+    ranks, model, rows, chunk_tokens, optimizer, parallelism = LAYOUTS[layout]
+    config = config_with(optimizer, **parallelism)
+    config = replace(config, training=replace(config.training, loss_chunk_tokens=chunk_tokens, local_batch_size=rows))
+    curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model])
+    reference = references[model, optimizer]
+    assert_same_run(curves, reference)
+    for curve in curves:
+        torch.testing.assert_close(curve.z_losses, reference.z_losses, rtol=1e-5, atol=0)
+        assert curve.averaged_loss == pytest.approx(reference.averaged_loss, rel=1e-5)
+
+
+def train_plainly(
+    config: JobConfig, shape: TransformerConfig
+) -> tuple[list[float], list[float], dict[str, Tensor], float]:
+    """The same run with nothing of ours but the model and the schedule: losses, z-losses, averages and their loss."""
+    model = Transformer(shape)
+    initialize([model], config.training.seed, torch.device("cpu"))
+    own = config.optimizer
+    groups = []
+    for name, parameter in model.named_parameters():
+        decay, factor = own.weight_decay * (parameter.ndim > 1), 1.0
+        if name == "norm.weight":
+            factor = 1 / 4  # a width of 32 over one of 8
+        elif name.startswith("layers.") and parameter.ndim > 1:
+            factor = 1 / 4 / (2 if name.endswith(("wo.weight", "w2.weight")) else 1)  # 2 layers over 1
+        groups.append({"params": [parameter], "weight_decay": decay / factor, "factor": factor})
+    optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
+    schedule = LRSchedule(config.lr_scheduler, own.lr, 10)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses, z_losses = [], []
+    for step in range(1, 11):
+        windows = global_batch(step, shape.vocab_size, config.training.seq_len)
+        labels = windows[:, 1:].clone()
+        for row in range(len(windows)):
+            labels[row, : row + step % 3] = -100
+        logits = model(windows[:, :-1])[labels != -100]
+        loss = F.cross_entropy(logits, labels[labels != -100])
+        z_loss = config.training.z_loss_weight * logits.logsumexp(dim=-1).square().mean()
+        (loss + z_loss).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step) * group["factor"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 == 0:
+            decay = min(0.7, (1 + step) / (10 + step)) ** 2
+            for name, parameter in model.named_parameters():
+                averages[name] = decay * averages[name] + (1 - decay) * parameter.detach()
+        losses.append(loss.item())
+        z_losses.append(z_loss.item())
+    with torch.no_grad():
+        logits = torch.func.functional_call(model, averages, windows[:, :-1], tie_weights=True)[labels != -100]
+    return losses, z_losses, averages, F.cross_entropy(logits, labels[labels != -100]).item()
+
+
+@pytest.mark.parametrize("model", ["plain", "tied"])
+def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str], Curve], model: str) -> None:
+    reference = references[model, "adamw"]
+    losses, z_losses, averages, averaged_loss = train_plainly(config_with(), MODELS[model])
+    torch.testing.assert_close(reference.losses, losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(reference.z_losses, z_losses, rtol=1e-5, atol=0)
+    assert reference.averaged_loss == pytest.approx(averaged_loss, rel=1e-5)
+    # Weights differ by more than losses do: where a gradient is near nothing, AdamW makes much of how it was rounded.
+    assert_same(reference.averages, averages, rel=1e-4)
+    last = reference.last["tok_embeddings.weight"]
+    assert (averages["tok_embeddings.weight"] - last).norm() > 0.003 * last.norm()
+
+
+def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
+    """How far each block's output, and the logits, have come in five steps: root mean square."""
+    config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0})
+    model = build(config, shape)
+    (part,) = model.parts
+    seen: dict[str, Tensor] = {}
+    for number, block in part.layers.items():
+        block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out.detach()}))
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
+    before: dict[str, Tensor] = {}
+    for _ in range(6):
+        logits = part(tokens)
+        seen["logits"] = logits.detach()
+        before = before or dict(seen)
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: (value - before[key]).square().mean().sqrt().item() for key, value in seen.items()}
+
+
+WIDTHS = (32, 64, 128, 256)
+
+
+def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, float]]:
+    shapes = [TransformerConfig(dim, 2, dim // 16, dim // 16, 2 * dim, 64, 16, **changes) for dim in WIDTHS]
+    return [gloo.run(1, changes_of_activations, name, shape)[0] for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_coordinate_check(gloo: GlooPool, name: str) -> None:
+    """Activations change as much at every width with muP; without, the more the wider the model is."""
+    found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))
+    for key in ("0", "1", "logits"):
+        sizes = [of_width[key] for of_width in found]
+        # What the first weights of the output make of a change vanishes with the width: logits come down to a limit.
+        assert max(sizes) < (1.2 if key != "logits" else 1.7) * min(sizes), (key, sizes)
+    assert plain[-1]["1"] > {"adamw": 10, "muon": 2}[name] * plain[0]["1"], plain
+
+
+def test_what_blocks_add_stays_as_large_at_every_depth(gloo: GlooPool) -> None:
+    """Of CompleteP: the change of the last block's output over depths."""
+    sizes = {}
+    for base in (2, None):
+        shapes = [TransformerConfig(32, n, 2, 2, 64, 64, 16, base_layers=base) for n in (2, 8, 16)]
+        found = [gloo.run(1, changes_of_activations, "adamw", shape)[0] for shape in shapes]
+        sizes[base] = [of_depth[str(n - 1)] for n, of_depth in zip((2, 8, 16), found, strict=True)]
+    assert max(sizes[2]) < 1.2 * min(sizes[2]), sizes
+    assert sizes[None][-1] > 5 * sizes[None][0], sizes
+
+
+def updates(ema: Ema, refused: list[float]) -> list[bool]:
+    """Whether each update of averages, after parameters have moved, has changed any bit of them."""
+    model = build(config_of())
+    averages = Averages(model.parts, ema)
+    changed = []
+    for step, flag in enumerate(refused, start=1):
+        for parameter in averages.parameters.values():
+            parameter.data.add_(0.1)
+        before = {name: average.clone() for name, average in averages.averages.items()}
+        averages.update(step, torch.tensor(flag))
+        changed.append(any(not torch.equal(before[name], average) for name, average in averages.averages.items()))
+    return changed
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_refused_update_and_steps_between_leave_averages_alone(gloo: GlooPool, offload: bool) -> None:
+    ema = Ema(enable=True, interval=2, offload=offload)
+    assert gloo.run(1, updates, ema, [0, 0, 0, 1, 0, 0])[0] == [False, True, False, False, False, True]
+
+
+EMA = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k", "0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks, validated with both kinds of weights while it goes on."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "texts").mkdir()
+    (folder / "texts/a.txt").write_text("def f(x):\n    return x\n" * 40)
+    validation = ("--validation.enable", "--validation.path", str(folder / "texts"), "--validation.weights", "both")
+    finish(folder, *EMA, *validation, "--validation.interval", "4")
+    return folder
+
+
+def test_averages_resume_bitwise_and_validation_changes_nothing(run: Path, tmp_path: Path) -> None:
+    finish(tmp_path, *EMA, "--training.steps", "6")
+    finish(tmp_path, *EMA)
+    whole = saved_tensors(run, 12)
+    assert {name for name in whole if name.startswith("ema.")} == {
+        name.replace("model.", "ema.") for name in whole if name.startswith("model.")
+    }
+    assert same_tensors(saved_tensors(tmp_path, 12), whole)
+
+
+# Step 7 is no multiple of the interval: the averages are those that were loaded.
+SEVEN = (*EMA, "--training.steps", "7", "--ema.interval", "4", "--checkpoint.allow_changes", "ema.interval")
+
+
+def test_averages_go_on_with_other_ranks(tmp_path: Path) -> None:
+    finish(tmp_path, *EMA, "--training.steps", "6", "--checkpoint.interval", "6")
+    finish(tmp_path, *SEVEN, ranks=1)
+    before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
+    for name in before:
+        if name.startswith("ema."):
+            assert torch.equal(after[name], before[name])
+            assert not torch.equal(after[name], before[name.replace("ema.", "model.")])
+
+
+def test_averages_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    finish(tmp_path, "--training.steps", "6", "--checkpoint.interval", "6")
+    assert "ema.enable = True" in finish(tmp_path, *SEVEN, "ema.enable", "ema.decay", ranks=1)
+    before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
+    for name in before:
+        if name.startswith("model."):
+            assert torch.equal(after[name.replace("model.", "ema.")], before[name])
+            assert not torch.equal(after[name], before[name])
+
+
+@pytest.fixture
+def flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: forked_run.TINY)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that ``convert`` has written."""
+    dcp_to_torch_save(folder, folder.with_suffix(".pt"))
+    tensors = torch.load(folder.with_suffix(".pt"), weights_only=True)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.usefixtures("flavor")
+def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, tmp_path: Path) -> None:
+    options = ("--to", "torchtrain", "--dtype", "float32")
+    saved = {step: saved_tensors(run, step) for step in (8, 10, 12)}
+    assert convert([str(run), str(tmp_path / "ema"), *options, "--weights", "ema"]) == 0
+    found = weights_of(tmp_path / "ema")
+    assert found.keys() == {name.removeprefix("model.") for name in saved[12] if name.startswith("model.")}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[12][f"ema.{name}"]), name
+    assert convert([str(run), str(tmp_path / "mean"), *options, "--average", "3"]) == 0
+    for name, tensor in weights_of(tmp_path / "mean").items():
+        mean = torch.stack([tensors[f"model.{name}"] for tensors in saved.values()]).double().mean(dim=0)
+        assert torch.equal(tensor, mean.float()), name
+
+
+@pytest.mark.usefixtures("flavor")
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("", ("--average", "9"), "the mean of 9 checkpoints was asked for, and .* has 6; give a run's folder"),
+        ("checkpoint/step-12", ("--average", "2"), "the mean of 2 checkpoints was asked for, and .* is one"),
+        ("", ("--average", "0"), "--average = 0 to be at least 1"),
+        ("hf", ("--weights", "ema"), "has one kind of weights; 'ema' are in the checkpoints of a run"),
+        ("hf", ("--average", "2"), "has one kind of weights"),
+        ("plain", ("--weights", "ema"), "step-2 has no averaged weights, which a run with ema.enable saves"),
+    ],
+)
+def test_convert_says_what_it_cannot_average(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: tuple[str, ...], message: str
+) -> None:
+    folder = run / source
+    if source == "hf" and not folder.exists():
+        assert convert([str(run), str(folder)]) == 0
+    if source == "plain" and not folder.exists():
+        finish(folder, "--training.steps", "2", ranks=1)
+    assert convert([str(folder), str(tmp_path / "out"), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("flavor")
+def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "validation_loss" in line][-1]
+    tokenizer = load_tokenizer("")
+    tokens = torch.tensor(tokenizer.encode((run / "texts/a.txt").read_text(), bos=True, eos=True))
+    for weights, prefix in (("trained", "validation"), ("ema", "validation_ema")):
+        model = load_model(run, "cpu", weights=weights).model
+        windows = zip(tokens[:-1].split(32), tokens[1:].split(32), strict=True)
+        losses = [F.cross_entropy(model(inputs[None])[0], labels, reduction="sum") for inputs, labels in windows]
+        assert last[f"{prefix}_tokens"] == len(tokens) - 1
+        assert last[f"{prefix}_loss"] == pytest.approx(sum(losses).item() / (len(tokens) - 1), rel=1e-5)
+        dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="weights = 'emma' are not known; there are trained and ema"):
+        load_model(run, "cpu", weights="emma")
+    export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_weights", "ema")
+    finish(tmp_path, *EMA, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")
+    assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
+    files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
+    assert same_tensors(*files)
+
+
+@pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("checkpoint", "export_weights")])
+def test_averaged_weights_that_are_not_there_are_refused(section: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
+        config_of(**{section: {key: "ema"}})
+
+
+def test_a_cooldown_goes_on_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
+    """As docs/recipes.md has it: the copy of a checkpoint, in a folder of its own, with a schedule that decays."""
+    stable, cooldown, whole = (tmp_path / name for name in ("stable", "cooldown", "whole"))
+    finish(stable, "--training.steps", "8")
+    (cooldown / "checkpoint").mkdir(parents=True)
+    shutil.copytree(stable / "checkpoint/step-6", cooldown / "checkpoint/step-6")
+    schedule = {"total_steps": "10", "decay_type": "linear", "decay_ratio": "0.4"}
+    options = [text for key, value in schedule.items() for text in (f"--lr_scheduler.{key}", value)]
+    allowed = ("--checkpoint.allow_changes", *(f"lr_scheduler.{key}" for key in schedule))
+    assert "lr_scheduler.decay_type = 'linear' (checkpoint: 'constant')" in finish(
+        cooldown, *options, "--training.steps", "10", *allowed
+    )
+    finish(whole, *options, "--training.steps", "10")
+    assert same_tensors(saved_tensors(cooldown, 10), saved_tensors(whole, 10))
+    assert (stable / "checkpoint/step-8").is_dir()
+    finish(stable, "--training.steps", "10")  # the stable run goes on, and is another one
+    assert not same_tensors(saved_tensors(stable, 10), saved_tensors(whole, 10))

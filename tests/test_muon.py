@@ -1,0 +1,149 @@
+"""Muon: torch's updates on one rank, the same on every layout, and its work divided."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, build, config_of, train
+from test_exact_sums import assert_same_bits, config_with
+from test_exact_sums import run as run_exactly
+from test_parallelism import LAYOUTS, MODELS, run
+from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
+from torch import Tensor
+
+from torchtrain.config.schema import JobConfig, Optimizer, ParameterGroup
+from torchtrain.distributed.mesh import Degrees
+from torchtrain.models.llama import Transformer
+from torchtrain.optimizers.groups import build_optimizer, group_of, update
+from torchtrain.optimizers.muon import Matrix, deal
+
+MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
+# The others take as long again as tests/test_parallelism.py.
+FAST = {"S2", "R2 S2", "T4", "P2 Interleaved1F1B", "S2 T2", "S2 C2 T2", "S2 T2 P2"}
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> Callable[[str], Curve]:
+    """One rank, the whole batch at once, by model."""
+
+    @cache
+    def one_rank(model: str) -> Curve:
+        curve: Curve = gloo.run(1, train, config_of(training={"local_batch_size": 8}, **MUON), MODELS[model])[0]
+        return curve
+
+    return one_rank
+
+
+@pytest.mark.parametrize(
+    ("text", "model"), [pytest.param(*one, marks=() if one[0] in FAST else pytest.mark.slow) for one in LAYOUTS]
+)
+def test_every_layout_gives_the_run_of_one_rank(
+    gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str
+) -> None:
+    alone, curves = reference(model), run(gloo, text, MODELS[model], **MUON)
+    assert_same_run(curves, alone)
+    for name, weights in chain.from_iterable(curve.last.items() for curve in curves):
+        moved = (alone.last[name] - alone.first[name]).norm()
+        assert (weights - alone.last[name]).norm() <= 1e-4 * moved, name
+
+
+def test_exact_sums_give_the_same_bits(gloo: GlooPool) -> None:
+    one = run_exactly(gloo, 1, config_with(**MUON))
+    for ranks, replicas in ((3, 1), (4, 2)):
+        config = config_with({"data_parallel_replicate_degree": replicas}, **MUON)
+        assert_same_bits(run_exactly(gloo, ranks, config), one)
+
+
+def test_a_run_goes_on_bitwise_on_its_layout_and_the_same_way_on_others(gloo: GlooPool, tmp_path: Path) -> None:
+    optimizer = Optimizer(name="muon", lr=3e-3)
+    losses, _ = run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)
+    saved = bytes_of_tensors(tmp_path / "checkpoint")
+    states = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.layers.0.attention.wq.")}
+    assert states == {"momentum_buffer"}
+    assert run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)[0] == losses[SAVED:]
+    for layout in ("shard 4", "pipeline 2, interleaved"):
+        resumed, _ = run_layout(gloo, tmp_path, layout, True, optimizer)
+        torch.testing.assert_close(resumed, losses[SAVED:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_are_those_of_torch(dtype: Any) -> None:
+    torch.manual_seed(0)
+    shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer heads of keys and values
+    model = Transformer(shape)
+    config = Optimizer(name="muon", lr=1e-2, muon_dtype=dtype, matrices=ParameterGroup(lr_factor=0.5))
+    optimizer = build_optimizer([model], config)
+    matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "matrices"}
+    plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
+    reference = torch.optim.Muon(
+        plain.values(), lr=5e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    as_float32 = patch.object(Tensor, "bfloat16", Tensor.clone)  # torch's own iteration is in bfloat16 alone
+    for step in range(5):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            if name in plain:
+                with torch.no_grad():
+                    if step < 4:
+                        parameter.zero_()  # so that it shows the update with all its bits; then the decay, too
+                    plain[name].copy_(parameter)
+                plain[name].grad = parameter.grad.clone()
+        update(optimizer, torch.tensor(0.0))
+        with as_float32 if dtype == "float32" else nullcontext():
+            reference.step()
+        for name, parameter in matrices.items():
+            tolerance = 1e-6 if dtype == "float32" else 2e-2
+            rate = 5e-3 * 0.2 * max(parameter.shape) ** 0.5
+            rtol = 0 if step < 4 else 1e-6
+            torch.testing.assert_close(parameter.detach(), plain[name], rtol=rtol, atol=tolerance * rate, msg=name)
+
+
+def sent_bytes(config: JobConfig, steps: int) -> int:
+    """What this rank sends to others in ``steps`` updates."""
+    model = build(config, replace(TINY, n_layers=2))
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+    exchange, sent = dist.all_to_all_single, 0
+
+    def counted(output: Tensor, input: Tensor, receives: Any, sends: Any, *args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += (sum(sends) - sends[dist.get_rank()]) * input.itemsize
+        return exchange(output, input, receives, sends, *args, **options)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        for _ in range(steps):
+            for part in model.parts:
+                for parameter in part.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+            update(optimizer, torch.tensor(0.0))
+    return sent
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_bytes_sent(gloo: GlooPool, replicas: int) -> None:
+    """As docs/performance.md says, for 4 ranks."""
+    dim, kv, ffn = TINY.dim, TINY.dim // 2, TINY.ffn_dim
+    elements = 2 * (2 * dim * dim + 2 * dim * kv + 3 * dim * ffn)
+    shards = 4 // replicas
+    config = config_of(parallelism={"data_parallel_replicate_degree": replicas}, **MUON)
+    sent = gloo.run(4, sent_bytes, config, 3)
+    assert sum(sent) == 3 * 4 * elements * (1 + replicas - 2 / shards)
+
+
+def test_owners_have_alike_much_work() -> None:
+    blocks = [torch.empty(shape, device="meta") for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2]
+    blocks += [torch.empty(shape, device="meta") for shape in [(14336, 4096)] * 2 + [(4096, 14336)]]
+    matrices = [Matrix(parameter, Degrees()) for parameter in blocks * 32]
+    for ranks in (1, 2, 8, 24, 32):
+        owned = deal(matrices, ranks)
+        assert len({id(matrix) for matrix in chain.from_iterable(owned)}) == len(matrices)
+        work = [sum(matrix.work for matrix in some) for some in owned]
+        assert max(work) < 1.1 * sum(work) / ranks, ranks

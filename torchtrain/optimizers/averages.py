@@ -1,0 +1,84 @@
+"""Averaged weights: an exponential moving average of the parameters, which often predicts better than they do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
+
+from torchtrain.config.schema import Ema
+from torchtrain.initialization import full_name
+from torchtrain.optimizers.adamw import local
+
+
+class Averages(Stateful):
+    """float32 averages of the parameters of ``parts``, split as these are. They begin with the parameters' values."""
+
+    def __init__(self, parts: Sequence[nn.Module], config: Ema):
+        self.parts = parts
+        self.config = config
+        self.parameters: dict[str, Tensor] = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                self.parameters.setdefault(full_name(name), parameter)
+        self.averages = {name: self._copy(parameter) for name, parameter in self.parameters.items()}
+        self.after_exchange: Callable[[], None] = lambda: None
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().to("cpu" if self.config.offload else parameter.device, copy=True)
+
+    def rate(self, step: int) -> float:
+        """How far the averages go to the parameters after ``step``: 1 - decay^interval.
+
+        In early steps the decay is lower, (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+        """
+        if step % self.config.interval:
+            return 0.0
+        return float(1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval)
+
+    @torch.no_grad()
+    def update(self, step: int, refused: Tensor) -> None:
+        """Call it after the update of ``step``. ``refused``: float32 scalar, 1 where there was none: averages stay."""
+        rate = self.rate(step)
+        if not rate:
+            return
+        for name, parameter in self.parameters.items():
+            average = local(self.averages[name])
+            # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
+            difference = local(parameter).to(average.device) - average
+            average += difference.mul_(rate * (1 - refused.to(average.device)))
+
+    @contextmanager
+    def exchanged(self) -> Iterator[None]:
+        """Within, the model has the averages, and the parameters lie in their place: nothing is held twice."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self.parameters.items():
+            own, average = local(parameter), local(self.averages[name])
+            kept = own.clone()
+            own.copy_(average)
+            average.copy_(kept)
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what is gathered is the other weights
+        self.after_exchange()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The averages have been written in place; without any, they begin anew with the parameters."""
+        for name, parameter in self.parameters.items():
+            if name not in state_dict:
+                local(self.averages[name]).copy_(local(parameter))

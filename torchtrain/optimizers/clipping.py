@@ -1,0 +1,90 @@
+"""The norm of the whole gradient, and its limit."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtrain.devices import device_kind
+from torchtrain.distributed.process_group import all_reduce
+
+FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parts: Sequence[nn.Module], max_norm: float, copies: Sequence[nn.Parameter] = (), *, exact: bool = False
+) -> Tensor:
+    """Scale the gradient down to ``max_norm`` where its L2 norm over all parameters is above; returns the norm before.
+
+    The parameters are DTensors. ``copies`` are those that another rank counts, under another mesh. The norm, a float32
+    scalar, has the same value on every rank; with ``exact`` the same bits for any number of them that share the rows.
+    """
+    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
+    device = torch.device("cpu")
+    # Each element of the gradient enters once, from one rank: so one sum over all ranks serves every layout.
+    norms = [torch.zeros(1, device=parameters[0].device)]
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor)
+        device = torch.device(gradient.device_mesh.device_type)
+        if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
+            # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
+            # a row are not, and take a quarter of the time of float64 throughout.
+            norms.append(row_norms(gradient.to_local(), exact))
+    # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
+    squares = torch.cat(norms).double().square().to(device)
+    if exact:
+        total = exact_sum(squares)
+    else:
+        all_reduce(total := squares.sum())
+    norm = total.sqrt().float().to(parameters[0].device)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def row_norms(gradient: Tensor, exact: bool) -> Tensor:
+    """Of a matrix the norm of each row, of a vector that of each element."""
+    if gradient.ndim == 1:
+        return gradient.abs()
+    if not exact or device_kind(gradient.device.type) == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+        return norms.flatten()
+    # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
+    norms_of_some = []
+    for rows in torch.split(gradient, max(1, FLOAT64_ELEMENTS // gradient.shape[-1])):
+        squares = rows.double().square()
+        while (width := squares.shape[1]) > 1:
+            halves = squares[:, : width // 2] + squares[:, -(width // 2) :]
+            squares = torch.cat((halves, squares[:, width // 2 : -(width // 2)]), dim=1)
+        norms_of_some.append(squares.sqrt().flatten())
+    return torch.cat(norms_of_some)
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """Sum over all ranks of float64 ``values``, none negative and 2^30 at most, with the same bits in any order.
+
+    Each is added as two 64-bit integers, down to 2^-64 of the largest. Infinite if one is infinite or NaN. Collective.
+    """
+    largest = values.nan_to_num(math.inf, posinf=math.inf).max()
+    all_reduce(largest, op=dist.ReduceOp.MAX)
+    scale = (1055 - torch.frexp(largest)[1].long() << 52).view(torch.float64)  # a power of two, made of its bits
+    coarse = (values * scale).floor()  # under 2^32
+    fine = ((values * scale - coarse) * 2.0**32).round()
+    sums = torch.stack((coarse.long().sum(), fine.long().sum()))
+    all_reduce(sums)
+    sums = sums.double()
+    return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)
+
+
+def _is_first_copy(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of ``tensor``."""
+    coordinates = tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return all(
+        coordinate == 0 or not placement.is_replicate()
+        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
+    )

@@ -1,0 +1,104 @@
+"""One optimizer for the model: its parameters in groups by name, each with a rule, a decay and a learning rate."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtrain.config.schema import Optimizer
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.initialization import full_name
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
+from torchtrain.optimizers.muon import Muon
+
+EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
+
+
+def group_of(name: str, parameter: Tensor) -> str:
+    """The group of a Transformer's parameter: "matrices" (of blocks), "embeddings" (and the output) or "vectors"."""
+    if parameter.ndim < 2:
+        return "vectors"
+    return "embeddings" if full_name(name) in EMBEDDINGS else "matrices"
+
+
+def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) -> float:
+    """By which the rate of a parameter of ``model`` is multiplied, and its decay divided, for its width and depth.
+
+    muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rate for the blocks' matrices falls as 1 / width. The norm
+    of Muon's update, of the same root mean square, grows as the square root of the width alone: so does its rate fall.
+    The gain of the last norm begins at 1 / width and learns as slowly: it is muP's multiplier of the logits, in a place
+    that tied embeddings and exports have, too. What writes to the residual stream has CompleteP's 1 / depth
+    (https://arxiv.org/abs/2505.01618), likewise in the matrices and not beside them.
+    """
+    if name == "norm.weight":
+        return 1 / model.width_factor
+    if group != "matrices":
+        return 1.0
+    depth = model.depth_factor if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else 1.0
+    return 1 / (depth * (math.sqrt(model.width_factor) if rule == "muon" else model.width_factor))
+
+
+def build_optimizer(
+    parts: Sequence[nn.Module], config: Optimizer, mesh: Mesh | None = None, model: TransformerConfig | None = None
+) -> torch.optim.Optimizer:
+    """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
+
+    ``model``: their shape, where hyperparameters may be those of a smaller one.
+
+    Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
+    by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
+    """
+    rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
+    decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
+    parameters: dict[str, dict[float, list[Tensor]]] = {group: {} for group in rules}  # by ``transfer_factor``
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.is_meta:
+                raise RuntimeError(
+                    "the optimizer must be built after model.to_empty(device=...) and init_weights() (or a load): "
+                    "to_empty replaces meta parameters, and the optimizer would go on updating the old ones"
+                )
+            if parameter.requires_grad:
+                group = group_of(name, parameter)
+                factor = transfer_factor(full_name(name), group, rules[group], model) if model is not None else 1.0
+                parameters[group].setdefault(factor, []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for name, rule in rules.items():
+        own = getattr(config, name)
+        decay = decays[name] if own.weight_decay is None else own.weight_decay
+        for factor, some in parameters[name].items():
+            rate = own.lr_factor * factor
+            options = {"rule": rule, "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
+            groups.append({"params": some, "name": name, **options})
+    kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
+    optimizer = kind(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+    if config.name == "muon":
+        matrices = [parameter for some in parameters["matrices"].values() for parameter in some]
+        optimizer.step_of_other_rules = Muon(optimizer, matrices, config, mesh).step
+    return optimizer
+
+
+def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
+    """``optimizer.step()``, unless ``refused``, a float32 scalar that all ranks know, is 1.
+
+    The contract of a refused update, which every rule keeps: parameters and states stay as they are, to the bit,
+    although gradients may be infinite or NaN. With the fused implementation the step is made, and the rule obeys
+    ``optimizer.found_inf``, which is ``refused``, on the device: so the host need not wait for it. (By this name
+    gradient scaling tells torch's fused kernel of infinities.) With the others the host waits, and no step is made.
+    """
+    group = optimizer.param_groups[0]
+    if group["fused"]:
+        optimizer.found_inf = refused.to(group["params"][0].device)  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not refused.item():
+        optimizer.step()
