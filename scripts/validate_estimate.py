@@ -21,7 +21,6 @@ from unittest.mock import patch
 from torch import Tensor
 
 import torchtrain.loss
-from torchtrain.build import resolve_global_batch_size
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import resolve_degrees
@@ -30,6 +29,7 @@ from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.timing import Clock, replay
+from torchtrain.run_plan import resolve_global_batch_size
 from torchtrain.shape import model_shape
 
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products

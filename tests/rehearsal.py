@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from torchtrain.build import check_run, resolve_global_batch_size
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.order import disagreements
+from torchtrain.run_plan import check_run, resolve_global_batch_size
 from torchtrain.shape import model_shape
 
 CAPABILITY = (9, 0)

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtrain import estimate as door
 from torchtrain import train as trainer
-from torchtrain.build import resolve_global_batch_size
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
@@ -29,6 +28,7 @@ from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger, following
 from torchtrain.planning.summary import estimate
+from torchtrain.run_plan import resolve_global_batch_size
 from torchtrain.train_step import TrainStep
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from test_evaluate import write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtrain import convert, generate
-from torchtrain.build import load_model
+from torchtrain.trained_model import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tokenizer": "metaspace BPE", "head_dim": 12},

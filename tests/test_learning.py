@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.build import initialize, load_model
+from torchtrain.build import initialize
 from torchtrain.config.schema import Ema, JobConfig
 from torchtrain.convert import main as convert
 from torchtrain.errors import ConfigError
@@ -29,6 +29,7 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trained_model import load_model
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
 PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtrain.build import plan_run
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
@@ -15,6 +14,7 @@ from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.parallelisms.limits import check_layout
 from torchtrain.parallelisms.pipeline_llama import layers_per_stage, plan_stages
+from torchtrain.run_plan import plan_run
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
 
@@ -149,7 +149,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("torchtrain.build.pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("torchtrain.run_plan.pick_device", lambda _: torch.device("cuda", 0))
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
     training = Training(local_batch_size=4)
     with pytest.raises(ConfigError, match=r"or switch data.document_mask off"):

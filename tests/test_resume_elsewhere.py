@@ -13,7 +13,7 @@ from gloo_pool import GlooPool
 from parity import TINY, admit_all, global_mean, joinery_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.build import build_run, plan_run
+from torchtrain.build import build_run
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import (
     Checkpoint,
@@ -26,6 +26,7 @@ from torchtrain.config.schema import (
     Training,
 )
 from torchtrain.lr_schedule import LRSchedule
+from torchtrain.run_plan import plan_run
 from torchtrain.train_step import TrainStep
 
 SAVED, LAST = 5, 10

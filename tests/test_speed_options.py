@@ -16,7 +16,6 @@ from parity import TINY, assert_same_run, build, config_of, full_weights, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from torchtrain.build import plan_run
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -32,6 +31,7 @@ from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
 from torchtrain.parallelisms.float8 import apply_float8, check_float8
+from torchtrain.run_plan import plan_run
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent

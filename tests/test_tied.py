@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtrain import generate
-from torchtrain.build import load_model
 from torchtrain.checkpoint.hf import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
 from torchtrain.models import families as hf
+from torchtrain.trained_model import load_model
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -13,9 +13,10 @@ from forked_door import checked_door
 from gloo_pool import GlooPool
 from parity import TINY, joinery_of
 
-from torchtrain.build import build_run, plan_run
+from torchtrain.build import build_run
 from torchtrain.config.schema import Data, JobConfig, Parallelism, Source, Training, Validation
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.run_plan import plan_run
 from torchtrain.validation import Validator
 
 SEQ_LEN = 32

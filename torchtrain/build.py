@@ -1,6 +1,5 @@
 """The joinery: the one place where the config meets the parts. Every door goes through it, so that none drifts."""
 
-import errno
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,63 +13,36 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.checkpoint.hf import is_hf_folder, save_hf
-from torchtrain.checkpoint.history import newest_config
+from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import STATES, ModelState, OptimizerState
-from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
-from torchtrain.config.parse import from_file, to_toml
-from torchtrain.config.schema import (
-    ActivationCheckpoint,
-    Comm,
-    Compile,
-    Data,
-    JobConfig,
-    Parallelism,
-    Source,
-    Training,
-    Validation,
-)
-from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.hub import Ask, alone
+from torchtrain.config.parse import to_toml
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Loader
-from torchtrain.datasets.sources import with_revisions
-from torchtrain.distributed.agreement import of_first_rank_in_its_time
-from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
-from torchtrain.distributed.process_group import init_process_group, pick_device, rank, side_group, world_size
-from torchtrain.errors import CheckpointError, ConfigError, FaultError
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
+from torchtrain.errors import FaultError
+from torchtrain.faults.hangs import HangWatch
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
-from torchtrain.metrics.writers import check_writers
-from torchtrain.models.families import read_hf_config
-from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.llama.attention_backend import attention_backend_name, choose_attention_backend
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.metrics import MetricsRecorder
+from torchtrain.models.llama import Transformer
+from torchtrain.models.llama.attention_backend import attention_backend_name
+from torchtrain.models.llama.flops import flops_per_token, peak_flops
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.float8 import check_float8, compute_scales_after_updates, gathers_float8
-from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.float8 import compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.shape import check_vocabulary, given, model_shape
-from torchtrain.tokenizers import Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is known of a run before its ranks meet."""
-
-    device: torch.device
-    degrees: Degrees
-    model: TransformerConfig
-    global_batch_size: int
-    tokenizer: Tokenizer
-    loader: Loader
-    validation_loaders: dict[str, Loader]  # by the label of their source
-    document_start: int | None  # token before which attention stops, if it does
-    data: Data  # with the revisions of what comes from the hub
-    validation: Validation
+from torchtrain.profiling import Profiler
+from torchtrain.run_plan import Plan
+from torchtrain.shape import given
+from torchtrain.train_step import TrainStep
+from torchtrain.validation import Validator
 
 
 @dataclass
@@ -84,6 +56,7 @@ class Run:
     averages: Averages | None
     checkpoint: CheckpointManager
     side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
+    first_step: int  # the last that was done before
     step: int  # the last that is done
 
     def roll_back(self, bad_step: int) -> None:
@@ -108,136 +81,15 @@ class Run:
         return self.averages.exchanged()
 
 
-def plan_run(config: JobConfig) -> Plan:
-    """Refuse what cannot work, open the tokenizer and the data; so early that there is one clear error.
-
-    There is no process group yet, unless data come from the hub.
-    """
-    assert not config.model.hf_folder, "resolve_model comes first"
-    device = pick_device(config.job.device)
-    check_writers(config.metrics)
-    if config.checkpoint.initial_load_path:
-        find_weights(Path(config.checkpoint.initial_load_path))
-    degrees = resolve_degrees(config.parallelism, world_size())
-    global_batch_size = resolve_global_batch_size(config, degrees)
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = replace(model_shape(config.model, tokenizer, config.training.seq_len), **asdict(config.mup))
-    check_run(config, device, degrees, model)
-    if config.data.document_mask and tokenizer.bos_id is None:
-        raise ConfigError(
-            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
-            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
-        )
-    choose_attention_backend(config.training.attention_backend, device)
-    ask: Ask = alone
-    if any(source.name for source in (*config.data.all, *(config.validation.all if config.validation.enable else ()))):
-        # One of the ranks asks for all.
-        init_process_group(device, config.comm.init_timeout_seconds)
-        ask = of_first_rank_in_its_time
-        config = _with_revisions(config)
-    rows_per_part = global_batch_size // degrees.batch
-    first_row = degrees.batch_rank(rank()) * rows_per_part
-    open_loader = partial(
-        build_loader,
-        tokenizer=tokenizer,
-        seq_len=config.training.seq_len,
-        global_batch_size=global_batch_size,
-        rows=range(first_row, first_row + rows_per_part),
-        seed=config.training.seed,
-        device=device,
-        ask=ask,
-    )
-    validation_loaders = {}
-    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
-        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
-        fields = asdict(source)  # one source, with the loader's options of [data]
-        once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
-        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
-    plan = Plan(
-        device,
-        degrees,
-        model,
-        global_batch_size,
-        tokenizer,
-        open_loader(config.data),
-        validation_loaders,
-        tokenizer.bos_id if config.data.document_mask else None,
-        config.data,
-        config.validation,
-    )
-    make_dump_folder(Path(config.job.dump_folder))  # last: a run that is refused leaves nothing
-    return plan
-
-
-def _with_revisions(config: JobConfig) -> JobConfig:
-    """``config`` with the revision of each dataset of the hub: as the run's newest checkpoint has it, or else now."""
-    ask, folder = of_first_rank_in_its_time, Path(config.job.dump_folder) / "checkpoint"
-    saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
-    data, validation = config.data, config.validation
-    data = with_revisions(data, saved.data if saved else None, "data", ask)
-    if validation.enable:
-        validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
-    return replace(config, data=data, validation=validation)
-
-
-def check_run(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
-    """ConfigError where ``device`` or the layout cannot do what ``config`` asks."""
-    if config.training.enable_cpu_offload and device.type == "cpu":
-        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
-    check_layout(
-        model,
-        degrees,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        device_type=device.type,
-        document_mask=config.data.document_mask,
-    )
-    check_float8(config.float8, model, device, degrees.tensor)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
-            "another mode, such as 'selective'"
-        )
-
-
-def make_dump_folder(folder: Path) -> None:
-    """ConfigError where there can be no such folder, or this user may not write to it."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            problem = "it cannot be written to"
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
-            problem = error.strerror or str(error)
-    if problem:
-        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
-
-
-def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
-    local, wanted = config.training.local_batch_size, config.training.global_batch_size
-    at_once = local * degrees.batch
-    if wanted == -1:
-        return at_once
-    if wanted % at_once:
-        below = wanted // at_once * at_once
-        choices = f"{below} or {below + at_once}" if below else f"{at_once}"
-        raise ConfigError(
-            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times "
-            f"{degrees.batch} data-parallel ranks = {at_once}; try {choices}, or a local_batch_size that fits"
-        )
-    return wanted
-
-
 def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     """Let the ranks meet, and make model, optimizer and place in the data: new, or as a checkpoint has them.
 
     In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer. ``stop``: whether the
     run was asked to stop; None: it never is.
     """
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if not dist.is_initialized():
         init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
@@ -293,7 +145,68 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if step is not None:
         checkpoint.load(step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, step or 0)
+    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, step or 0, step or 0)
+
+
+@dataclass
+class Loop:
+    """What the training loop calls."""
+
+    train_step: TrainStep
+    schedule: LRSchedule
+    guard: UpdateGuard
+    validator: Validator
+    metrics: MetricsRecorder
+    profiler: Profiler
+    hangs: HangWatch
+
+
+def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
+    """All that goes on around the steps of ``run``. Collective."""
+    plan, folder = run.plan, Path(config.job.dump_folder)
+    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
+    metrics = MetricsRecorder(
+        config.metrics,
+        folder,
+        device=plan.device,
+        loss_group=run.model.mesh.loss.get_group(),
+        side_group=run.side_group,
+        tokens_per_step=plan.global_batch_size * config.training.seq_len,
+        flops_per_token=flops_per_token(plan.model, config.training.seq_len),
+        peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
+        first_step=run.first_step,
+        last_step=config.training.steps,
+        config_toml=to_toml(config),
+    )
+    guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
+    hangs = HangWatch(
+        folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
+    )
+    train_step = TrainStep(
+        run.model,
+        run.microbatches,
+        run.optimizer,
+        schedule,
+        guard,
+        max_norm=config.training.max_norm,
+        before_update=run.checkpoint.before_update,
+        averages=run.averages,
+    )
+    validator = Validator(
+        config.validation,
+        plan.validation_loaders,
+        run.model,
+        run.microbatches,
+        plan.tokenizer.token_bytes,
+        metrics.record_validation,
+        averaged=run.averaged,
+        must_stop=partial(stop.agree, run.side_group),
+        watch=hangs.watch,
+    )
+    profiler = Profiler(config.profiling, folder / "traces", rank(), plan.device, run.first_step)
+    if config.compile.enable:
+        logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
+    return Loop(train_step, schedule, guard, validator, metrics, profiler, hangs)
 
 
 def export_hf(config: JobConfig, run: Run) -> None:
@@ -311,71 +224,6 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
         for part in parts:
             part.init_weights()
     initialize_buffers(parts, device)
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model to be used, not trained. ``model.config.max_seq_len`` is the length it was trained on."""
-
-    model: Transformer
-    tokenizer: Tokenizer
-    device: torch.device
-
-
-def load_model(
-    path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
-) -> TrainedModel:
-    """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
-
-    ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
-    config and that in the folder. ``weights``: trained, or ema for the averaged ones. Under torchrun
-    the ranks share the model by tensor parallelism.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: the ranks cannot share the model.
-    """
-    if weights not in STATES:
-        raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
-    folder = find_weights(path)
-    if is_hf_folder(folder):
-        tokenizer = load_tokenizer(tokenizer_path or str(folder))
-        shape = read_hf_config(folder)
-        check_vocabulary(shape.vocab_size, tokenizer)
-    elif (folder / CONFIG).is_file():
-        config = from_file(str(folder / CONFIG))
-        tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-        shape = model_shape(config.model, tokenizer, config.training.seq_len)
-    else:
-        raise CheckpointError(
-            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
-        )
-    place = pick_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
-    # A step of generation has one token: nothing that sequence parallelism could split.
-    layout, ranks = Parallelism(enable_sequence_parallel=False), Degrees(tensor=world_size())
-    check_layout(
-        shape,
-        ranks,
-        training=Training(),
-        parallelism=layout,
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(),
-        device_type=place.type,
-    )
-    init_process_group(place, Comm().init_timeout_seconds)
-    with torch.device("meta"):
-        model = Transformer(shape)
-    if ranks.tensor > 1:
-        apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
-    model.to_empty(device=place)
-    model.tie_weights()  # to_empty has made two parameters of a shared one
-    model.init_buffers()
-    load_weights([model], folder, shape, weights=weights)
-    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)
 
 
 class LoaderState(Stateful):

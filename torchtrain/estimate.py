@@ -53,9 +53,9 @@ def print_out(text: str) -> None:
 
 def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
     """Refuse what the trainer refuses; then rehearse. ``symmetric``: of layers that are alike, a few."""
-    from torchtrain.build import resolve_global_batch_size
     from torchtrain.parallelisms.pipeline_llama import plan_stages
     from torchtrain.planning.summary import estimate
+    from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
 
     gpu = gpu_of(config)
@@ -69,10 +69,10 @@ def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degree
     """The degrees; ConfigError for what the trainer would refuse on this GPU."""
     import torch
 
-    from torchtrain.build import check_run, resolve_global_batch_size
     from torchtrain.devices import planned_for_gpu
     from torchtrain.distributed.mesh import resolve_degrees
     from torchtrain.planning.summary import world_size_of
+    from torchtrain.run_plan import check_run, resolve_global_batch_size
 
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     resolve_global_batch_size(config, degrees)
@@ -177,11 +177,11 @@ def search(config: JobConfig) -> int:
     Raises:
         ConfigError: none fits.
     """
-    from torchtrain.build import resolve_global_batch_size
     from torchtrain.distributed.mesh import resolve_degrees
     from torchtrain.planning.hardware import Efficiency
     from torchtrain.planning.search import guess, layouts, ranking, worth_trying
     from torchtrain.planning.summary import world_size_of
+    from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
 
     gpu, size = gpu_of(config), world_size_of(config)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtrain.build import load_model
 from torchtrain.generation import Sampling, generate
 from torchtrain.log import run_door
+from torchtrain.trained_model import load_model
 
 try:
     from lm_eval.__main__ import cli_evaluate

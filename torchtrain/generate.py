@@ -15,9 +15,9 @@ from torchtrain.errors import ConfigError
 from torchtrain.log import logger, run_door
 
 if TYPE_CHECKING:
-    from torchtrain.build import TrainedModel
     from torchtrain.generation import Sampling
     from torchtrain.tokenizers import Tokenizer
+    from torchtrain.trained_model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def run(options: Options, writes: bool) -> None:
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
 
-    from torchtrain.build import load_model
     from torchtrain.generation import Sampling
+    from torchtrain.trained_model import load_model
 
     if options.output_file:
         check_output(Path(options.output_file))

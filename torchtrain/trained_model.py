@@ -1,0 +1,93 @@
+"""A trained model, to be used and not trained: from a run's checkpoint of whatever layout, or a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtrain.checkpoint.hf import is_hf_folder
+from torchtrain.checkpoint.states import STATES
+from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.checkpoint.weights import find_weights, load_weights
+from torchtrain.config.parse import from_file
+from torchtrain.config.schema import (
+    ActivationCheckpoint,
+    Comm,
+    Compile,
+    Parallelism,
+    Training,
+)
+from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.families import read_hf_config
+from torchtrain.models.llama import Transformer
+from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+from torchtrain.shape import check_vocabulary, model_shape
+from torchtrain.tokenizers import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model to be used, not trained. ``model.config.max_seq_len`` is the length it was trained on."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def load_model(
+    path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
+) -> TrainedModel:
+    """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
+
+    ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
+    config and that in the folder. ``weights``: trained, or ema for the averaged ones. Under torchrun
+    the ranks share the model by tensor parallelism.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: the ranks cannot share the model.
+    """
+    if weights not in STATES:
+        raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
+    folder = find_weights(path)
+    if is_hf_folder(folder):
+        tokenizer = load_tokenizer(tokenizer_path or str(folder))
+        shape = read_hf_config(folder)
+        check_vocabulary(shape.vocab_size, tokenizer)
+    elif (folder / CONFIG).is_file():
+        config = from_file(str(folder / CONFIG))
+        tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+        shape = model_shape(config.model, tokenizer, config.training.seq_len)
+    else:
+        raise CheckpointError(
+            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+        )
+    place = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+    # A step of generation has one token: nothing that sequence parallelism could split.
+    layout, ranks = Parallelism(enable_sequence_parallel=False), Degrees(tensor=world_size())
+    check_layout(
+        shape,
+        ranks,
+        training=Training(),
+        parallelism=layout,
+        activation_checkpoint=ActivationCheckpoint(),
+        compile=Compile(),
+        device_type=place.type,
+    )
+    init_process_group(place, Comm().init_timeout_seconds)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks.tensor > 1:
+        apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
+    model.to_empty(device=place)
+    model.tie_weights()  # to_empty has made two parameters of a shared one
+    model.init_buffers()
+    load_weights([model], folder, shape, weights=weights)
+    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)
