@@ -1,7 +1,7 @@
-"""The kind of device that a choice is made for: the tensors' own, or one that they stand in for.
+"""The kind of device to choose for: that of the tensors, or the GPU that the planner plans for.
 
-A plan is made without a GPU, on tensors without data that claim to lie on a CPU (``planning/``). What the trainer does
-otherwise on a GPU it asks here.
+The planner (``planning/``) runs without a GPU, on fake tensors whose device is the CPU. Code that does something else
+on a GPU asks here.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What ends a run before its end, as errors that a door prints in one message and without a traceback.
+"""Errors that end a command with one message and without a traceback.
 
 TorchtrainError             exit code
 ├── ConfigError         2   a key, a value or a combination of values
@@ -15,10 +15,10 @@ Every message gives the rule, the value and the way out.
 
 
 class TorchtrainError(Exception):
-    """Base of all errors that are no fault of the program's."""
+    """Base of all errors whose cause is outside of the program."""
 
     exit_code = 2
-    """With which a door ends; docs/faults.md has the table."""
+    """The exit code of the command; docs/faults.md has the table."""
 
 
 class ConfigError(TorchtrainError):
@@ -42,7 +42,7 @@ class SupersededError(CheckpointError):
 
 
 class FaultError(TorchtrainError):
-    """A run that cannot go on as it is."""
+    """A run that must not go on, as after bad numbers."""
 
 
 class StorageError(TorchtrainError):
@@ -52,6 +52,6 @@ class StorageError(TorchtrainError):
 
 
 class StoppedError(TorchtrainError):
-    """The run was asked to stop, and does not wait any longer for what it is waiting for."""
+    """The run was asked to stop, and what it waits for takes longer than it may."""
 
     exit_code = 75  # sysexits.h: EX_TEMPFAIL

@@ -1,4 +1,4 @@
-"""Logging to the terminal, and what may fail without ending a run.
+"""Logging to the terminal, and a context for reports that may fail without ending a run.
 
 One line an event, from the ranks in ``LOG_RANK``; errors from all.
 """
@@ -16,7 +16,7 @@ logger = logging.getLogger("torchtrain")
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def handleError(self, record: logging.LogRecord) -> None:
-        """A terminal or a log file that cannot be written to ends nothing, and gets no traceback, either."""
+        """Ignore that a terminal or a log file cannot be written to."""
 
 
 def init_logging() -> None:
@@ -32,7 +32,7 @@ def init_logging() -> None:
 
 
 def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
-    """Call ``run``, which returns an exit code, as every door does: what it raises for the user is one message.
+    """Call ``run``, which returns an exit code. A TorchtrainError becomes one message and its exit code.
 
     ``speaks``: whether this is the rank to give the message.
     """
@@ -54,7 +54,7 @@ def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
 
 
 class BestEffort:
-    """A context for what only reports: an error in it is said once, and nothing else is kept from going on."""
+    """A context for what only reports: its errors are suppressed, and the first of a row is logged."""
 
     def __init__(self, what: str) -> None:
         self.what = what

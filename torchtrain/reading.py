@@ -1,6 +1,6 @@
-"""Reading what may lie on a bad disk or behind a bad network: tried again, and an error only then.
+"""Reading from file systems that may fail for a while: a read is tried again before it is an error.
 
-What is missing is no such error: ``FileNotFoundError`` and its like are raised at once.
+A file that is missing is not tried again: ``FileNotFoundError`` and its like are raised at once.
 """
 
 import os
@@ -42,7 +42,7 @@ def unreadable(path: Path, error: OSError, attempts: int = len(PAUSES_SECONDS) +
         "when the file system answers and lets this user read"
     )
     if isinstance(error, PermissionError):
-        told.exit_code = TorchtrainError.exit_code  # it does answer: only the user can mend it
+        told.exit_code = TorchtrainError.exit_code  # trying again later would not help
     return told
 
 

@@ -16,21 +16,17 @@ if TYPE_CHECKING:  # to inherit from
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-FSDP = "torch.distributed.fsdp._fully_shard"
+FSDP, CHECKPOINT = "torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"
 
 # To import from this module: where each name is, and what it is for.
 NAMES = {
     "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, one rank and with exact sums"),
-    "checkpoint_wrapper": (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "activation checkpointing that keeps the names of parameters",
-    ),
+    # The public function has one name in 2.11, and another in 2.13.
+    "DefaultReduceScatter": (f"{FSDP}._fsdp_collectives", "exact sums by the backend's reduce-scatter"),
+    "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
     "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
     "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
-    "compute_local_shape_and_global_offset": (
-        "torch.distributed.tensor._utils",
-        "initial weights: which rows are mine",
-    ),
+    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "which rows to initialize"),
     "_HFStorageInfo": ("torch.distributed.checkpoint._hf_utils", "DCP's reader of safetensors: where a tensor is"),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
@@ -49,7 +45,8 @@ NAMES = {
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
 }
 
-# Members that are used, replaced or set where they are: what for.
+# Members that are used, replaced or set where they are: what for. Two are not listed, being set on objects: found_inf
+# of a fused AdamW (skip an update on the device), and sequence_sharding of SequenceParallel (norms that are not split).
 MEMBERS = {
     "torch.optim.AdamW._init_group": "AdamW on this rank's shards: lists of tensors in the order of adamw's arguments",
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",

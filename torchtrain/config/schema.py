@@ -1,7 +1,7 @@
 """Every option there is: one frozen dataclass per section of the TOML file.
 
 The text under a field is its documentation, shown by ``--help``. A section's ``__post_init__`` refuses values that are
-wrong by themselves; what depends on several sections or on the number of ranks is refused by ``check``.
+wrong by themselves; ``build.plan_run`` refuses what depends on several sections or on the number of ranks.
 """
 
 import math

@@ -21,9 +21,9 @@ from torchtrain.torch_internals import all_groups, flight_record
 
 # Ranks enter a step at slightly different times; give each the time to write down where it is.
 COLLECT_SECONDS = 3
-# How much longer than a step a collective must be allowed to take, for the report to be written before it fails.
+# A collective's time-out must be longer than a step's by this, so that the report is written before it fails.
 REPORT_SECONDS = 6
-# Files whose functions wait for other ranks, for what the flight recorder does not know: a send or a receive on gloo.
+# Files whose functions wait for other ranks: they show waits that the flight recorder does not know, as gloo's sends.
 WAITING = (
     "distributed_c10d.py",
     "_functional_collectives.py",
@@ -140,7 +140,7 @@ class HangWatch:
         for rank in range(self.world_size):
             with self.best_effort:
                 path = self._file(what, rank)
-                # An older one tells of an earlier attempt at this step.
+                # An older file is of an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > time.time() - self.timeout_seconds - COLLECT_SECONDS:
                     places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
         if min(places) == self.rank:
@@ -203,7 +203,7 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
         if not entry["retired"] and entry["state"] != "completed":
             which = of_helpers if entry["thread_id"] in helpers else pending
             which.setdefault(name, [entry["profiling_name"].split(":", 1)[-1], number, ranks[name]])
-    # A save in the background may wait while the step goes on. Where it is all that waits, it is what counts.
+    # A save in the background may wait while the step goes on: it counts only where nothing else waits.
     return pending or of_helpers, begun
 
 

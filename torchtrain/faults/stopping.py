@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by the clock. Ranks agree on it once a step (``UpdateGuard``)."""
+"""Requests to stop, by a signal or by the wall-clock limit. Ranks agree on them once a step (``UpdateGuard``)."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ ECHO_SECONDS = 3.0
 
 
 class StopRequest:
-    """Whether this rank was asked to stop, and until when it may live. A context manager; enter it on the main thread.
+    """Whether this rank was asked to stop, and by when it must end. A context manager; enter it on the main thread.
 
     The first SIGTERM or SIGUSR1 is noted, and so is the time ``stop_grace_seconds`` before the wall-clock limit. A
     second signal ends the process at once. Signals are seen while the main thread waits in a collective, where Python's
@@ -82,7 +82,8 @@ class StopRequest:
     def may_wait(self, began: float) -> bool:
         """Whether to go on waiting for what began at ``began``, by ``time.monotonic()``.
 
-        It gets the time of grace, also if that of the stop itself is over: who is still alive then may stay so.
+        At least ``stop_grace_seconds`` are allowed from then on, even after the stop's own grace: a process that was
+        not killed by then may live longer.
         """
         grace_seconds = self.config.stop_grace_seconds
         return not self.pending or max(self.seconds_left, began + grace_seconds - time.monotonic()) > 0
@@ -96,6 +97,6 @@ class StopRequest:
 
 
 def exit_code_when_stopped() -> int:
-    """That of a run that stops as asked, or 0 where torchrun would take it for a crash and start again at once."""
+    """75, or 0 where torchrun would take any other code for a crash and start the run again at once."""
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return 0 if restarts < most else StoppedError.exit_code

@@ -1,4 +1,4 @@
-"""No update from bad numbers: a loss or gradient that is not finite, or that stands out of its running window."""
+"""No update from bad numbers: a loss or gradient norm that is not finite, or is far above those of the last steps."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ NAMES = ("loss", "gradient norm")
 
 
 class _Verdict(NamedTuple):
-    """What the device found about ``step``, on its way to the host; ``ready`` is None where it is there at once."""
+    """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
 
     step: int
     numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, bad, bad losses, ranks stopping
@@ -26,11 +26,11 @@ class _Verdict(NamedTuple):
 
 
 class UpdateGuard:
-    """Judges each step before its update, on all ranks alike, by one small all-reduce that also agrees on stopping.
+    """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
 
-    The device judges and the update obeys it there, so that the host never waits for it. What was found of a step is
-    read when the next is judged, told to ``record_event(step, event, values)``, and left in ``must_roll_back_before``
-    and ``stop.agreed`` for the loop to act on.
+    The result stays on the device, where it skips the update, so that the host does not wait. The host reads it when
+    the next step is judged: it calls ``record_event(step, event, values)`` and sets ``must_roll_back_before`` and
+    ``stop.agreed``, on which the loop acts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class UpdateGuard:
         """The bad step before which the run must go back, if it must."""
         self._bad_in_a_row = 0
         self._worst_step = 0
-        # The last good values, oldest first; NaN until there are enough: nothing compares with it.
+        # The last good values, oldest first; NaN until there are enough, which makes every comparison false.
         self._window = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
         self._last: _Verdict | None = None
 
@@ -65,7 +65,7 @@ class UpdateGuard:
         self.settle()
         grad_norm = grad_norm.to(self.device).double()
         not_finite = ~loss.total.isfinite()
-        # A scalar of the host's becomes a fill on the device: no copy to wait for.
+        # torch.full with a number is a kernel on the device: there is no copy to wait for.
         stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=self.device)
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
         all_reduce(flags)
@@ -90,13 +90,13 @@ class UpdateGuard:
         return _Verdict(step, host, ready)
 
     def settle(self) -> None:
-        """Act on what was found of the step judged last. The loop calls it where it cannot wait for the next one."""
+        """Act on the result of the last step judged. The loop calls it where no next step will be judged in time."""
         if self._last is None:
             return
         step, numbers, ready = self._last
         self._last = None
         if ready is not None:
-            ready.synchronize()  # of a step ago: there is next to nothing to wait for
+            ready.synchronize()  # recorded a step ago: it is done, or nearly so
         *found, bad, bad_losses, stopping_ranks = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping_ranks > 0
         if not bad:
@@ -117,7 +117,7 @@ class UpdateGuard:
         self._refused(step, problem, values)
 
     def rolled_back(self) -> None:
-        """The run has gone back: what was found of later steps counts no more."""
+        """Forget results: the run has gone back to an earlier step."""
         self.must_roll_back_before = self._last = None
 
     def _refused(self, step: int, problem: str, numbers: dict[str, float]) -> None:

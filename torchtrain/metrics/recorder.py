@@ -41,7 +41,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MetricsRecorder:
-    """Collects between lines on this rank alone; every ``log_freq`` steps all ranks meet, and rank 0 writes."""
+    """Collects numbers on each rank; every ``log_freq`` steps they are reduced over all ranks, and rank 0 writes."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class MetricsRecorder:
         self.stack.__exit__(kind, error, trace)
 
     def time_waiting(self, loader: Loader) -> Iterator[Batch]:
-        """The batches of ``loader``; what it waited for each counts as waiting for data."""
+        """The batches of ``loader``; the time it waited for each counts as waiting for data."""
         for batch in loader:
             self.data_wait_seconds += loader.wait_seconds
             self.waiting_for_step += 1
@@ -103,7 +103,7 @@ class MetricsRecorder:
             yield batch
 
     def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
-        """Note a finished step. Writes after the first of a process, every ``log_freq``, and the last."""
+        """Note a finished step. Writes after a process's first step, every ``log_freq`` steps, and after the last."""
         if step % self.config.log_freq and step not in (self.first_step + 1, self.last_step):
             return
         z_loss = torch.zeros_like(loss.total) if loss.z is None else loss.z
@@ -137,7 +137,7 @@ class MetricsRecorder:
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
-        """Write a line of its own: ``step``, ``event``, and what there is to say of it."""
+        """Write a line with ``step``, ``event`` and the values of the event."""
         if self.writers is not None:
             self.writers.write({"step": step, "event": event, "time": time.time(), **values})
 
@@ -152,13 +152,13 @@ class MetricsRecorder:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What happens within does not count as time of training steps."""
+        """A context whose time does not count as time of training steps."""
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start
 
     def restart(self, step: int) -> None:
-        """Measure anew from ``step``, to which the run went back."""
+        """Start measuring again at ``step``, to which the run went back."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.waiting_for_step = step
 

@@ -19,7 +19,7 @@ from torchtrain.log import logger
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
 KINDS = ("data wait", "compute")
-# What is less than this share of a step holds nobody up, however many times the median it is.
+# Less than this share of a step is no delay, however many times the median it is.
 LEAST_SHARE_OF_STEP = 0.05
 
 
@@ -38,7 +38,7 @@ class StragglerWatch:
         group: dist.ProcessGroup,
         report: Callable[[int, str, dict[str, Any]], None],
     ):
-        """``group``: of all ranks, whose messages wait for no GPU."""
+        """``group``: a gloo group of all ranks, so that its messages do not wait for a GPU."""
         self.freq = freq
         self.factor = factor
         self.device = device
@@ -75,7 +75,7 @@ class StragglerWatch:
         self.pending = (step, work, all_ranks)
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the messages under way."""
         if self.pending is not None:
             self.pending[1].wait()
             self._look()
@@ -102,7 +102,7 @@ class StragglerWatch:
 
 
 def probe(operand: Tensor) -> float:
-    """Seconds of a few matrix products, the same on every rank: the fastest times their number, without the hiccups."""
+    """Seconds of a few matrix products, the same on every rank: the fastest time, times their number."""
     fastest = float("inf")
     for _ in range(PROBE_PRODUCTS):
         start = time.perf_counter()

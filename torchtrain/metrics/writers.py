@@ -19,7 +19,7 @@ from torchtrain.config.schema import Metrics
 from torchtrain.errors import ConfigError
 from torchtrain.log import BestEffort
 
-# What belongs together stands together; a number that is not here goes to "other".
+# The groups of curves; a number that is not listed goes to "other".
 GROUPS = {
     "loss": "loss/average",
     "loss_max": "loss/max",
@@ -60,7 +60,7 @@ class Writer(Protocol):
 
 
 class AppendedFile:
-    """A file that grows by whole pieces: one for which there is no room leaves nothing behind.
+    """A file that grows by whole pieces: if the disk is full, no part of a piece stays in it.
 
     Opened anew for each, so that it goes on by itself once a full disk has room or a lost one is back.
     """

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.torch_internals import ReduceScatter
+from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
 
 HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
 SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
@@ -106,7 +106,7 @@ class ExactReduceScatter(ReduceScatter):
         assert op == dist.ReduceOp.SUM
         assert not async_op
         if not self.all_to_all:
-            dist.reduce_scatter_tensor(output_tensor, self.sums.rounded(input_tensor), op, group)
+            DefaultReduceScatter()(output_tensor, self.sums.rounded(input_tensor), group, op)
             return
         summands = torch.empty_like(input_tensor)
         dist.all_to_all_single(summands, input_tensor, group=group)
