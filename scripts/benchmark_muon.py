@@ -1,6 +1,6 @@
 """What dividing Muon's work over ranks is worth: two ways to make its step take turns on the same ranks.
 
-    python scripts/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 7]
+    python scripts/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 5]
 
 One way is the trainer's: each matrix has an owner. In the other every rank gathers every matrix and repeats the
 iteration. Each rank is a process with one thread. Printed are median seconds of the whole optimizer step and of the CPU
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     model = next(
         (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
