@@ -40,6 +40,7 @@ PATH = [
     "python scripts/document_config.py",
 ]
 PLANNED = "takes half a minute; tests/test_estimate.py runs its like"
+AVERAGED = "needs a longer run; tests/test_learning.py has its like"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
 # Not run as they stand, and why.
 LEARNING = "tests/test_learning.py runs such ones"
@@ -93,6 +94,18 @@ LISTED = {
     "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has its short form",
     "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has its short form",
     "python -m torchtrain.train --data.path prepared/books ...": "... stands for options",
+    "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
+    'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,
+    "python -m torchtrain.convert outputs/my_run my_run_mean --average 5": AVERAGED,
+    "mkdir -p outputs/cooldown/checkpoint && cp -r outputs/stable/checkpoint/step-8000 outputs/cooldown/checkpoint/ && "
+    "./run_llama_train.sh --job.dump_folder outputs/cooldown --training.steps 10000 --lr_scheduler.total_steps 10000 "
+    "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0.2 "
+    "--checkpoint.allow_changes lr_scheduler.total_steps lr_scheduler.decay_type lr_scheduler.decay_ratio": AVERAGED,
+    "pytest tests/test_learning.py -k coordinate": "a part of what .ci/run does",
+    "python scripts/recipes.py --output outputs/recipes": "takes hours; run by hand",
+    "python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 102400 "
+    "--rates 1e-3 2e-3 4e-3 --threads 1": "takes half an hour; run by hand",
+    "python scripts/recipes.py --output outputs/recipes --report --size 2M --tokens 102400": "needs its runs",
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
     "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --compile.enable --model.tokenizer_path "

@@ -21,6 +21,7 @@ from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.adamw import local
+from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning.allocator import Allocation, peak_reserved
@@ -86,6 +87,7 @@ def test_segments_of_fixed_size_are_not_joined() -> None:
 def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
     model = build(config, shape)
+    averages = Averages(model.parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, None),
@@ -94,8 +96,11 @@ def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
         admit_all(config),
         max_norm=1.0,
         before_update=lambda: None,
+        averages=averages,
     )
     ledger = Ledger("cpu")
+    if averages is not None:
+        ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([local(p) for part in model.parts for p in part.parameters()], "parameters")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
     with following(ledger):
@@ -109,29 +114,40 @@ def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallelism", "optimizer"),
+    ("ranks", "parallelism", "optimizer", "ema"),
     [
-        (1, {}, "adamw"),
-        (2, {}, "adamw"),
-        (2, {"tensor_parallel_degree": 2}, "adamw"),
-        (2, {"pipeline_parallel_degree": 2}, "adamw"),
-        (2, {}, "muon"),
+        (1, {}, "adamw", False),
+        (2, {}, "adamw", False),
+        (2, {"tensor_parallel_degree": 2}, "adamw", False),
+        (2, {"pipeline_parallel_degree": 2}, "adamw", False),
+        (2, {}, "muon", False),
+        (2, {"tensor_parallel_degree": 2}, "adamw", True),
     ],
-    ids=["one", "shard", "tensor", "pipeline", "muon"],
+    ids=["one", "shard", "tensor", "pipeline", "muon", "averages and z-loss"],
 )
 def test_a_plan_for_cpus_is_what_a_real_run_does(
-    gloo: GlooPool, ranks: int, parallelism: dict[str, Any], optimizer: str
+    gloo: GlooPool, ranks: int, parallelism: dict[str, Any], optimizer: str, ema: bool
 ) -> None:
     sections: dict[str, Any] = {
         "parallelism": parallelism,
         "training": {"steps": 2, "local_batch_size": 2},
         "optimizer": {"name": optimizer},
+        "ema": {"enable": ema},
     }
+    sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
     found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), SHAPE)
     for rank, (counts, peaks) in enumerate(found):
         steps = planned(ranks, rank=rank, capability=None, **sections).ledger.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [step.peak.bytes for step in steps if step.peak] == pytest.approx(peaks, rel=0.03)
+
+
+def test_averages_are_counted() -> None:
+    plain, averaged = planned(2), planned(2, ema={"enable": True})
+    more = [step.kept["optimizer"] for step in averaged.ledger.steps], [s.kept["optimizer"] for s in plain.ledger.steps]
+    assert [a - b for a, b in zip(*more, strict=True)] == [plain.parameter_bytes] * 2
+    offloaded = planned(2, ema={"enable": True, "offload": True})
+    assert offloaded.ledger.steps[-1].kept == plain.ledger.steps[-1].kept
 
 
 def test_operations_are_those_of_the_profiler() -> None:
