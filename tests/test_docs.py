@@ -43,7 +43,6 @@ PLANNED = "takes half a minute; tests/test_estimate.py runs its like"
 AVERAGED = "needs a longer run; tests/test_learning.py has its like"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
 # Not run as they stand, and why.
-LEARNING = "tests/test_learning.py runs such ones"
 LISTED = {
     "pip install -e .": "needs a package index; .ci/run does it",
     "pip install -e '.[plot]'": "needs a package index; .ci/run does it",
@@ -113,14 +112,6 @@ LISTED = {
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2": (
         "needs 8 GPUs; tests/test_parallelism.py has the layouts"
     ),
-    "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": LEARNING,
-    'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': LEARNING,
-    "python -m torchtrain.convert outputs/my_run my_run_mean --average 5": LEARNING,
-    "mkdir -p outputs/cooldown/checkpoint && cp -r outputs/stable/checkpoint/step-8000 outputs/cooldown/checkpoint/ && "
-    "./run_llama_train.sh --job.dump_folder outputs/cooldown --training.steps 10000 --lr_scheduler.total_steps 10000 "
-    "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0.2 --checkpoint.allow_changes "
-    "lr_scheduler.total_steps lr_scheduler.decay_type lr_scheduler.decay_ratio": LEARNING,
-    "pytest tests/test_learning.py -k coordinate": "a test",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py has a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "
