@@ -103,9 +103,12 @@ LISTED = {
     "--checkpoint.allow_changes lr_scheduler.total_steps lr_scheduler.decay_type lr_scheduler.decay_ratio": AVERAGED,
     "pytest tests/test_learning.py -k coordinate": "a part of what .ci/run does",
     "python scripts/recipes.py --output outputs/recipes": "takes hours; run by hand",
-    "python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 102400 "
-    "--rates 1e-3 2e-3 4e-3 --threads 1": "takes half an hour; run by hand",
-    "python scripts/recipes.py --output outputs/recipes --report --size 2M --tokens 102400": "needs its runs",
+    "python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 102400 --threads 1": (
+        "takes an hour; run by hand"
+    ),
+    "python scripts/recipes.py --output outputs/recipes --report --size 2M --tokens 102400 --picture recipes.png": (
+        "needs the runs of the line above"
+    ),
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
     "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --compile.enable --model.tokenizer_path "

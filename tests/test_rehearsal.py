@@ -84,6 +84,7 @@ def shipped(path: str, world_size: int) -> Report:
 SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "full"}
 COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
 BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
+EMA_AND_Z = {"ema.enable": True, "training.z_loss_weight": 1e-4}
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -100,6 +101,7 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (16, {**layout(replicate=2), **accumulated(128), **UNSHARDED, **BFLOAT16, **SELECTIVE, **MUON}),
     "tensor": (8, {**layout(tensor=2), f"{P}enable_sequence_parallel": False, **FULL, **DOCUMENTS}),
     "tensor-context": (64, {**layout(tensor=4, context=4, replicate=2), **SELECTIVE, **COMPILE, **MUON}),
+    "averages-z-loss": (8, {**layout(tensor=2), **EMA_AND_Z, "training.loss_chunk_tokens": 128}),
     "async-tensor": (8, {**layout(tensor=4), f"{P}enable_async_tensor_parallel": True, **COMPILE}),
     "context-documents": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),

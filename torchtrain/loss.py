@@ -51,7 +51,7 @@ def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tenso
     mesh, first = None, 0
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
-        first = compute_local_shape_and_global_offset(logits.shape, mesh, logits.placements)[1][-1]
+        first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor splits
         logits = logits.to_local()
     losses: Tensor = _CrossEntropyWithZ.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, 1), labels.flatten(), z_weight, first, mesh
