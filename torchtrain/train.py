@@ -64,7 +64,7 @@ def train(config: JobConfig) -> int:
     from torchtrain.models.llama.flops import flops_per_token, peak_flops
     from torchtrain.profiling import Profiler
     from torchtrain.shape import resolve_model
-    from torchtrain.train_step import TrainStep
+    from torchtrain.train_step import step_maker
     from torchtrain.validation import Validator
 
     config = replace(config, model=resolve_model(config.model))
@@ -106,7 +106,7 @@ def train(config: JobConfig) -> int:
     hangs = HangWatch(
         folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
     )
-    train_step = TrainStep(
+    train_step = step_maker(config, folder, run.model, plan.global_batch_size)(
         run.model,
         run.microbatches,
         run.optimizer,

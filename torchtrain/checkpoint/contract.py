@@ -43,6 +43,7 @@ SECTIONS = {
     "metrics": Kind.HARMLESS,
     "profiling": Kind.HARMLESS,
     "comm": Kind.HARMLESS,
+    "debug": Kind.HARMLESS,
     "estimate": Kind.HARMLESS,
 }
 OPTIONS = {
