@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.fingerprints.judge import DRIFT, Step, differing_rows, read, steps_in, walk
+from torchtrain.fingerprints.judge import Step, differing_rows, read, steps_in, walk
 from torchtrain.fingerprints.record import Fingerprints, Place
 from torchtrain.loss import cross_entropy_sum
 from torchtrain.lr_schedule import LRSchedule
@@ -44,9 +44,6 @@ KINDS = {
     Kind.LAYOUT: "changes its speed alone",
     Kind.HARMLESS: "changes nothing",
 }
-# How far curves may be apart, relative to their values, and moments relative to their size.
-CURVES = {"float32": 1e-4, "bfloat16": 1e-2}
-MOMENTS = {"float32": 1e-3, "bfloat16": 0.3}
 JUMP = 10  # times as far apart as ever before
 
 
@@ -76,13 +73,15 @@ class RunFolder:
     start: dict[str, Any]  # the last event of this name
 
     @property
-    def dtype(self) -> str:
-        return self.config.training.mixed_precision_param
+    def rounding(self) -> float:
+        """How far rounding may carry numbers after some steps, relative to their size: the root of the dtype's eps."""
+        return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
 
 
 def open_run(path: Path) -> RunFolder:
     """ConfigError where ``path`` is no run's folder. Lines that are cut short are passed over."""
-    file, lines, start = path / "metrics.jsonl", {}, {}
+    file, start = path / "metrics.jsonl", {}
+    lines: dict[int, dict[str, Any]] = {}
     config = from_file(str(path / "config.toml")) if path.is_dir() else None
     if config is None:
         raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model")
@@ -138,7 +137,7 @@ def curves_question(a: RunFolder, b: RunFolder, section: Section) -> None:
     steps = sorted(a.lines.keys() & b.lines.keys())
     if not steps:
         return section.say("no step that both have logged")
-    tolerance = max(CURVES[a.dtype], CURVES[b.dtype])
+    tolerance = max(a.rounding, b.rounding) / 4
     for key, limit in (("loss", tolerance), ("grad_norm", tolerance), ("lr", 1e-12)):
         apart = {step: relative(a.lines[step].get(key), b.lines[step].get(key)) for step in steps}
         beyond = next((step for step in steps if apart[step] > limit), None)
@@ -171,7 +170,7 @@ def checkpoints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     for step in dict.fromkeys((steps[-1], *steps)):
         try:
-            found = list(saved_differences(a, *(step_folder(folder, step) for folder in folders), step))
+            found = list(saved_differences(a, [step_folder(folder, step) for folder in folders], step))
         except CheckpointError as error:
             section.say(f"step {step}: {error}")
             continue
@@ -189,19 +188,19 @@ def checkpoints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
     return None
 
 
-def saved_differences(run: RunFolder, folder_a: Path, folder_b: Path, step: int) -> Iterator[tuple[str, bool]]:
+def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
     """For each parameter, with its moments, or other tensor that is not bitwise the same: how, and if to rounding."""
     readers = []
-    for folder in (folder_a, folder_b):
+    for folder in folders:
         for record in read_manifest(folder).files:
             if problem := verify_file(folder, record):
                 raise CheckpointError(problem)
         readers.append(VerifiedReader(folder))
-    saved = [reader.read_metadata().state_dict_metadata for reader in readers]
+    saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
 
     def both(name: str) -> list[Tensor]:
         tensors = []
-        for entries, reader, folder in zip(saved, readers, (folder_a, folder_b), strict=True):
+        for entries, reader, folder in zip(saved, readers, folders, strict=True):
             tensors.append(torch.zeros(entries[name].size, dtype=entries[name].properties.dtype))
             load_tensors({name: tensors[-1]}, reader, folder, None)
         return tensors
@@ -223,7 +222,7 @@ def saved_differences(run: RunFolder, folder_a: Path, folder_b: Path, step: int)
         update = rate * size(mean / (square.sqrt() + adam.eps))
         apart = size(ours.double() - theirs.double())
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments]
-        alike = apart <= DRIFT[run.dtype] * step * update + 1e-6 * size(ours) and max(parts) <= MOMENTS[run.dtype]
+        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts) <= 4 * run.rounding
         line = f"{name}: {apart:.1e} apart, where its update is {update:.1e}"
         yield f"{line}; moments {parts[0]:.1e} and {parts[1]:.1e} of their size", alike
     rows = both("loader.rows") if all("loader.rows" in tensors for tensors in saved) else []
@@ -247,6 +246,8 @@ def fingerprints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
         ours, theirs = (read(folder / f"step-{step}") for folder in folders)
         for problem in (*ours.problems, *theirs.problems):
             section.say(f"step {step}: {problem}")
+        for fault in (*ours.faults, *theirs.faults):
+            section.say(f"step {step}: {fault}", False)
         for row in itertools.islice(differing_rows(ours, theirs), 1):
             section.say(row_found(a, step, row, ours, theirs), False)
         found, before = walk(ours, theirs, step, before)
@@ -305,7 +306,7 @@ def compare_implementations(folder: Path, hf_folder: Path) -> list[Section]:
         leaves = [name.rpartition(".")[0] for name in own if name.endswith("weight") and name != "output.weight"]
         modules = {n: model.get_submodule(name_of(f"{n}.weight").removesuffix(".weight")) for n in leaves}
         found.append(fingerprint_of(model, modules, parameters, ours.config, batch))
-    finding, before = walk(*found, 1)
+    finding, before = walk(found[0], found[1], 1)
     if finding is None:
         section.say(f"{len(found[0].tensors)} tensors agree to {before:.1e}", True)
         return [section]
@@ -331,6 +332,7 @@ def fingerprint_of(
     with tempfile.TemporaryDirectory() as folder:
         prints = Fingerprints(Path(folder), (), config, Place(rows, seq, range(rows)), "float32")
         prints.add_parameters("", parameters)
+        prints.begin(batch.tokens)
         with prints.watching({model: modules}):
             logits = model(batch.tokens)
             total = cross_entropy_sum(getattr(logits, "logits", logits), batch.labels)

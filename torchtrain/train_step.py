@@ -104,7 +104,8 @@ class FingerprintedStep(TrainStep):
         return loss, grad_norm
 
     def _forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
-        self.fingerprints.restart()
+        if self.watched:
+            self.fingerprints.begin(batch.tokens)
         return super()._forward_backward(batch, global_tokens)
 
     def _update(self, step: int, loss: TokenLoss) -> Tensor:

@@ -145,13 +145,7 @@ class Fingerprints:
     """Writes those of ``steps`` to ``folder``. ``dtype``: in which the model computes."""
 
     def __init__(
-        self,
-        folder: Path,
-        steps: Sequence[int],
-        config: TransformerConfig,
-        place: Place,
-        dtype: str,
-        ranks: int = 1,
+        self, folder: Path, steps: Sequence[int], config: TransformerConfig, place: Place, dtype: str, ranks: int = 1
     ) -> None:
         self.folder = folder
         self.steps = frozenset(steps)
@@ -160,6 +154,7 @@ class Fingerprints:
         self.ranks = ranks
         self.shapes = shapes_of(config)
         self.parts: dict[str, Part] = {}
+        self.tokens = torch.empty(0)
         self.next_row: dict[int, int] = {}  # of each model's next microbatch
         self.now: dict[int, tuple[int, int]] = {}  # rows of the forward that is under way, if one is
         self.best_effort = BestEffort("fingerprints")
@@ -177,32 +172,37 @@ class Fingerprints:
                 ]
                 for handle in handles:
                     stack.callback(handle.remove)
-            self.restart()
             yield
 
-    def restart(self) -> None:
-        """The step begins, or begins again."""
-        self.next_row.clear()
+    def begin(self, tokens: Tensor) -> None:
+        """The step begins, or begins again. ``tokens`` (rows, seq): of this rank's rows, in order."""
+        parts = [tokens[:, start:stop] for start, stop in self.place.sequence]
+        self.tokens, self.next_row = torch.cat(parts, dim=1), {}
         self.parts = {key: part for key, part in self.parts.items() if " " not in key}
 
     def _begin(self, model: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-        first = self.next_row.get(model, self.place.rows.start)
-        self.next_row[model] = first + len(args[0])
-        self.now[model] = (first, first + len(args[0]))
+        x, start = args[0], self.place.rows.start
+        first = self.next_row.get(model, start)
+        if not x.is_floating_point():  # where rows are left out, those that come are known by their tokens
+            later = range(first, self.place.rows.stop - len(x) + 1)
+            mine = x.to(self.tokens.device)
+            first = next((r for r in later if torch.equal(self.tokens[r - start : r - start + len(x)], mine)), first)
+        self.next_row[model] = first + len(x)
+        self.now[model] = (first, first + len(x))
 
     def _see(self, model: int, key: str, tensor: Tensor) -> None:
         rows = self.now.get(model)
         if rows is None:  # activation checkpointing computes it again
             return
         self.add(key, tensor.detach(), rows)
-        seen: list[Tensor] = []
+        seen: list[bool] = []
 
         def gradient(found: Tensor) -> None:
             if not seen:  # a backward in two passes may come by twice
-                seen.append(found)
+                seen.append(True)
                 self.add(f"{key} gradient", found, rows)
 
-        tensor.register_hook(gradient)
+        tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def add(self, key: str, tensor: Tensor, rows: tuple[int, int]) -> None:
@@ -226,11 +226,11 @@ class Fingerprints:
     def add_parameters(self, what: str, tensors: Mapping[str, Tensor]) -> None:
         """Note this rank's part of the parameters ``tensors``, of any layout; ``what``: gradient, update, or none."""
         for name, tensor in tensors.items():
-            here, offset = tensor.shape, (0,) * tensor.ndim
+            here: tuple[int, ...] = tensor.shape
+            offset: tuple[int, ...] = (0,) * tensor.ndim
             if isinstance(tensor, DTensor):
-                here, offset = compute_local_shape_and_global_offset(
-                    tensor.shape, tensor.device_mesh, tensor.placements
-                )
+                mesh, placements = tensor.device_mesh, tensor.placements
+                here, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
                 tensor = tensor.to_local()
             box: list[Ranges] = [((start, start + size),) for start, size in zip(offset, here, strict=True)]
             self._note(f"{name} {what}".strip(), tensor, box)
