@@ -1,11 +1,13 @@
 """torchtrain.compare names the first tensor that differs, and raises no alarm where only the layout does."""
 
 import functools
+import io
 import itertools
 import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from gloo_pool import GlooPool
 from parity import TINY, config_of, train
 from safetensors.torch import load_file, save_file
 
+from torchtrain.compare import main
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError
 from torchtrain.fingerprints.judge import differing_rows, read, walk
@@ -206,9 +209,11 @@ def run(folder: Path, *options: str, ranks: int = 1, hook: Any = None) -> Path:
 
 
 def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
-    result = run_door("torchtrain.compare", *map(str, arguments), "--json")
-    assert result.returncode in (0, 1), result.stderr
-    return result.returncode, json.loads(result.stdout)
+    """Exit code and what was printed."""
+    with redirect_stdout(io.StringIO()) as output:
+        code = main([*map(str, arguments), "--json"])
+    assert code in (0, 1)
+    return code, json.loads(output.getvalue())
 
 
 def use_copy(folder: Path) -> None:
@@ -290,6 +295,7 @@ def test_curves_drift_or_jump(tmp_path: Path) -> None:
     assert report["logged"]["lines"][0].startswith("loss drifts: rounding that grows. Step 11: ")
     code, report = compare(a, jump)
     assert report["logged"]["lines"][0].startswith("loss jumps: a fault. Step 10: ")
+    assert report["logged"]["found"][0].items() >= {"curve": "loss", "step": 10, "how": "jumps"}.items()
     assert report["logged"]["lines"][0].endswith("9.9e-03 apart; 1.0e-07 at most in the 9 before")
 
 
@@ -300,23 +306,25 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
     )
     code, report = compare(a, b)
     assert code == 1
-    assert report["config"] == {
-        "alike": False,
-        "lines": [
-            "changes the run: optimizer.lr = 0.003 in A, 1.0 in B",
-            "changes its speed alone: compile.enable = False in A, True in B",
-        ],
-    }
+    assert report["config"]["alike"] is False
+    assert report["config"]["lines"] == [
+        "changes the run: optimizer.lr = 0.003 in A, 1.0 in B",
+        "changes its speed alone: compile.enable = False in A, True in B",
+    ]
     assert report["computed"]["alike"] is None
 
 
-def test_what_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
-    result = run_door("torchtrain.compare", str(tmp_path), str(tmp_path / "none"))
-    assert result.returncode == 2
-    assert "config.toml' is not a file" in result.stderr
-    result = run_door("torchtrain.compare", str(tmp_path))
-    assert result.returncode == 2
-    assert "compare needs one of RUN_B and --against" in result.stderr
+def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
+    for arguments, message in (
+        ([str(tmp_path), str(tmp_path / "none")], "config.toml' is not a file"),
+        ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
+        ([str(tmp_path)], "compare needs one of RUN_B and --against"),
+        ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
+        (empty, "there is nothing to compare yet"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
         config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
 
@@ -327,16 +335,18 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     a = run(tmp_path / "a", *saving)
     b = run(tmp_path / "b", *saving, "--parallelism.tensor_parallel_degree", "2", ranks=2)
     result = run_door("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
-    assert result.returncode == 0, result.stdout
-    assert "  step 3, of 3 that both have saved: alike, " in result.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "  step 3: alike, " in result.stdout
     assert result.stdout.endswith("alike to rounding\n")
+    assert not result.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     other = run(tmp_path / "other", *saving, "--optimizer.lr", "1e-3")
     code, report = compare(a, other)
     assert code == 1
-    assert report["saved"]["lines"][1].startswith("step 1: 21 tensors are not alike, 0 to rounding:")
-    assert report["saved"]["lines"][2].startswith("  tok_embeddings.weight: ")
+    assert report["saved"]["lines"][0] == "step 1: 21 tensors are not alike"
+    assert report["saved"]["lines"][1].startswith("  tok_embeddings.weight: ")
+    assert report["saved"]["found"][0]["tensors"][0] == "tok_embeddings.weight"
     assert report["computed"]["lines"][0].startswith("step 1, tok_embeddings.weight update: in B 3.333 times")
 
     file = next((b / "checkpoint/step-3").glob("*.distcp"))
@@ -346,7 +356,7 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     code, report = compare(a, b)
     assert "step 3: " in report["saved"]["lines"][0]
     assert "its manifest says" in report["saved"]["lines"][0]
-    assert report["saved"]["lines"][1].startswith("step 1, of 3 that both have saved: alike")
+    assert report["saved"]["lines"][1].startswith("step 2: alike")
     assert "rank-0.safetensors is damaged" in report["computed"]["lines"][0]
     assert "lacks what rank(s) 0 of 2 wrote" in report["computed"]["lines"][1]
     assert "lacks what rank(s) 1 of 2 wrote" in report["computed"]["lines"][2]

@@ -6,7 +6,7 @@ Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +33,8 @@ class Options:
     def __post_init__(self) -> None:
         if bool(self.run_b) == bool(self.against):
             raise ConfigError("compare needs one of RUN_B and --against; see --help")
+        if self.picture and self.against:
+            raise ConfigError("--picture needs RUN_B: with --against there are no curves")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
         # Not above: --help needs no torch.
+        import torch.distributed as dist
+
         from torchtrain.comparison import compare_implementations, compare_runs, draw
 
         run_a = Path(options.run_a)
@@ -50,9 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = compare_runs(run_a, Path(options.run_b))
         if options.picture:
             draw(run_a, Path(options.run_b), Path(options.picture))
+        if dist.is_initialized():
+            dist.destroy_process_group()
         alike = all(section.alike is not False for section in report)
+        if alike and not any(section.alike for section in report if section.title != "config"):
+            raise ConfigError(
+                "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
+                "written fingerprints of (--debug.fingerprint_steps 1 2)"
+            )
         if options.json:
-            sections = {section.title: {"alike": section.alike, "lines": section.lines} for section in report}
+            sections = {section.title: asdict(section) for section in report}
             sys.stdout.write(json.dumps({"alike": alike, **sections}, indent=1) + "\n")
         else:
             for section in report:

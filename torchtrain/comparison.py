@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtrain.build import load_model
 from torchtrain.checkpoint.contract import Kind, differences
-from torchtrain.checkpoint.hf import parameter_shapes
+from torchtrain.checkpoint.hf import check_same_shape, parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify_file
 from torchtrain.checkpoint.states import load_tensors
@@ -32,7 +32,7 @@ from torchtrain.fingerprints.judge import Step, differing_rows, read, steps_in, 
 from torchtrain.fingerprints.record import Fingerprints, Place
 from torchtrain.loss import cross_entropy_sum
 from torchtrain.lr_schedule import LRSchedule
-from torchtrain.models.families import hf_name
+from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.llama.meta import meta_rows_to_ours
 from torchtrain.shape import model_shape
@@ -54,10 +54,13 @@ class Section:
     title: str
     alike: bool | None = None
     lines: list[str] = field(default_factory=list)
+    found: list[dict[str, Any]] = field(default_factory=list)
 
-    def say(self, line: str, alike: bool | None = None) -> None:
-        """``alike``: what this adds to the answer."""
+    def say(self, line: str, alike: bool | None = None, **found: Any) -> None:
+        """``alike``: what this adds to the answer. ``found``: the same for programs, where it is a difference."""
         self.lines.append(line)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # for JSON
+        self.found += [finite] if found else []
         if alike is not None:
             self.alike = alike and self.alike is not False
 
@@ -101,23 +104,17 @@ def open_run(path: Path) -> RunFolder:
 def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
     """All questions in order. What of a run is damaged is said, and ends no other question."""
     a, b = open_run(folder_a), open_run(folder_b)
-    sections = []
-    for title, question in (
-        ("config", config_question),
-        ("logged", curves_question),
-        ("saved", checkpoints_question),
-        ("computed", fingerprints_question),
-    ):
-        section = Section(title)
+    questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
+    sections = {title: Section(title) for title in questions}
+    for title, ask in questions.items():
         try:
-            question(a, b, section)
+            ask(a, b, sections[title])
         except TorchtrainError as error:
-            section.say(str(error))
-        sections.append(section)
-    return sections
+            sections[title].say(str(error))
+    return list(sections.values())
 
 
-def config_question(a: RunFolder, b: RunFolder, section: Section) -> None:
+def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
     """Options by what they mean for a run, and where the two ran."""
     found = differences(a.config_toml, b.config_toml)
     section.alike = True
@@ -132,7 +129,7 @@ def config_question(a: RunFolder, b: RunFolder, section: Section) -> None:
         section.say("the same")
 
 
-def curves_question(a: RunFolder, b: RunFolder, section: Section) -> None:
+def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
     steps = sorted(a.lines.keys() & b.lines.keys())
     if not steps:
@@ -150,7 +147,8 @@ def curves_question(a: RunFolder, b: RunFolder, section: Section) -> None:
         how = "drifts: rounding that grows" if most > apart[beyond] / JUMP else "jumps: a fault"
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
-        section.say(f"{key} {how}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}", False)
+        line = f"{key} {how}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
+        section.say(line, False, curve=key, step=beyond, how=how.partition(":")[0], distance=apart[beyond])
     return None
 
 
@@ -160,31 +158,32 @@ def relative(x: float | None, y: float | None) -> float:
     return abs(x - y) / max(abs(x), abs(y), 1e-300)
 
 
-def checkpoints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
-    """The newest checkpoints of the same step, or the first ones that are not alike."""
+def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """From the newest checkpoints of the same step back to the first that are not alike, or to some that are."""
     folders = [run.path / "checkpoint" for run in (a, b)]
     steps = sorted(set(saved_steps(folders[0])) & set(saved_steps(folders[1])))
     if not steps:
         return section.say("no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
-    for step in dict.fromkeys((steps[-1], *steps)):
+    first: tuple[int, list[str]] | None = None
+    for step in reversed(steps):
         try:
             found = list(saved_differences(a, [step_folder(folder, step) for folder in folders], step))
         except CheckpointError as error:
             section.say(f"step {step}: {error}")
             continue
         bad = [line for line, alike in found if not alike]
-        rounded = len([line for line, alike in found if alike])
         if not bad:
-            how = f"{rounded} tensors to rounding, the others bitwise" if rounded else "bitwise"
-            return section.say(f"step {step}, of {len(steps)} that both have saved: alike, {how}", True)
-        if step == steps[-1] and len(steps) > 1:
-            section.say(f"step {step}: {len(bad)} tensors are not alike", False)
-            continue
-        section.say(f"step {step}: {len(bad)} tensors are not alike, {rounded} to rounding:", False)
+            how = f"{len(found)} tensors to rounding, the others bitwise" if found else "bitwise"
+            section.say(f"step {step}: alike, {how}", True)
+            break
+        first = step, bad
+    if first is not None:
+        step, bad = first
+        names = [line.partition(":")[0] for line in bad]
+        section.say(f"step {step}: {len(bad)} tensors are not alike", False, step=step, tensors=names)
         section.lines += [f"  {line}" for line in bad[:10]]
-        return None
     return None
 
 
@@ -235,7 +234,7 @@ def size(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def fingerprints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
+def fingerprints(a: RunFolder, b: RunFolder, section: Section) -> None:
     """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
     folders = [run.path / "fingerprints" for run in (a, b)]
     steps = sorted(set(steps_in(folders[0])) & set(steps_in(folders[1])))
@@ -249,11 +248,11 @@ def fingerprints_question(a: RunFolder, b: RunFolder, section: Section) -> None:
         for fault in (*ours.faults, *theirs.faults):
             section.say(f"step {step}: {fault}", False)
         for row in itertools.islice(differing_rows(ours, theirs), 1):
-            section.say(row_found(a, step, row, ours, theirs), False)
+            section.say(row_found(a, step, row, ours, theirs), False, step=step, row=row)
         found, before = walk(ours, theirs, step, before)
         count += len(ours.tensors)
         if found is not None:
-            section.say(str(found), False)
+            section.say(str(found), False, **found._asdict())
         if section.alike is False:
             return None
     how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
@@ -286,6 +285,8 @@ def compare_implementations(folder: Path, hf_folder: Path) -> list[Section]:
         raise ConfigError(f"--against needs transformers: pip install transformers ({error})") from None
     run, section = open_run(folder), Section("computed")
     trained = load_model(folder, "cpu", "float32")
+    others_may = ("norm_eps", "rope_theta", "rope_scaling")
+    check_same_shape(read_hf_config(hf_folder), trained.model.config, hf_folder, others_may)
     ours, training = trained.model.requires_grad_(True), run.config.training
     theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     loader = build_loader(
@@ -310,7 +311,7 @@ def compare_implementations(folder: Path, hf_folder: Path) -> list[Section]:
     if finding is None:
         section.say(f"{len(found[0].tensors)} tensors agree to {before:.1e}", True)
         return [section]
-    section.say(str(finding), False)
+    section.say(str(finding), False, **finding._asdict())
     heads = {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}
     for kind, count in heads.items():
         if not finding.key.endswith(f"{kind}.weight"):

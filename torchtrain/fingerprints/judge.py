@@ -166,21 +166,27 @@ def walk(a: Step, b: Step, number: int, before: float = 0.0) -> tuple[Finding | 
     ``before``: distance of what was compared before this step.
     """
     first: Finding | None = None
-    for key, ours in a.tensors.items():
-        theirs = b.tensors.get(key)
-        if theirs is None:
-            continue
-        apart = distance(ours, theirs, key.endswith(" update"))
-        dtype = max(ours, theirs, key=lambda f: f.eps).dtype
-        allowed = max(LEAST, GAIN * (max(ours.eps, theirs.eps) + before))
-        update = a.tensors.get(f"{key} update")
-        if update is not None and ours.figures[1]:  # since the first step: Adam's updates turn around a zero gradient
-            allowed += math.sqrt(update.eps) * (number - 1) * update.figures[1] / ours.figures[1]
-        notes = [f"{name}: {f.note}" for name, f in (("A", ours), ("B", theirs)) if f.note]
-        if apart <= allowed and not notes:
-            before = max(before, apart) if first is None else before
-        elif first is None:
-            note = "; ".join(notes) or ratio(ours, theirs)
+    for key in {**a.tensors, **b.tensors}:
+        ours, theirs = a.tensors.get(key), b.tensors.get(key)
+        if ours is None or theirs is None:
+            if a.problems or b.problems:
+                continue
+            apart, allowed, dtype = math.inf, 0.0, ""
+            note = f"only {'A' if theirs is None else 'B'} has it,"
+        else:
+            apart = distance(ours, theirs, key.endswith(" update"))
+            dtype = max(ours, theirs, key=lambda f: f.eps).dtype
+            allowed = max(LEAST, GAIN * (max(ours.eps, theirs.eps) + before))
+            update = a.tensors.get(f"{key} update")
+            if update is not None and ours.figures[1]:
+                # Parameters drift apart: Adam may turn an update around where the gradient is next to zero.
+                allowed += math.sqrt(update.eps) * (number - 1) * update.figures[1] / ours.figures[1]
+            note = "; ".join(f"{name}: {f.note}" for name, f in (("A", ours), ("B", theirs)) if f.note)
+            if apart <= allowed and not note:
+                before = max(before, apart) if first is None else before
+                continue
+            note = note or ratio(ours, theirs)
+        if first is None:
             first = Finding(number, key, apart, before, allowed, dtype, note)
         else:
             first = first._replace(also=(*first.also, key))

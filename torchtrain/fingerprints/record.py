@@ -168,7 +168,7 @@ class Fingerprints:
                 handles = [
                     model.register_forward_pre_hook(partial(self._begin, key)),
                     *watch(modules, partial(self._see, key)),
-                    model.register_forward_hook(lambda *_, key=key: self.now.pop(key) and None),
+                    model.register_forward_hook(partial(self._end, key)),
                 ]
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -189,6 +189,9 @@ class Fingerprints:
             first = next((r for r in later if torch.equal(self.tokens[r - start : r - start + len(x)], mine)), first)
         self.next_row[model] = first + len(x)
         self.now[model] = (first, first + len(x))
+
+    def _end(self, model: int, *_: Any) -> None:
+        del self.now[model]
 
     def _see(self, model: int, key: str, tensor: Tensor) -> None:
         rows = self.now.get(model)
