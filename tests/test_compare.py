@@ -142,8 +142,8 @@ FAULTS = {
         "step 1, tok_embeddings output: B: 75% of it is there: rows 1 to 1 of 4 are missing",
     ),
     "tied gradient not shared": Fault(
-        "parallelisms/parallel_model.py",
-        "self.pipeline.share_tied_gradient()",
+        "train_step.py",
+        "self.model.pipeline.share_tied_gradient()",
         "pass",
         f"step 1, tok_embeddings.weight gradient: {COPIES_DIFFER}",
         ranks=2,

@@ -72,7 +72,7 @@ class TrainStep:
 
     def _update(self, step: int, loss: TokenLoss) -> Tensor:
         """Clip the gradient and apply it, unless it is bad; returns its norm before clipping."""
-        copies: Sequence[nn.Parameter] = () if self.model.pipeline is None else self.model.pipeline.copies
+        copies = self._share_tied_gradient()
         grad_norm = clip_grad_norm(self.model.parts, self.max_norm, copies, exact=self.model.sums is not None)
         refused = self.guard.judge(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
@@ -80,6 +80,13 @@ class TrainStep:
         update(self.optimizer, refused)
         self.optimizer.zero_grad()
         return grad_norm
+
+    def _share_tied_gradient(self) -> Sequence[nn.Parameter]:
+        """Make gradients complete; returns parameters that another pipeline stage holds, too."""
+        if self.model.pipeline is None:
+            return ()
+        self.model.pipeline.share_tied_gradient()
+        return self.model.pipeline.copies
 
 
 class FingerprintedStep(TrainStep):
@@ -111,13 +118,18 @@ class FingerprintedStep(TrainStep):
     def _update(self, step: int, loss: TokenLoss) -> Tensor:
         if not self.watched:
             return super()._update(step, loss)
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.fingerprints.add_parameters("gradient", gradients)
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         grad_norm = super()._update(step, loss)
         updates = {name: parameter.detach() - before[name] for name, parameter in self.parameters.items()}
         self.fingerprints.add_parameters("update", updates)
         return grad_norm
+
+    def _share_tied_gradient(self) -> Sequence[nn.Parameter]:
+        copies = super()._share_tied_gradient()
+        if self.watched:
+            gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            self.fingerprints.add_parameters("gradient", gradients)
+        return copies
 
 
 def step_maker(

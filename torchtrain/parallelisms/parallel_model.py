@@ -45,11 +45,7 @@ class ParallelModel:
 
     def finish_gradients(self) -> bool:
         """Call it after the last one. False where the gradients are not good, and the step must be made again."""
-        if self.sums is not None and not self.sums.finish(self.parts):
-            return False
-        if self.pipeline is not None:
-            self.pipeline.share_tied_gradient()
-        return True
+        return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sum of its losses.
