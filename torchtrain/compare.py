@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Not above: --help needs no torch.
         import torch.distributed as dist
 
-        from torchtrain.comparison import compare_implementations, compare_runs, draw
+        from torchtrain.comparison.implementations import compare_implementations
+        from torchtrain.comparison.runs import compare_runs, draw
 
         run_a = Path(options.run_a)
         if options.against:

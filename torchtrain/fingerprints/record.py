@@ -27,6 +27,7 @@ from torchtrain.log import BestEffort
 from torchtrain.models.llama import Transformer, TransformerConfig
 
 SAMPLES = 256  # values of a tensor that are kept
+BLOCK = 1 << 24  # elements that exist in float64 at once
 Ranges = tuple[tuple[int, int], ...]  # start and stop of what a rank holds along one dimension, in its order
 ROWS, SEQUENCE = -1, -2  # in place of a size that is not the model's
 LOSS = "loss"
@@ -154,6 +155,7 @@ class Fingerprints:
         self.ranks = ranks
         self.shapes = shapes_of(config)
         self.parts: dict[str, Part] = {}
+        self.places: dict[str, np.ndarray[Any, Any]] = {}  # of the samples of a tensor
         self.tokens = torch.empty(0)
         self.next_row: dict[int, int] = {}  # of each model's next microbatch
         self.now: dict[int, tuple[int, int]] = {}  # rows of the forward that is under way, if one is
@@ -256,9 +258,10 @@ class Fingerprints:
             dtype = self.dtype  # they were computed in it
         part = self.parts.setdefault(key, Part(dtype, shape, [(), *box[1:]]))
         part.box[0] = (*part.box[0], *box[0])  # rows of another microbatch, or all there is
-        size = tensor.abs()
-        figures = (tensor.sum(dtype=torch.float64), size.sum(dtype=torch.float64), size.max().double())
-        part.figures.append(torch.stack(figures))
+        for block in tensor.flatten().split(BLOCK):
+            wide = block.double()  # faster than sums of dtype float64
+            size = wide.abs()
+            part.figures.append(torch.stack((wide.sum(), size.sum(), size.max())))
         places, here = self._samples(key, shape, box)
         part.places.append(places)
         part.values.append(tensor[tuple(index.to(tensor.device) for index in here)].double())
@@ -267,8 +270,10 @@ class Fingerprints:
         """Places of the samples that lie in ``box``: in the flattened whole, and in this part, by dimension."""
         # The same for a tensor, its gradient and its update.
         name = key.removesuffix(" gradient").removesuffix(" update")
-        count = math.prod(shape)
-        places = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
+        if name not in self.places:
+            count = math.prod(shape)
+            self.places[name] = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
+        places = self.places[name]
         here, inside = [], np.ones(len(places), dtype=bool)
         for along, ranges in zip(np.unravel_index(places, shape), box, strict=True):
             local = np.full(len(places), -1)
