@@ -258,7 +258,7 @@ class Fingerprints:
             dtype = self.dtype  # they were computed in it
         part = self.parts.setdefault(key, Part(dtype, shape, [(), *box[1:]]))
         part.box[0] = (*part.box[0], *box[0])  # rows of another microbatch, or all there is
-        for block in tensor.flatten().split(BLOCK):
+        for block in torch.split(tensor.flatten(), BLOCK):
             wide = block.double()  # faster than sums of dtype float64
             size = wide.abs()
             part.figures.append(torch.stack((wide.sum(), size.sum(), size.max())))
