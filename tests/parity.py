@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
-from torchtrain.train_step import TrainStep
+from torchtrain.train_step import step_maker
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
@@ -108,7 +109,7 @@ def train(
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     averages = Averages(model.parts, config.ema) if config.ema.enable else None
-    train_step = TrainStep(
+    train_step = step_maker(config, Path(config.job.dump_folder), model, GLOBAL_BATCH)(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
         optimizer,

@@ -8,6 +8,7 @@ for name in (
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
     "torchtrain.faults.hangs",
+    "torchtrain.comparison.implementations",
     "torchtrain.generation",
     "torchtrain.metrics",
     "torchtrain.profiling",

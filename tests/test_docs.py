@@ -74,6 +74,11 @@ LISTED = {
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
+    "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "these two differ in their steps, so that it "
+    "exits with 1; tests/test_compare.py runs its like",
+    "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
+    "tests/test_compare.py runs its like",
+    "python -m torchtrain.train --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "tensorboard --logdir outputs": "serves until it is stopped",

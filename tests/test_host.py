@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,7 @@ def count_waits() -> Iterator[None]:
 # On a GPU torch itself knows what waits.
 REFUSE_WAITS = """
 import sys
+import zlib
 from unittest.mock import patch
 import torch
 from torchtrain.profiling import Profiler
@@ -115,3 +117,39 @@ def test_cuda_sees_no_synchronization_between_logs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", REFUSE_WAITS, "--job.dump_folder", str(tmp_path), *OPTIONS]
     result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+class Trace(TorchDispatchMode):
+    """By step a hash of the operations, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+        self.of_steps: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def end_step(self) -> None:
+        self.of_steps.append(zlib.crc32(" ".join(self.operations).encode()))
+        self.operations.clear()
+
+
+@contextmanager
+def trace_operations() -> Iterator[None]:
+    """Within, operations are traced by step; the hashes are the last line of the output."""
+    trace = Trace()
+    with patch.object(Profiler, "step", lambda _: trace.end_step()), trace:
+        yield
+    os.write(1, f"{json.dumps(trace.of_steps)}\n".encode())
+
+
+def test_fingerprints_cost_nothing_in_other_steps(tmp_path: Path) -> None:
+    traces = []
+    for folder, option in (("without", ()), ("with", ("--debug.fingerprint_steps", "4"))):
+        output = finish(tmp_path / folder, *OPTIONS[:-2], *option, ranks=1, hook=trace_operations)
+        traces.append(json.loads(output.splitlines()[-1]))
+    without, with_one = traces
+    # The first has what is made before it.
+    assert [step for step in range(2, 13) if without[step - 1] != with_one[step - 1]] == [4]

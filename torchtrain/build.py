@@ -41,7 +41,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.train_step import TrainStep
+from torchtrain.train_step import TrainStep, step_maker
 from torchtrain.validation import Validator
 
 
@@ -182,7 +182,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     hangs = HangWatch(
         folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
     )
-    train_step = TrainStep(
+    train_step = step_maker(config, folder, run.model, plan.global_batch_size)(
         run.model,
         run.microbatches,
         run.optimizer,

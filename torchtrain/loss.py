@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtrain.devices import device_kind
-from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 IGNORE_INDEX = -100  # label of a position that no loss is taken of
 # Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to

@@ -45,6 +45,7 @@ SECTIONS = {
     "metrics": Kind.HARMLESS,
     "profiling": Kind.HARMLESS,
     "comm": Kind.HARMLESS,
+    "debug": Kind.HARMLESS,
     "estimate": Kind.HARMLESS,
 }
 OPTIONS = {

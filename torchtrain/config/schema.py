@@ -586,6 +586,17 @@ class Profiling:
 
 
 @dataclass(frozen=True)
+class Debug:
+    fingerprint_steps: tuple[int, ...] = ()
+    """Steps of which to write what every tensor is like, to fingerprints/, for python -m torchtrain.compare. They take
+    longer, and memory for a second copy of the parameters."""
+
+    def __post_init__(self) -> None:
+        for step in self.fingerprint_steps:
+            require_at_least("debug", 1, fingerprint_steps=step)
+
+
+@dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: int = 300
     """Time-out of collectives up to the end of the first step, which may compile and load."""
@@ -658,6 +669,7 @@ class JobConfig:
     faults: Faults = field(default_factory=Faults)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
+    debug: Debug = field(default_factory=Debug)
     comm: Comm = field(default_factory=Comm)
     estimate: Estimate = field(default_factory=Estimate)
 
@@ -683,6 +695,11 @@ class JobConfig:
             in_float32 = self.training.mixed_precision_reduce == "float32"
             require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
             require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
+        require(
+            not (self.debug.fingerprint_steps and self.compile.enable),
+            "debug.fingerprint_steps needs compile.enable = false: a compiled block shows none of what lies within it; "
+            "compare the runs without, and then one with against one without by its curve",
+        )
         for name in self.checkpoint.allow_changes:
             section, _, key = name.partition(".")
             require(

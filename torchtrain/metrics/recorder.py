@@ -7,6 +7,7 @@ and device, times ``flops_per_token``, over the device's peak; null where no pea
 ``data_wait_fraction`` are those of the worst rank.
 """
 
+import platform
 import resource
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from torchtrain.config.schema import Metrics
@@ -38,6 +40,14 @@ def peak_memory_gib(device: torch.device) -> float:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def where(device: torch.device) -> dict[str, str]:
+    """On what a run goes: device, versions, and a hash of the package's own code."""
+    package = Path(__file__).parent.parent
+    code = xxhash.xxh3_64(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py"))))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
 
 
 class MetricsRecorder:
@@ -80,7 +90,7 @@ class MetricsRecorder:
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
             self.writers = self.stack.enter_context(Writers(config, folder, config_toml, first_step))
-            self.record_event(first_step, "start", {"ranks": dist.get_world_size(), "device": device.type})
+            self.record_event(first_step, "start", {"ranks": dist.get_world_size(), **where(device)})
 
     def __enter__(self) -> "MetricsRecorder":
         return self

@@ -1,0 +1,391 @@
+"""torchtrain.compare names the first tensor that differs, and raises no alarm where only the layout does."""
+
+import functools
+import io
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_door import checked_door, run_door
+from gloo_pool import GlooPool
+from parity import TINY, config_of, train
+from safetensors.torch import load_file, save_file
+
+from torchtrain.compare import main
+from torchtrain.config.parse import to_toml
+from torchtrain.errors import ConfigError
+from torchtrain.fingerprints.judge import differing_rows, read, walk
+
+ROOT = Path(__file__).parent.parent
+
+# Ranks, and what is not as in the reference: all eight rows of a step on one rank.
+LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "1": (1, {"training": {"local_batch_size": 8}}),
+    "accumulate": (1, {"activation_checkpoint": {"mode": "full"}, "training": {"loss_chunk_tokens": 8}}),
+    "S2": (2, {"activation_checkpoint": {"mode": "selective", "selective_option": "op"}}),
+    "R2": (2, {"parallelism": {"data_parallel_replicate_degree": 2}, "training": {"sums": "exact"}}),
+    "T2": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "C2": (2, {"parallelism": {"context_parallel_degree": 2}}),
+    "P2": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}}),
+    "T2 whole": (2, {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}}),
+    "Z2": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}),
+    "C2 T2": (4, {"parallelism": {"context_parallel_degree": 2, "tensor_parallel_degree": 2}}),
+    "P2 T2 S2": (8, {"parallelism": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}}),
+}
+QUICK = ("1", "T2", "C2", "P2")
+
+
+def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dtype: str) -> None:
+    config = config_of(**changes)
+    config = replace(
+        config,
+        training=replace(config.training, mixed_precision_param=dtype),
+        debug=replace(config.debug, fingerprint_steps=(1, 2, 3)),
+        job=replace(config.job, dump_folder=str(folder)),
+    )
+    train(config, TINY, steps=3)
+
+
+def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...]) -> int:
+    """Compare each layout with each other; returns how many pairs these are."""
+    for name in layouts:
+        ranks, changes = LAYOUTS[name]
+        gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype)
+    runs = {n: [read(folder / n / f"fingerprints/step-{step}") for step in (1, 2, 3)] for n in layouts}
+    pairs = list(itertools.combinations(layouts, 2))
+    for a, b in pairs:
+        before = 0.0
+        for step, (ours, theirs) in enumerate(zip(runs[a], runs[b], strict=True), 1):
+            assert not ours.problems
+            assert list(ours.tensors) == list(theirs.tensors)
+            assert {k: f.shape for k, f in ours.tensors.items()} == {k: f.shape for k, f in theirs.tensors.items()}
+            assert len(ours.rows) == 8
+            assert not list(differing_rows(ours, theirs))
+            finding, before = walk(ours, theirs, step, before)
+            assert finding is None, f"{a} and {b}: {finding}"
+    return len(pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
+    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_pairs_of_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
+    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS)) >= 20
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted in a copy of the package: ``new`` in place of ``old`` in ``file``; what compare must then say."""
+
+    file: str
+    old: str
+    new: str
+    says: str
+    ranks: int = 1
+    options: tuple[str, ...] = ()
+    reference: str = "plain"
+
+
+REFERENCES = {
+    "plain": (),
+    "tied": ("--model.shape.tied_embeddings", "True"),
+    "documents": ("--data.document_mask", "--data.path", "DOCUMENTS"),
+}
+COPIES_DIFFER = "B: ranks 0 and 1 should hold the same of it"
+FAULTS = {
+    "causal offset in context parallelism": Fault(
+        "parallelisms/context_parallel.py",
+        "tril(k.shape[2] - q.shape[2])",
+        "tril(k.shape[2] - q.shape[2] + 1)",
+        "step 1, layers.0.attention.inner_attention output: ",
+        ranks=2,
+        options=("--parallelism.context_parallel_degree", "2"),
+    ),
+    "norm left out of sequence parallelism": Fault(
+        "parallelisms/tensor_parallel.py",
+        'plan[f"{block}.ffn_norm"] = norm()',
+        'plan[f"{block}.ffn_norm"] = left_out = ReplicateParallel()\n        left_out.use_local_output = True',
+        f"step 1, layers.1.ffn_norm.weight gradient: {COPIES_DIFFER}",
+        ranks=2,
+        options=("--parallelism.tensor_parallel_degree", "2"),
+    ),
+    "loss divided by the local tokens": Fault(
+        "train_step.py",
+        "all_reduce(global_tokens, group=self.model.mesh.batch.get_group())",
+        "pass",
+        "step 1, output.weight gradient: in B 2 times what it is in A",
+        ranks=2,
+    ),
+    "positions of the second document": Fault(
+        "models/llama/documents.py",
+        "return places - torch.where(begins, places, 0).cummax(dim=1).values",
+        "return places.expand_as(begins)",
+        "step 1, layers.0.attention.inner_attention input q: ",
+        reference="documents",
+    ),
+    "dropped microbatch": Fault(
+        "train_step.py",
+        "            tokens += (",
+        "            if i == 1:\n                continue\n            tokens += (",
+        "step 1, tok_embeddings output: B: 75% of it is there: rows 1 to 1 of 4 are missing",
+    ),
+    "tied gradient not shared": Fault(
+        "train_step.py",
+        "self.model.pipeline.share_tied_gradient()",
+        "pass",
+        f"step 1, tok_embeddings.weight gradient: {COPIES_DIFFER}",
+        ranks=2,
+        options=("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "GPipe"),
+        reference="tied",
+    ),
+    "weight decay on norms": Fault(
+        "optimizer.py",
+        '"weight_decay": 0.0}',
+        '"weight_decay": config.weight_decay}',
+        "step 1, layers.0.attention_norm.weight update: ",
+    ),
+    "rate off by one step": Fault(
+        "train_step.py",
+        "self.schedule.apply(self.optimizer, step)",
+        "self.schedule.apply(self.optimizer, step + 1)",
+        "step 1, tok_embeddings.weight update: in B 2 times what it is in A",
+    ),
+    "RoPE in bfloat16": Fault(
+        "models/llama/model.py",
+        "    first, second = x.float()",
+        "    cos, sin = cos.bfloat16(), sin.bfloat16()\n    first, second = x.bfloat16()",
+        "step 1, layers.0.attention.inner_attention input q: ",
+    ),
+    "one rank with another seed": Fault(
+        "build.py",
+        "initialize(parts, config.training.seed, plan.device)",
+        "initialize(parts, config.training.seed + rank(), plan.device)",
+        "step 1, tok_embeddings.weight: ",
+        ranks=2,
+    ),
+    "batch row swapped": Fault(
+        "datasets/loader.py",
+        "        both = torch.from_numpy(windows)",
+        "        both = torch.from_numpy(windows[[0, 2, 1, 3]])",
+        "step 1, row 1 of the batch, from ",
+    ),
+    "stale shard after resume": Fault(
+        "checkpoint/states.py",
+        "    saved = reader.read_metadata().state_dict_metadata\n",
+        "    saved = reader.read_metadata().state_dict_metadata\n"
+        "    stale = 'model.layers.1.feed_forward.w1.weight'\n"
+        "    if dist.get_rank() and stale in tensors:\n"
+        "        tensors = {**tensors, stale: tensors[stale].clone()}\n",
+        "step 3, layers.1.feed_forward.w1.weight: ",
+        ranks=2,
+    ),
+}
+OPTIONS = [
+    *("--model.shape.dim", "32", "--model.shape.n_layers", "2", "--model.shape.n_heads", "4"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "64", "--training.seq_len", "32"),
+    *("--training.global_batch_size", "4", "--training.local_batch_size", "1", "--training.steps", "3"),
+    *("--training.mixed_precision_param", "float32", "--lr_scheduler.warmup_steps", "3"),
+    *("--lr_scheduler.total_steps", "10", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
+    *("--debug.fingerprint_steps", "1", "2", "3"),
+]
+
+
+def run(folder: Path, *options: str, ranks: int = 1, hook: Any = None) -> Path:
+    hooked = {"hook": hook} if hook else {}
+    checked_door("torchtrain.train", *OPTIONS, "--job.dump_folder", str(folder), *options, ranks=ranks, **hooked)
+    return folder
+
+
+def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and what was printed."""
+    with redirect_stdout(io.StringIO()) as output:
+        code = main([*map(str, arguments), "--json"])
+    assert code in (0, 1)
+    return code, json.loads(output.getvalue())
+
+
+def use_copy(folder: Path) -> None:
+    """Let this process, which has our modules loaded, load them anew from ``folder``."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchtrain"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, tuple[str, ...]]]:
+    """By name a run without a fault, on one rank, and its options."""
+    base = tmp_path_factory.mktemp("references")
+    (base / "documents.jsonl").write_text("".join(json.dumps({"text": f"{i} of many"}) + "\n" for i in range(200)))
+
+    @functools.cache
+    def reference(name: str) -> tuple[Path, tuple[str, ...]]:
+        options = tuple(word.replace("DOCUMENTS", str(base / "documents.jsonl")) for word in REFERENCES[name])
+        return run(base / name, *options), options
+
+    return reference
+
+
+QUICK_FAULTS = ("dropped microbatch", "batch row swapped", "loss divided by the local tokens", "weight decay on norms")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_FAULTS else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
+def test_a_planted_fault_is_named(references: Any, tmp_path: Path, name: str) -> None:
+    fault = FAULTS[name]
+    reference, options = references(fault.reference)
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "torchtrain", copy / "torchtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    file = copy / "torchtrain" / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1
+    file.write_text(text.replace(fault.old, fault.new))
+    hook = functools.partial(use_copy, copy)
+    options = (*options, *fault.options)
+    if name == "stale shard after resume":
+        saving = ("--checkpoint.enable", "--checkpoint.interval", "2")
+        for end in ("2", "3"):
+            run(tmp_path / "good", *options, *saving, "--training.steps", end, ranks=2)
+        assert compare(reference, tmp_path / "good")[0] == 0
+        run(tmp_path / "bad", *options, *saving, "--training.steps", "2", ranks=2)
+        shutil.rmtree(tmp_path / "bad/fingerprints")  # what was before the fault
+        options = (*options, *saving)
+    bad = run(tmp_path / "bad", *options, ranks=fault.ranks, hook=hook)
+    code, report = compare(reference, bad)
+    said = report["computed"]["lines"]
+    assert code == 1
+    assert said[0].startswith(fault.says), said
+    if name == "batch row swapped":
+        assert "(B's is row 2 of A)" in said[0]
+
+
+def fake_run(folder: Path, losses: list[float], **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config_of(**changes)))
+    lines = [{"step": step, "loss": x, "grad_norm": 2 * x, "lr": 1e-3} for step, x in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "lo')
+    return folder
+
+
+def test_curves_drift_or_jump(tmp_path: Path) -> None:
+    losses = [8 - 0.1 * step for step in range(20)]
+    a = fake_run(tmp_path / "a", losses)
+    drift = fake_run(tmp_path / "drift", [x * (1 + 1e-7 * 2**step) for step, x in enumerate(losses)])
+    jump = fake_run(tmp_path / "jump", [x * (1 + (1e-7 if step < 9 else 1e-2)) for step, x in enumerate(losses)])
+    alike = fake_run(tmp_path / "alike", [x * (1 + 1e-7) for x in losses], metrics={"log_freq": 3})
+
+    code, report = compare(a, alike)
+    assert code == 0
+    assert report["logged"]["lines"][0] == "loss: 1.0e-07 apart at most, at 20 steps up to 20"
+    assert report["config"]["lines"] == ["changes nothing: metrics.log_freq = 10 in A, 3 in B"]
+    code, report = compare(a, drift)
+    assert code == 1
+    assert report["logged"]["lines"][0].startswith("loss drifts: rounding that grows. Step 11: ")
+    code, report = compare(a, jump)
+    assert report["logged"]["lines"][0].startswith("loss jumps: a fault. Step 10: ")
+    assert report["logged"]["found"][0].items() >= {"curve": "loss", "step": 10, "how": "jumps"}.items()
+    assert report["logged"]["lines"][0].endswith("9.9e-03 apart; 1.0e-07 at most in the 9 before")
+
+
+def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
+    a = fake_run(tmp_path / "a", [1.0])
+    b = fake_run(
+        tmp_path / "b", [1.0], optimizer={"lr": 1.0}, compile={"enable": True}, debug={"fingerprint_steps": ()}
+    )
+    code, report = compare(a, b)
+    assert code == 1
+    assert report["config"]["alike"] is False
+    assert report["config"]["lines"] == [
+        "changes the run: optimizer.lr = 0.003 in A, 1.0 in B",
+        "changes its speed alone: compile.enable = False in A, True in B",
+    ]
+    assert report["computed"]["alike"] is None
+
+
+def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
+    for arguments, message in (
+        ([str(tmp_path), str(tmp_path / "none")], "config.toml' is not a file"),
+        ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
+        ([str(tmp_path)], "compare needs one of RUN_B and --against"),
+        ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
+        (empty, "there is nothing to compare yet"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
+        config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
+
+
+def test_checkpoints_and_damage(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
+    a = run(tmp_path / "a", *saving)
+    b = run(tmp_path / "b", *saving, "--parallelism.tensor_parallel_degree", "2", ranks=2)
+    result = run_door("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "  step 3: alike, " in result.stdout
+    assert result.stdout.endswith("alike to rounding\n")
+    assert not result.stderr
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    other = run(tmp_path / "other", *saving, "--optimizer.lr", "1e-3")
+    code, report = compare(a, other)
+    assert code == 1
+    assert report["saved"]["lines"][0] == "step 1: 21 tensors are not alike"
+    assert report["saved"]["lines"][1].startswith("  tok_embeddings.weight: ")
+    assert report["saved"]["found"][0]["tensors"][0] == "tok_embeddings.weight"
+    assert report["computed"]["lines"][0].startswith("step 1, tok_embeddings.weight update: in B 3.333 times")
+
+    file = next((b / "checkpoint/step-3").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    (b / "fingerprints/step-1/rank-0.safetensors").write_bytes(b"damaged")
+    (b / "fingerprints/step-2/rank-1.safetensors").unlink()
+    code, report = compare(a, b)
+    assert "step 3: " in report["saved"]["lines"][0]
+    assert "its manifest says" in report["saved"]["lines"][0]
+    assert report["saved"]["lines"][1].startswith("step 2: alike")
+    assert "rank-0.safetensors is damaged" in report["computed"]["lines"][0]
+    assert "lacks what rank(s) 0 of 2 wrote" in report["computed"]["lines"][1]
+    assert "lacks what rank(s) 1 of 2 wrote" in report["computed"]["lines"][2]
+    assert report["computed"]["lines"][3].startswith("steps 1, 2, 3: ")
+    assert code == 0
+
+
+def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
+    code, report = compare(trained_run, "--against", tmp_path / "hf")
+    assert code == 0, report
+
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
+    code, report = compare(trained_run, "--against", tmp_path / "hf")
+    assert code == 1
+    assert report["computed"]["lines"][0].startswith("step 1, layers.0.attention_norm output: ")
+
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    weights = load_file(file)
+    for name, x in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            weights[name] = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
+    save_file(weights, file, {"format": "pt"})
+    code, report = compare(trained_run, "--against", tmp_path / "hf")
+    assert code == 1
+    first, second = report["computed"]["lines"]
+    assert first.startswith("step 1, layers.0.attention.wq.weight: ")
+    assert second.startswith("its rows are in the order of Meta's files")

@@ -1,0 +1,292 @@
+"""Two runs beside each other: config, what was logged, saved, and computed."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.checkpoint.contract import Kind, differences
+from torchtrain.checkpoint.hf import parameter_shapes
+from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.states import load_tensors
+from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.config.parse import from_file
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.order import Mixture
+from torchtrain.distributed.process_group import init_process_group
+from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
+from torchtrain.fingerprints.judge import Step, differing_rows, read, steps_in, walk
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.shape import model_shape
+from torchtrain.tokenizers import load_tokenizer
+
+KINDS = {
+    Kind.IMPOSSIBLE: "changes the model",
+    Kind.CHANGES: "changes the run",
+    Kind.LAYOUT: "changes its speed alone",
+    Kind.HARMLESS: "changes nothing",
+}
+JUMP = 10  # times as far apart as ever before
+
+
+@dataclass
+class Section:
+    """What there is to say of one question. ``alike``: None where there is nothing to compare."""
+
+    title: str
+    alike: bool | None = None
+    lines: list[str] = field(default_factory=list)
+    found: list[dict[str, Any]] = field(default_factory=list)
+
+    def say(self, line: str, alike: bool | None = None, **found: Any) -> None:
+        """``alike``: what this adds to the answer. ``found``: the same for programs, where it is a difference."""
+        self.lines.append(line)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # for JSON
+        self.found += [finite] if found else []
+        if alike is not None:
+            self.alike = alike and self.alike is not False
+
+
+@dataclass
+class RunFolder:
+    """What a run has left in ``path`` so far."""
+
+    path: Path
+    config_toml: str
+    config: JobConfig
+    lines: dict[int, dict[str, Any]]  # numbers by step
+    start: dict[str, Any]  # the last event of this name
+
+    @property
+    def rounding(self) -> float:
+        """How far rounding may carry numbers after some steps, relative to their size: the root of the dtype's eps."""
+        return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
+
+
+def open_run(path: Path) -> RunFolder:
+    """ConfigError where ``path`` is no run's folder. Lines that are cut short are passed over."""
+    file, start = path / "metrics.jsonl", {}
+    lines: dict[int, dict[str, Any]] = {}
+    config = from_file(str(path / "config.toml")) if path.is_dir() else None
+    if config is None:
+        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model")
+    for text in file.read_bytes().splitlines() if file.is_file() else ():
+        try:
+            line = json.loads(text)
+            step = int(line["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        if line.get("event") == "start":
+            start = line
+        elif "event" not in line:
+            lines.setdefault(step, {}).update(line)
+    return RunFolder(path, (path / "config.toml").read_text(encoding="utf-8"), config, lines, start)
+
+
+def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
+    """All questions in order. What of a run is damaged is said, and ends no other question."""
+    a, b = open_run(folder_a), open_run(folder_b)
+    questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
+    sections = {title: Section(title) for title in questions}
+    for title, ask in questions.items():
+        try:
+            ask(a, b, sections[title])
+        except TorchtrainError as error:
+            sections[title].say(str(error))
+    return list(sections.values())
+
+
+def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """Options by what they mean for a run, and where the two ran."""
+    found = differences(a.config_toml, b.config_toml)
+    section.alike = True
+    for kind, what in KINDS.items():
+        listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
+        if listed:
+            section.say(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
+    for key in ("ranks", "device", "device_name", "torch", "code"):
+        if a.start.get(key) != b.start.get(key):
+            section.say(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B")
+    if not section.lines:
+        section.say("the same")
+
+
+def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
+    steps = sorted(a.lines.keys() & b.lines.keys())
+    if not steps:
+        return section.say("no step that both have logged")
+    tolerance = max(a.rounding, b.rounding) / 4
+    for key, limit in (("loss", tolerance), ("grad_norm", tolerance), ("lr", 1e-12)):
+        apart = {step: relative(a.lines[step].get(key), b.lines[step].get(key)) for step in steps}
+        beyond = next((step for step in steps if apart[step] > limit), None)
+        if beyond is None:
+            worst = max(apart.values())
+            section.say(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+            continue
+        earlier = [apart[step] for step in steps if step < beyond]
+        most = max(earlier, default=0.0)
+        how = "drifts: rounding that grows" if most > apart[beyond] / JUMP else "jumps: a fault"
+        values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
+        before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
+        line = f"{key} {how}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
+        section.say(line, False, curve=key, step=beyond, how=how.partition(":")[0], distance=apart[beyond])
+    return None
+
+
+def relative(x: float | None, y: float | None) -> float:
+    if x is None or y is None:  # not finite
+        return 0.0 if x is y else math.inf
+    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+
+
+def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """From the newest checkpoints of the same step back to the first that are not alike, or to some that are."""
+    folders = [run.path / "checkpoint" for run in (a, b)]
+    steps = sorted(set(saved_steps(folders[0])) & set(saved_steps(folders[1])))
+    if not steps:
+        return section.say("no step that both have saved")
+    if not dist.is_initialized():
+        init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
+    first: tuple[int, list[str]] | None = None
+    for step in reversed(steps):
+        try:
+            found = list(saved_differences(a, [step_folder(folder, step) for folder in folders], step))
+        except CheckpointError as error:
+            section.say(f"step {step}: {error}")
+            continue
+        bad = [line for line, alike in found if not alike]
+        if not bad:
+            how = f"{len(found)} tensors to rounding, the others bitwise" if found else "bitwise"
+            section.say(f"step {step}: alike, {how}", True)
+            break
+        first = step, bad
+    if first is not None:
+        step, bad = first
+        names = [line.partition(":")[0] for line in bad]
+        section.say(f"step {step}: {len(bad)} tensors are not alike", False, step=step, tensors=names)
+        section.lines += [f"  {line}" for line in bad[:10]]
+    return None
+
+
+def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
+    """For each parameter, with its moments, or other tensor that is not bitwise the same: how, and if to rounding."""
+    readers = []
+    for folder in folders:
+        for record in read_manifest(folder).files:
+            if problem := verify_file(folder, record):
+                raise CheckpointError(problem)
+        readers.append(VerifiedReader(folder))
+    saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
+
+    def both(name: str) -> list[Tensor]:
+        tensors = []
+        for entries, reader, folder in zip(saved, readers, folders, strict=True):
+            tensors.append(torch.zeros(entries[name].size, dtype=entries[name].properties.dtype))
+            load_tensors({name: tensors[-1]}, reader, folder, None)
+        return tensors
+
+    adam = run.config.optimizer
+    rate = LRSchedule(run.config.lr_scheduler, adam.lr, run.config.training.steps).rate(step)
+    for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
+        names = [f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq"))]
+        if any(entry not in tensors for entry in names for tensors in saved):
+            continue  # weights alone, after convert
+        (ours, theirs), *moments = (both(entry) for entry in names)
+        if ours.shape != theirs.shape:
+            yield f"{name}: shape {tuple(ours.shape)} in A, {tuple(theirs.shape)} in B", False
+            continue
+        if torch.equal(ours, theirs) and all(torch.equal(x, y) for x, y in moments):
+            continue
+        betas = (adam.beta1, adam.beta2)
+        mean, square = (x.double() / (1 - beta**step) for (x, _), beta in zip(moments, betas, strict=True))
+        update = rate * size(mean / (square.sqrt() + adam.eps))
+        apart = size(ours.double() - theirs.double())
+        parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments]
+        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts) <= 4 * run.rounding
+        line = f"{name}: {apart:.1e} apart, where its update is {update:.1e}"
+        yield f"{line}; moments {parts[0]:.1e} and {parts[1]:.1e} of their size", alike
+    rows = both("loader.rows") if all("loader.rows" in tensors for tensors in saved) else []
+    if rows and not torch.equal(*rows):
+        yield f"place in the data: {rows[0][0].tolist()} in A, {rows[1][0].tolist()} in B, for the first row", False
+
+
+def size(x: Tensor) -> float:
+    """Root mean square."""
+    return x.double().square().mean().sqrt().item()
+
+
+def fingerprints(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
+    folders = [run.path / "fingerprints" for run in (a, b)]
+    steps = sorted(set(steps_in(folders[0])) & set(steps_in(folders[1])))
+    if not steps:
+        return section.say("no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2")
+    before, count = 0.0, 0
+    for step in steps:
+        ours, theirs = (read(folder / f"step-{step}") for folder in folders)
+        for problem in (*ours.problems, *theirs.problems):
+            section.say(f"step {step}: {problem}")
+        for fault in (*ours.faults, *theirs.faults):
+            section.say(f"step {step}: {fault}", False)
+        for row in itertools.islice(differing_rows(ours, theirs), 1):
+            section.say(row_found(a, step, row, ours, theirs), False, step=step, row=row)
+        found, before = walk(ours, theirs, step, before)
+        count += len(ours.tensors)
+        if found is not None:
+            section.say(str(found), False, **found._asdict())
+        if section.alike is False:
+            return None
+    how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
+    section.say(f"steps {', '.join(map(str, steps))}: {count} tensors {how}", True)
+    return None
+
+
+def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> str:
+    """What the two have as ``row`` of the batch, as text."""
+    x, y = ours.rows.get(row), theirs.rows.get(row)
+    data = a.config.data
+    chosen = Mixture([source.weight for source in data.all]).choose(np.array([(step - 1) * len(ours.rows) + row]))
+    source = data.all[int(chosen[0])]
+    text = f"step {step}, row {row} of the batch, from {source.path or source.name or 'the standard library'}:"
+    if x is None or y is None:
+        return f"{text} only {'B' if x is None else 'A'} has it"
+    twin = next((number for number, other in ours.rows.items() if np.array_equal(other, y)), None)
+    first = int(np.argmax((x != y).any(axis=0))) if x.shape == y.shape else 0
+    decode = load_tokenizer(a.config.model.tokenizer_path).decode
+    shown = [decode(z[0, first : first + 24].tolist()) for z in (x, y)]
+    same = f" (B's is row {twin} of A)" if twin is not None else ""
+    return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{same}"
+
+
+def draw(folder_a: Path, folder_b: Path, path: Path) -> None:
+    """Both losses, and how far they are apart."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError(f"--picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
+    runs = [open_run(folder) for folder in (folder_a, folder_b)]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True)
+    for run in runs:
+        above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
+    steps = sorted(runs[0].lines.keys() & runs[1].lines.keys())
+    apart = [relative(*(run.lines[step].get("loss") for run in runs)) for step in steps]
+    below.semilogy(steps, [max(distance, 1e-9) for distance in apart], marker=".")
+    above.set(ylabel="loss")
+    above.legend()
+    below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
