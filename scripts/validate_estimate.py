@@ -149,7 +149,7 @@ class Trace:
 
 def trace(row: Row) -> Trace:
     ledger = rehearsed(row).ledger
-    peaks = [step.peak.bytes for step in ledger.steps if step.peak]
+    peaks = [sum(step.peak) for step in ledger.steps]
     return Trace(
         max(peaks) / GIB,
         peak_reserved(ledger.allocations, expandable_segments=row.expandable) / GIB,

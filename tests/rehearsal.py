@@ -14,6 +14,7 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
+from torchtrain.planning.ledger import KINDS
 from torchtrain.planning.order import disagreements
 from torchtrain.shape import model_shape
 
@@ -120,15 +121,12 @@ def run(
     seen = []
     for rank, record in records.items():
         step = record.ledger.steps[-1]
-        assert step.peak is not None
         collectives = Counter((o.axis, o.name, o.bytes) for o in step.operations if o.axis)
         flops = sum(o.flops for o in step.operations)
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
         ledger = record.ledger
-        peak = step.peak
-        seen.append(
-            Seen(rank, peak.by_kind, peak.bytes, flops, recomputed, collectives, ledger.readbacks, ledger.others)
-        )
+        peak = dict(zip(KINDS, step.peak, strict=True))
+        seen.append(Seen(rank, peak, sum(step.peak), flops, recomputed, collectives, ledger.readbacks, ledger.others))
     return Report(
         seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()})
     )

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from torchtrain.models.llama.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
@@ -24,6 +24,7 @@ from torchtrain.planning.ledger import Ledger
 aten = torch.ops.aten
 # Not fused: what comes from a library or over the network.
 OPAQUE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+VIEWS = (aten._unsafe_view, aten._reshape_alias)  # which their schemas do not say
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -38,7 +39,9 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "__name__", "") == "getitem"
+    if getattr(node.target, "__name__", "") == "getitem":
+        return True
+    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "overloadpacket", None) in VIEWS
 
 
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -50,6 +53,17 @@ def written_nodes(graph: fx.Graph) -> set[fx.Node]:
             if node.op != "output":
                 written.add(node)
     return {node for node in written if node.op == "call_function"}
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether the result of ``node`` is new tensors of sizes that are known before it runs."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and all(isinstance(v, Tensor) and all(type(n) is int for n in (*v.shape, *v.stride())) for v in values)
+    )
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -71,6 +85,9 @@ class FusedRun(fx.Interpreter):
             reads = frozenset().union(*(self._read(n) for n in node.all_input_nodes))
             self.sources[node] = frozenset([node]) if kept else reads
         self.reads = {node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written}
+        fused = [n for n in module.graph.nodes if n.op == "call_function" and not is_opaque(n) and not is_view(n)]
+        # What is fused has no result of its own: the shapes of what is written are enough.
+        self.shapes_alone = all(is_known(node) for node in fused)
 
     def _read(self, node: fx.Node) -> frozenset[fx.Node]:
         return self.sources[node]
@@ -80,9 +97,13 @@ class FusedRun(fx.Interpreter):
         if n.op != "call_function" or is_opaque(n):
             with self._of(n):
                 return super().run_node(n)
+        source = base(n)
+        in_memory = source.op != "call_function" or source in self.written or is_opaque(source)
+        if self.shapes_alone and not in_memory:
+            return None
         paused, ledger.paused = ledger.paused, True
         try:
-            result = super().run_node(n)
+            result = like(result_of(n)) if self.shapes_alone and source is n else super().run_node(n)
         finally:
             ledger.paused = paused
         if n in self.written:
@@ -106,6 +127,12 @@ class FusedRun(fx.Interpreter):
 
 def result_of(node: fx.Node) -> Any:
     return node.meta.get("val")
+
+
+def like(value: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), value
+    )
 
 
 def size(value: Any) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.planning.hardware import Efficiency, Gpu
-from torchtrain.planning.ledger import Operation
+from torchtrain.planning.operations import Operation
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 TWICE = ("allreduce", "all_reduce")  # a reduction and a gathering
