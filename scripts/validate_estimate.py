@@ -5,7 +5,8 @@
 
 Memory is not fitted. Where the trainers of these runs did otherwise than this one, a row says how, and this script does
 the same in their place: which matrix products of a block selective checkpointing kept, whether the loop held the
-float32 logits until the step's end, and whether the allocator had expandable segments.
+float32 logits until the step's end, and whether the allocator had expandable segments. All of them rotated queries and
+keys as complex numbers.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 import torchtrain.loss
@@ -25,6 +27,7 @@ from torchtrain.build import resolve_global_batch_size
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.models.llama import model
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
@@ -91,6 +94,12 @@ ROWS = (
 )
 
 
+def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Theirs: pairs of channels as complex numbers, for which Inductor makes no kernels."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(3).type_as(x)
+
+
 @contextmanager
 def their_policies(row: Row) -> Iterator[None]:
     held: list[Tensor] = []
@@ -102,6 +111,7 @@ def their_policies(row: Row) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(activation_checkpoint, "KEPT_PRODUCTS", row.kept))
+        stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         if row.holds_logits:
             stack.enter_context(patch.object(torchtrain.loss, "cross_entropy_sum", holding))
         yield

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torchtrain.models.llama.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
+from torchtrain.planning.operations import VIEWS
 
 aten = torch.ops.aten
 # Not fused: what comes from a library or over the network.
 OPAQUE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
-VIEWS = (aten._unsafe_view, aten._reshape_alias)  # which their schemas do not say
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -35,6 +35,7 @@ def is_opaque(node: fx.Node) -> bool:
         getattr(target, "overloadpacket", None) in OPAQUE
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
+        or (not is_view(node) and getattr(result_of(node), "is_complex", bool)())  # Inductor has no kernels of these
     )
 
 

@@ -23,6 +23,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.planning.allocator import Allocation
 from torchtrain.planning.operations import (
     ALLOCATIONS,
+    VIEWS,
     Operation,
     attention_flops,
     collective,
@@ -249,7 +250,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             return
-        if func.is_view or func.namespace not in ("aten", "fsdp"):
+        if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         away = [t.device.type not in (self.device_type, "meta") for t in outputs]

@@ -72,6 +72,7 @@ def matrix_flops(func: Any, args: Any) -> int:
     return 0
 
 
+VIEWS = (aten._unsafe_view, aten._reshape_alias)  # which their schemas do not say
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 OVERWRITES = ("copy_", "fill_", "zero_")
 LOOKUPS = ("embedding", "gather", "index", "nll_loss_forward")
