@@ -12,9 +12,9 @@ keys as complex numbers.
 import argparse
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -175,31 +175,60 @@ def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
 
 
 FITTED = ("matrices", "float8", "attention", "memory")  # these runs hardly depend on the links
+LIMIT = 0.95  # of an efficiency
+PULL = 0.002  # a weak one to where it began keeps apart what the rows do not tell apart
 
 
-def fit(rows: Sequence[Row], traces: Sequence[Trace], begin: Efficiency) -> Efficiency:
-    """Least squares of the logarithms of throughput, by coordinate descent from ``begin``."""
+@dataclass
+class Fit:
+    """Least squares of the logarithms of throughput over the logarithms of efficiencies, by Gauss and Newton."""
 
-    def error(efficiency: Efficiency) -> float:
-        pairs = zip(rows, traces, strict=True)
-        told = [math.log(tokens_per_second(row, found, efficiency) / row.tokens) for row, found in pairs if row.tokens]
-        # A weak pull to where it began keeps apart what the rows do not tell apart.
-        pull = sum(math.log(getattr(efficiency, key) / getattr(Efficiency(), key)) ** 2 for key in FITTED)
-        return sum(x * x for x in told) + 0.002 * pull
+    rows: Sequence[Row]
+    traces: Sequence[Trace]
 
-    best, least, step = begin, error(begin), 1.15
-    while step > 1.01:
-        improved = False
-        for key in FITTED:
-            for factor in (step, 1 / step):
-                value = min(0.95, getattr(best, key) * factor)
-                candidate = replace(best, **{key: round(value, 4)})
-                found = error(candidate)
-                if found < least - 1e-6:
-                    best, least, improved = candidate, found, True
-        if not improved:
-            step = math.sqrt(step)
-    return best
+    def __post_init__(self) -> None:
+        self.begin = self.logs(Efficiency())
+        self.best = self.begin
+        for _ in range(3):
+            self.told, self.slopes = self.linearized(self.best)
+            self.best = self.step(range(len(self.rows)))
+
+    def logs(self, efficiency: Efficiency) -> Tensor:
+        return torch.tensor([getattr(efficiency, key) for key in FITTED], dtype=torch.float64).log()
+
+    def efficiency(self, logs: Tensor) -> Efficiency:
+        return replace(Efficiency(), **dict(zip(FITTED, logs.exp().tolist(), strict=True)))
+
+    def misses(self, logs: Tensor) -> Tensor:
+        """Logarithms of estimate by published throughput, one a row."""
+        efficiency = self.efficiency(logs)
+        pairs = zip(self.rows, self.traces, strict=True)
+        ratios = [tokens_per_second(row, found, efficiency) / (row.tokens or math.nan) for row, found in pairs]
+        return torch.tensor(ratios, dtype=torch.float64).log()
+
+    def linearized(self, at: Tensor, by: float = 0.02) -> tuple[Tensor, Tensor]:
+        """Misses at ``at``, and their derivatives (rows, efficiencies)."""
+        told = self.misses(at)
+        moved = [self.misses(at + by * torch.nn.functional.one_hot(torch.tensor(i), len(at))) for i in range(len(at))]
+        return told, torch.stack([(other - told) / by for other in moved], dim=1)
+
+    def step(self, rows: Iterable[int]) -> Tensor:
+        """The best efficiencies for ``rows``, were all as linear as where it was linearized."""
+        chosen, free = list(rows), list(range(len(FITTED)))
+        found = self.best.clone()
+        while True:
+            a, told = self.slopes[chosen][:, free], self.told[chosen] + self.slopes[chosen] @ (found - self.best)
+            pulled = a.T @ told + PULL * (found - self.begin)[free]
+            found[free] -= torch.linalg.solve(a.T @ a + PULL * torch.eye(len(free), dtype=torch.float64), pulled)
+            above = [i for i in free if found[i] > math.log(LIMIT) + 1e-9]
+            if not above:
+                return found
+            found[above] = math.log(LIMIT)
+            free = [i for i in free if i not in above]
+
+    def without(self, row: int) -> Efficiency:
+        """The best without this row."""
+        return self.efficiency(self.step(i for i in range(len(self.rows)) if i != row))
 
 
 def main() -> None:
@@ -213,9 +242,10 @@ def main() -> None:
         traces = [trace(row) for row in ROWS]
         if options.keep:
             options.keep.write_bytes(pickle.dumps(traces))
-    efficiency = fit(ROWS, traces, Efficiency()) if options.fit else Efficiency()
-    if options.fit:
-        print({key: value for key, value in asdict(efficiency).items() if key in FITTED}, "\n")
+    fit = Fit(ROWS, traces) if options.fit else None
+    efficiency = fit.efficiency(fit.best) if fit else Efficiency()
+    if fit:
+        print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
 
     def cell(found: float, published: float | None) -> str:
         return f"{found:,.2f} | {published:,.2f} | {found / published - 1:+.1%}" if published else f"{found:,.2f} | | "
@@ -231,10 +261,8 @@ def main() -> None:
             f"{speed:,.0f} | {row.tokens:,.0f} | {speed / row.tokens - 1:+.1%}" if row.tokens else f"{speed:,.0f} | | "
         )
         print(f"| {row.name} ({row.source}) | " + " | ".join(cells) + " |", end="")
-        if options.fit and row.tokens:
-            others = [n for n in range(len(ROWS)) if n != i]
-            without = fit([ROWS[n] for n in others], [traces[n] for n in others], efficiency)
-            print(f" left out {tokens_per_second(row, found, without) / row.tokens - 1:+.1%}", end="")
+        if fit and row.tokens:
+            print(f" left out {tokens_per_second(row, found, fit.without(i)) / row.tokens - 1:+.1%}", end="")
         print()
     default, never = traces[5], traces[6]
     print("\nAdam's states, step 10 minus step 1 of #822: measured 7.51 GiB, estimated", end=" ")

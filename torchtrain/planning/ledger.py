@@ -2,24 +2,18 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torchtrain.loss import OutputLoss
-from torchtrain.optimizer import local
-from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.planning.allocator import Allocation
 from torchtrain.planning.operations import (
     ALLOCATIONS,
@@ -30,7 +24,6 @@ from torchtrain.planning.operations import (
     matrix_flops,
     moved_bytes,
 )
-from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
@@ -183,6 +176,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_microbatch(self) -> None:
         self.record.microbatches.append(len(self.record.operations))
 
+    def crossed(self, name: str, group: FSDPParamGroup) -> None:
+        """Count the copies of what this rank holds of ``group``, in float32, between the host and the device."""
+        size = sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params)
+        module = group._module_fqn or ""
+        self.record.operations.append(Operation(name, self.phase, module, bytes=size, axis="host", fsdp=True))
+
     def end_step(self) -> None:
         self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
         self.steps.append(self.record)
@@ -284,76 +283,3 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
             self.readbacks.append(f"{name} in {self.phase}")
-
-
-@contextmanager
-def following(ledger: Ledger) -> Iterator[Ledger]:
-    """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        ledger.resized(storage, size)
-        return resize(storage, size)
-
-    def setting(original: Any, **values: Any) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            before = {name: getattr(ledger, name) for name in values}
-            vars(ledger).update(values)
-            try:
-                return original(*args, **options)
-            finally:
-                vars(ledger).update(before)
-
-        return run
-
-    def gathering(original: Any, waits: bool) -> Any:
-        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
-            before = ledger.module, ledger.fsdp, ledger.kind
-            ledger.module, ledger.fsdp, ledger.kind = group._module_fqn or "", True, "gathered"
-            if waits and group._all_gather_result is not None:
-                ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
-            try:
-                return original(group, *args, **options)
-            finally:
-                ledger.module, ledger.fsdp, ledger.kind = before
-
-        return run
-
-    def placing(original: Any, leaves: bool = False) -> Any:
-        def run(group: FSDPParamGroup, *args: Any) -> Any:
-            ledger.module = "" if leaves else group._module_fqn or ""
-            return original(group, *args)
-
-        return run
-
-    def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
-        reduce(group, *args)
-        ledger.adopt(group._partial_reduce_output, "gradients")  # of HSDP, between microbatches
-        for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
-            if parameter.sharded_param.grad is not None:
-                ledger.adopt(local(parameter.sharded_param.grad), "gradients")
-
-    def microbatch(*args: Any, **options: Any) -> Tensor:
-        ledger.begin_microbatch()
-        return forward_backward(*args, **options)
-
-    forward_backward = ParallelModel.forward_backward
-    reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
-    propagate = "_propagate_tensor_meta_non_cached"
-    with (
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
-        patch.object(FSDPParamGroup, "unshard", gathering(FSDPParamGroup.unshard, waits=False)),
-        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(FSDPParamGroup.wait_for_unshard, waits=True)),
-        patch.object(FSDPParamGroup, "post_backward", after_backward),
-        patch.object(FSDPParamGroup, "pre_forward", placing(FSDPParamGroup.pre_forward)),
-        patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
-        patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
-        patch.object(ParallelModel, "forward_backward", microbatch),
-        patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
-        patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
-        ledger,
-    ):
-        yield ledger
