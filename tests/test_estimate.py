@@ -1,6 +1,7 @@
 """The planner: what it counts beside real runs, published identities and closed forms; its door."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -212,14 +213,14 @@ def test_published_identities() -> None:
     [
         {},
         {"tensor_parallel_degree": 2},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (5, 4)},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (4, 3)},
     ],
     ids=["shard", "tensor", "pipeline"],
 )
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(SHAPE, n_layers=9 if "pipeline_parallel_degree" in parallelism else 8)
+    shape = replace(SHAPE, n_layers=7 if "pipeline_parallel_degree" in parallelism else 6)
     rows = 16 if parallelism else 32
     training = {"local_batch_size": 2, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
@@ -360,6 +361,21 @@ def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
     config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
     assert door.tokenizer_of(config) is None
     assert door.tokenizer_of(JobConfig()) is not None
+
+
+HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens a second and GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("llama*.toml")), ids=lambda path: path.stem)
+def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
+    told = HEAD.search(path.read_text())
+    assert told, path
+    found = door.estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", told[1]]))
+    low, high = (found.tokens_per_second_per_gpu * (1 + sign * summary.INTERVAL) for sign in (-1, 1))
+    assert found.fits
+    expected = [found.peak_reserved_gib, low, high]
+    assert [float(told[i].replace(",", "")) for i in (2, 3, 4)] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -188,17 +188,22 @@ def search(config: JobConfig) -> int:
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
     config = replace(config, training=replace(config.training, global_batch_size=batch))
-    guesses = []
+    guesses, own = [], []
+    with suppress(ConfigError):
+        degrees = refuse(config, shape, gpu)
+        own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
     for layout in layouts(config, shape):
         with suppress(ConfigError):
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+    promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
     tried = []
     began = time.process_time()
-    for candidate in worth_trying(guesses, gpu):
+    # First the config as it is: what is found is no slower.
+    for layout in own + [layout for layout in promising if layout not in own]:
         if time.process_time() - began > (SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS):
             break
-        tried.append((candidate.config, estimate_of(candidate.config)))
+        tried.append((layout, estimate_of(layout)))
     best = ranking(tried)
     if not best:
         raise ConfigError(
