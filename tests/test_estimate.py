@@ -229,11 +229,14 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     whole = estimate(config, shape, rows, GPUS["h100-80"], all_layers=True)
     assert few.figures.flops_by_phase == whole.figures.flops_by_phase
     assert few.figures.collectives == whole.figures.collectives
+    # The step's tokens and labels are on the device: those of the microbatch that is left out are not.
+    left_out = 2 * config.training.local_batch_size * config.training.seq_len * 8 / GIB
     for one, other in zip(few.ranks, whole.ranks, strict=True):
         assert one["peak_at"] == other["peak_at"]
-        assert one["peak_active_gib"] == pytest.approx(other["peak_active_gib"], rel=1e-9)
         assert one["peak_reserved_gib"] == pytest.approx(other["peak_reserved_gib"], rel=0.1)
-        assert {name for name in one if one[name] != pytest.approx(other[name], rel=1e-9)} <= {"peak_reserved_gib"}
+        for key in one.keys() - {"peak_at", "peak_reserved_gib"}:
+            missing = other[key] - one[key]
+            assert missing == pytest.approx(0, abs=1e-12) or missing == pytest.approx(left_out), key
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
 
 
@@ -301,10 +304,9 @@ def test_gradients_do_not_outlive_their_step() -> None:
 
 
 def test_padding_is_for_real_cpus_alone() -> None:
-    shape = replace(SHAPE, vocab_size=514, dim=72, head_size=8)
-
     def padded(capability: Any) -> set[str]:
-        return {o.name for o in planned(3, shape, capability=capability).ledger.steps[-1].operations if "pad" in o.name}
+        # A third of a norm's 64 elements is no multiple of them.
+        return {o.name for o in planned(3, capability=capability).ledger.steps[-1].operations if "pad" in o.name}
 
     assert padded(None) == {"constant_pad_nd"}
     assert padded((9, 0)) == set()

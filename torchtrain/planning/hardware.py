@@ -60,9 +60,9 @@ GPUS = {
 class Efficiency:
     """What is reached of a peak. Fitted to published runs by ``scripts/validate_estimate.py``."""
 
-    matrices: float = 0.46
-    float8: float = 0.31
-    attention: float = 0.46
+    matrices: float = 0.462
+    float8: float = 0.391
+    attention: float = 0.41
     memory: float = 0.95
     link: float = 0.75
     network: float = 0.75

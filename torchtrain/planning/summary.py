@@ -280,7 +280,7 @@ def estimate(
     stages = plan_stages(shape, config.parallelism)
     rehearsed: list[RankRecord] = []
 
-    def figures(stages: Sequence[int]) -> Figures:
+    def figures(stages: tuple[int, ...]) -> Figures:
         run = config
         if len(stages) > 1:
             run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
