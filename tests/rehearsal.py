@@ -119,7 +119,7 @@ def run(
     except ConfigError as error:
         if not refusals:
             raise
-        return Report((), (), str(error))
+        return Report([], [], str(error))
     rows = resolve_global_batch_size(config, degrees) // degrees.batch
     rows = min(rows, max_microbatches * config.training.local_batch_size)
     ranks = sorted({*ranks_of_each_kind(degrees), *(neighbors(degrees) if compare else ())})
