@@ -12,7 +12,10 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
+from torchtrain.planning.ledger import KINDS
 from torchtrain.planning.order import disagreements
 from torchtrain.run_plan import check_run, resolve_global_batch_size
 from torchtrain.shape import model_shape
@@ -44,6 +47,7 @@ class Seen:
 class Report:
     ranks: Sequence[Seen]
     disagreements: Sequence[str]
+    refusal: str = ""
 
     @property
     def host_work(self) -> set[str]:
@@ -77,6 +81,19 @@ def neighbors(degrees: Degrees) -> list[int]:
     return ranks
 
 
+def checked(
+    options: Mapping[str, Any], world_size: int, shape: Mapping[str, Any]
+) -> tuple[JobConfig, TransformerConfig, Degrees]:
+    """All that ``train`` does before it sets up a process group; ConfigError for what it refuses."""
+    config = config_of(options)
+    degrees = resolve_degrees(config.parallelism, world_size)
+    resolve_global_batch_size(config, degrees)
+    model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
+    with planned_for_gpu(CAPABILITY):
+        check_run(config, torch.device("cuda"), degrees, model)
+    return config, model, degrees
+
+
 def run(
     options: Mapping[str, Any],
     world_size: int,
@@ -86,6 +103,7 @@ def run(
     compare: bool = False,
     max_microbatches: int = 2,
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    refusals: bool = False,
 ) -> Report:
     """Refuse what ``train`` refuses; then rehearse each kind of rank, with ``compare`` also one more along each axis.
 
@@ -94,14 +112,16 @@ def run(
         device: of the fake tensors.
         max_microbatches: of those that accumulate: more of them do the same again.
         fault: entered around it.
+        refusals: whether to report one; else it is an error.
     """
-    config = config_of(options)
-    degrees = resolve_degrees(config.parallelism, world_size)
+    try:
+        config, model, degrees = checked(options, world_size, shape)
+    except ConfigError as error:
+        if not refusals:
+            raise
+        return Report([], [], str(error))
     rows = resolve_global_batch_size(config, degrees) // degrees.batch
     rows = min(rows, max_microbatches * config.training.local_batch_size)
-    model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
-    with planned_for_gpu(CAPABILITY):
-        check_run(config, torch.device("cuda"), degrees, model)
     ranks = sorted({*ranks_of_each_kind(degrees), *(neighbors(degrees) if compare else ())})
     with fault():
         records = {
@@ -120,15 +140,12 @@ def run(
     seen = []
     for rank, record in records.items():
         step = record.ledger.steps[-1]
-        assert step.peak is not None
         collectives = Counter((o.axis, o.name, o.bytes) for o in step.operations if o.axis)
         flops = sum(o.flops for o in step.operations)
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
         ledger = record.ledger
-        peak = step.peak
-        seen.append(
-            Seen(rank, peak.by_kind, peak.bytes, flops, recomputed, collectives, ledger.readbacks, ledger.others)
-        )
+        peak = dict(zip(KINDS, step.peak, strict=True))
+        seen.append(Seen(rank, peak, sum(step.peak), flops, recomputed, collectives, ledger.readbacks, ledger.others))
     return Report(
         seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()})
     )

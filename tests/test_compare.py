@@ -151,9 +151,9 @@ FAULTS = {
         reference="tied",
     ),
     "weight decay on norms": Fault(
-        "optimizer.py",
-        '"weight_decay": 0.0}',
-        '"weight_decay": config.weight_decay}',
+        "optimizers/groups.py",
+        '"vectors": 0.0}',
+        '"vectors": config.weight_decay}',
         "step 1, layers.0.attention_norm.weight update: ",
     ),
     "rate off by one step": Fault(

@@ -1,6 +1,6 @@
 """Ranks that call other collectives than their group are found."""
 
-from torchtrain.planning.ledger import Operation
+from torchtrain.planning.operations import Operation
 from torchtrain.planning.order import disagreements
 
 

@@ -1,8 +1,10 @@
 """The GPU's code paths without a GPU: what train does on one, rehearsed on fake CUDA tensors (``fake_cuda``)."""
 
+import random
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.parallelisms import activation_checkpoint
+from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
 from torchtrain.planning import fake_run
 from torchtrain.train_step import TrainStep
 
@@ -133,9 +136,72 @@ def test_offload(gpu: fake_cuda.Worker, name: str) -> None:
     check(debug(gpu, world_size, {**options, "training.enable_cpu_offload": True}, shape=tied), offload=True)
 
 
+def test_offload_counts_what_crosses_to_the_host(gpu: fake_cuda.Worker) -> None:
+    """Parameters before each gathering, gradients after each reduction: by closed form, in float32 shards."""
+    options = {"training.enable_cpu_offload": True, **accumulated(64)}
+    (rank, _) = debug(gpu, 8, options, compare=True).ranks
+    (stand_in, _) = debug(gpu, 8, options, compare=True, device="cpu").ranks
+    crossed = dict.fromkeys(("copy_to_gpu", "copy_to_host", "copy_to_host_and_wait"), 0)
+    for (axis, name, size), count in rank.collectives.items():
+        if axis == "host":
+            crossed[name] += size * count
+    assert {key: n for key, n in stand_in.collectives.items() if key[0] == "host"} == {
+        key: n for key, n in rank.collectives.items() if key[0] == "host"
+    }
+    # Two microbatches: the second adds to what is there. The root and the last block are gathered once for each.
+    gathered = sum(n for (axis, name, _), n in rank.collectives.items() if name == "allgather_base")
+    assert sum(n for (_, name, _), n in rank.collectives.items() if name == "copy_to_gpu") == gathered
+    assert crossed["copy_to_host"] == crossed["copy_to_host_and_wait"] > 0
+    assert crossed["copy_to_gpu"] > 2 * crossed["copy_to_host"]
+
+
+UNFUSED: dict[str, dict[str, Any]] = {
+    name: {"optimizer.implementation": name, **options} for name, options in (("foreach", {}), ("for-loop", BFLOAT16))
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_an_update_that_is_not_fused_waits_for_the_guard_alone(gpu: fake_cuda.Worker, name: str) -> None:
+    report = debug(gpu, 8, UNFUSED[name], compare=True)
+    assert report.disagreements == []
+    assert set(report.readbacks) == {"item in update"}
+
+
+def sampled(seed: int) -> tuple[int, dict[str, Any]]:
+    """A layout and options at random: most that do not go together are among them."""
+    pick = random.Random(seed)
+    degrees = {axis: pick.choice((1, 1, 2)) for axis in ("replicate", "tensor", "context", "pipeline")}
+    world_size = prod(degrees.values()) * pick.choice((1, 2))
+    return world_size, {
+        **layout(**degrees),
+        **schedule(pick.choice(list(STAGES_PER_RANK))),
+        **accumulated(8 * world_size),
+        "activation_checkpoint.mode": pick.choice(("none", "selective", "full", "memory_budget")),
+        "compile.enable": pick.random() < 0.3,
+        "data.document_mask": pick.random() < 0.3,
+        "training.enable_cpu_offload": pick.random() < 0.2,
+        "training.sums": pick.choice(("fast", "fast", "exact")),
+        "training.mixed_precision_param": pick.choice(("bfloat16", "float32")),
+        "optimizer.implementation": pick.choice(("fused", "foreach", "for-loop")),
+        "optimizer.state_dtype": pick.choice(("float32", "bfloat16")),
+        f"{P}fsdp_gradient_accumulation": pick.choice(("sharded", "unsharded")),
+        f"{P}fsdp_reshard_after_forward": pick.choice(("default", "always", "never")),
+        f"{P}enable_sequence_parallel": pick.random() < 0.7,
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_not_refused_at_once_runs(gpu: fake_cuda.Worker, seed: int) -> None:
+    """No refusal comes after the checks of a run, when a cluster has been set up."""
+    world_size, options = sampled(seed)
+    report = debug(gpu, world_size, options, refusals=True)
+    assert report.refusal or report.ranks
+    assert report.disagreements == []
+
+
 # The same on the CPU, where the planner works by default.
 
-ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B")
+ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
 
 
 @pytest.mark.parametrize("name", ALIKE)

@@ -51,9 +51,8 @@ def print_out(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
-    """Refuse what the trainer refuses; then rehearse. ``symmetric``: of layers that are alike, a few."""
-    from torchtrain.parallelisms.pipeline_llama import plan_stages
+def estimate_of(config: JobConfig) -> "Estimate":
+    """Refuse what the trainer refuses; then rehearse."""
     from torchtrain.planning.summary import estimate
     from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
@@ -61,8 +60,9 @@ def estimate_of(config: JobConfig, symmetric: bool = False) -> "Estimate":
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     degrees = refuse(config, shape, gpu)
-    split = plan_stages(shape, config.parallelism) if symmetric else ()
-    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, split=split)
+    # A picture is of all layers.
+    all_layers = config.estimate.all_layers or bool(config.estimate.picture)
+    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, all_layers=all_layers)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
@@ -118,7 +118,7 @@ def table(found: "Estimate") -> str:
     }
     lines = ["GiB on each GPU; gathered, activations and temporary as they are at the peak", ""]
     lines.append("".join(f"{title:>12}" for title in columns) + "  peak at")
-    for row in found.figures.ranks:
+    for row in found.ranks:
         values = [row.get(key, 0.0) for key in columns.values()]
         cells = (f"{value:>12}" if isinstance(value, int) else f"{value:>12.2f}" for value in values)
         lines.append("".join(cells) + f"  {row['peak_at']}")
@@ -157,7 +157,7 @@ def draw(found: "Estimate", path: Path) -> None:
 
     from torchtrain.planning.ledger import KINDS
 
-    record = max(found.records, key=lambda record: max(step.peak.bytes for step in record.ledger.steps if step.peak))
+    record = max(found.records, key=lambda record: max(sum(step.peak) for step in record.ledger.steps))
     points = [sizes for step in record.ledger.steps for sizes in step.timeline]
     figure, axes = pyplot.subplots(figsize=(10, 5))
     series = [[sizes[i] / 2**30 for sizes in points] for i in range(len(KINDS))]
@@ -188,17 +188,22 @@ def search(config: JobConfig) -> int:
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
     config = replace(config, training=replace(config.training, global_batch_size=batch))
-    guesses = []
+    guesses, own = [], []
+    with suppress(ConfigError):
+        degrees = refuse(config, shape, gpu)
+        own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
     for layout in layouts(config, shape):
         with suppress(ConfigError):
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+    promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
     tried = []
     began = time.process_time()
-    for candidate in worth_trying(guesses, gpu):
+    # First the config as it is: what is found is no slower.
+    for layout in own + [layout for layout in promising if layout not in own]:
         if time.process_time() - began > (SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS):
             break
-        tried.append((candidate.config, estimate_of(candidate.config, symmetric=True)))
+        tried.append((layout, estimate_of(layout)))
     best = ranking(tried)
     if not best:
         raise ConfigError(

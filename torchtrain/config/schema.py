@@ -627,6 +627,8 @@ class Estimate:
     """Memory of a GPU, if it is not that of its kind."""
     network_gigabits: float = 0.0
     """Speed of a GPU's network card in Gb/s, if it is not that of its kind."""
+    all_layers: bool = False
+    """Rehearse every layer, not a few that stand for all: slower, to check with."""
     search: bool = False
     """Look for the layout with the most tokens a second that fits."""
     output: str = ""

@@ -12,10 +12,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
 from torchtrain.models.llama.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
+from torchtrain.planning.operations import VIEWS
 from torchtrain.torch_internals import (
     aot_autograd,
     min_cut_rematerialization_partition,
@@ -36,11 +38,14 @@ def is_opaque(node: fx.Node) -> bool:
         getattr(target, "overloadpacket", None) in OPAQUE
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
+        or (not is_view(node) and getattr(result_of(node), "is_complex", bool)())  # Inductor has no kernels of these
     )
 
 
 def is_view(node: fx.Node) -> bool:
-    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "__name__", "") == "getitem"
+    if getattr(node.target, "__name__", "") == "getitem":
+        return True
+    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "overloadpacket", None) in VIEWS
 
 
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -52,6 +57,17 @@ def written_nodes(graph: fx.Graph) -> set[fx.Node]:
             if node.op != "output":
                 written.add(node)
     return {node for node in written if node.op == "call_function"}
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether the result of ``node`` is new tensors of sizes that are known before it runs."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and all(isinstance(v, Tensor) and all(type(n) is int for n in (*v.shape, *v.stride())) for v in values)
+    )
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -73,6 +89,9 @@ class FusedRun(fx.Interpreter):
             reads = frozenset().union(*(self._read(n) for n in node.all_input_nodes))
             self.sources[node] = frozenset([node]) if kept else reads
         self.reads = {node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written}
+        fused = [n for n in module.graph.nodes if n.op == "call_function" and not is_opaque(n) and not is_view(n)]
+        # What is fused has no result of its own: the shapes of what is written are enough.
+        self.shapes_alone = all(is_known(node) for node in fused)
 
     def _read(self, node: fx.Node) -> frozenset[fx.Node]:
         return self.sources[node]
@@ -82,9 +101,13 @@ class FusedRun(fx.Interpreter):
         if n.op != "call_function" or is_opaque(n):
             with self._of(n):
                 return super().run_node(n)
+        source = base(n)
+        in_memory = source.op != "call_function" or source in self.written or is_opaque(source)
+        if self.shapes_alone and not in_memory:
+            return None
         paused, ledger.paused = ledger.paused, True
         try:
-            result = super().run_node(n)
+            result = like(result_of(n)) if self.shapes_alone and source is n else super().run_node(n)
         finally:
             ledger.paused = paused
         if n in self.written:
@@ -108,6 +131,12 @@ class FusedRun(fx.Interpreter):
 
 def result_of(node: fx.Node) -> Any:
     return node.meta.get("val")
+
+
+def like(value: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), value
+    )
 
 
 def size(value: Any) -> int:

@@ -30,7 +30,8 @@ from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
-from torchtrain.planning.ledger import Ledger, following
+from torchtrain.planning.following import following
+from torchtrain.planning.ledger import Ledger
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,

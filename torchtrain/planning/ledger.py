@@ -2,29 +2,25 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.loss import OutputLoss
-from torchtrain.optimizers.adamw import local
 from torchtrain.planning.allocator import Allocation
-from torchtrain.torch_internals import (
-    FakeTensor,
-    FSDPParamGroup,
-    ShardingPropagator,
-    TorchDispatchMode,
-    tree_iter,
+from torchtrain.planning.operations import (
+    ALLOCATIONS,
+    VIEWS,
+    Operation,
+    attention_flops,
+    collective,
+    matrix_flops,
+    moved_bytes,
 )
-from torchtrain.torch_internals import _resolve_process_group as resolve_process_group
-from torchtrain.train_step import TrainStep
+from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode, tree_iter
 
 aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
@@ -32,32 +28,7 @@ ON_HOST = KINDS[:3]  # under CPU offload
 PHASES = ("forward", "loss", "backward", "recompute", "update")
 
 
-@dataclass
-class Operation:
-    """One operation of the device, or one collective, in the order in which the host issues them."""
-
-    name: str
-    phase: str
-    module: str
-    flops: int = 0  # of matrix products and attention
-    dtype: torch.dtype = torch.float32  # that these are computed in
-    bytes: int = 0  # read and written in the device's memory; of a collective: that it has to send or receive in all
-    axis: str = ""  # of the mesh, for a collective
-    ranks: tuple[int, ...] = ()
-    peer: int | None = None  # of a message
-    share: float = 1.0  # of the operations that a kernel computes: attention skips what is masked
-    fsdp: bool = False  # a collective of fully_shard, on a stream of its own
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment with the most live bytes."""
-
-    bytes: int
-    by_kind: Mapping[str, int]
-    phase: str
-    module: str
-    step: int
+Sizes = tuple[int, ...]  # live bytes by kind, in the order of KINDS
 
 
 @dataclass
@@ -65,64 +36,32 @@ class StepRecord:
     """What the ledger saw in one step."""
 
     operations: list[Operation] = field(default_factory=list)
-    timeline: list[tuple[int, ...]] = field(default_factory=list)
-    """Live bytes by kind (``KINDS``), whenever they changed."""
-    peak: Peak | None = None
+    microbatches: list[int] = field(default_factory=list)
+    """The number of operations before each of them."""
+    timeline: list[Sizes] = field(default_factory=list)
+    """Live bytes whenever they changed."""
+    peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)
+    """By phase and module, the moment with the most."""
+    by_stream: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    """By phase, module and stream that it was allocated on, the most live bytes."""
     kept: dict[str, int] = field(default_factory=dict)
     """Live bytes by kind at the end of the step."""
     allocations: int = 0
     """Length of the ledger's ``allocations`` then."""
 
+    @property
+    def peak(self) -> Sizes:
+        """The moment with the most live bytes."""
+        return max(self.peaks.values(), key=sum)
+
 
 class _Storage:
     """A live storage: its size and kind may change."""
 
-    def __init__(self, bytes: int, kind: str):
-        self.bytes, self.kind = bytes, kind
+    def __init__(self, kind: str):
+        self.kind, self.bytes = kind, 0
         self.number = self.stream = 0  # of its allocation, and on which stream
         self.ref: weakref.ref[torch.UntypedStorage] | None = None
-
-
-def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:
-    """Name, group and bytes of the collective ``func``, or None where it is none.
-
-    Bytes are those of the whole: what an all-gather gives, what a reduction takes, what a send or receive moves.
-    """
-    namespace, name = func.namespace, func._opname
-    if namespace == "c10d":
-        group = next(
-            dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
-        )
-        tensors = [[t for t in tree_iter(a) if isinstance(t, Tensor)] for a in args]
-        sizes = [sum(t.nbytes for t in some) for some in tensors if some]
-        return name.strip("_"), group, max(sizes, default=0)
-    if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
-        group = resolve_process_group(args[-1])
-        sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
-        return name, group, max(sizes, default=0)
-    return None
-
-
-def attention_flops(name: str, args: tuple[Any, ...]) -> tuple[int, float]:
-    """Of the two products over all pairs, forward, or of the five of the backward; and which share is not masked."""
-    backward = "backward" in name
-    q, k = (args[1], args[2]) if backward else (args[0], args[1])
-    bs, heads, seq, dim = q.shape
-    flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
-    return flops, 1 - seq / (2 * k.shape[2])  # causal, aligned with the last key
-
-
-def matrix_flops(func: Any, args: Any) -> int:
-    """Of a matrix product: 2 m k n."""
-    packet = func.overloadpacket
-    if packet in (aten.mm, aten._scaled_mm):
-        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
-    if packet is aten.addmm:
-        return 2 * int(args[1].shape[0] * args[1].shape[1] * args[2].shape[1])
-    if packet in (aten.bmm, aten.baddbmm):
-        a, b = args[-2:] if packet is aten.baddbmm else args[:2]
-        return 2 * int(prod(a.shape) * b.shape[2])
-    return 0
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -138,6 +77,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.axes: Mapping[str, str] = {}
         """The name of the mesh's axis by group name."""
         self.live = Counter(dict.fromkeys(KINDS, 0))
+        self.streams: dict[int, int] = {}  # numbered as they come
+        self.on_stream: Counter[int] = Counter()
+        """Live bytes by the stream that they were allocated on."""
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
         self.readbacks: list[str] = []
@@ -176,12 +118,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(tensor, kind)
                 entry = self.storages.get(tensor.untyped_storage()._cdata)
                 if entry is not None and entry.kind != kind:
-                    self._add(entry.kind, -entry.bytes)
                     if self.offloaded and kind in ON_HOST:
-                        self._allocated(entry, 0)
-                        entry.bytes = 0
+                        self._resize(entry, 0)
+                    self.live[entry.kind] -= entry.bytes
+                    self.live[kind] += entry.bytes
                     entry.kind = kind
-                    self._add(kind, entry.bytes)
+                    self._look(entry.stream)
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         if tensor.device.type != self.device_type:
@@ -191,48 +133,57 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self.storages:
             return
         on_host = self.offloaded and (kind in ON_HOST or self.part == "update")
-        entry = _Storage(0 if on_host else storage.nbytes(), kind)
-        self.storages[key] = entry
+        entry = self.storages[key] = _Storage(kind)
         entry.ref = weakref.ref(storage, lambda _: self._freed(key, entry))
-        self._allocated(entry, entry.bytes)
-        self._add(kind, entry.bytes)
+        self._resize(entry, 0 if on_host else storage.nbytes())
 
     def _freed(self, key: int, entry: _Storage) -> None:
         if self.storages.get(key) is entry:
             del self.storages[key]
-        self._allocated(entry, 0)
-        self._add(entry.kind, -entry.bytes)
+        self._resize(entry, 0)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         entry = self.storages.get(storage._cdata)
         if entry is not None:
-            self._allocated(entry, size)
-            self._add(entry.kind, size - entry.bytes)
-            entry.bytes = size
+            self._resize(entry, size)
 
-    def _allocated(self, entry: _Storage, size: int) -> None:
-        if size != 0:
+    def _resize(self, entry: _Storage, size: int) -> None:
+        """From now on ``entry`` has ``size`` bytes; 0 where it is freed."""
+        if entry.bytes:
+            self.allocations.append(Allocation(entry.number, 0, entry.stream))
+            self.on_stream[entry.stream] -= entry.bytes
+        if size:
             device = torch.cpu if self.device_type == "cpu" else torch.cuda
-            entry.number, entry.stream = len(self.allocations), id(device.current_stream())
-        elif entry.bytes == 0:
-            return
-        self.allocations.append(Allocation(entry.number, size, entry.stream))
+            entry.stream = self.streams.setdefault(id(device.current_stream()), len(self.streams))
+            entry.number = len(self.allocations)
+            self.allocations.append(Allocation(entry.number, size, entry.stream))
+            self.on_stream[entry.stream] += size
+        self.live[entry.kind] += size - entry.bytes
+        entry.bytes = size
+        self._look(entry.stream)
 
-    def _add(self, kind: str, bytes: int) -> None:
-        if not bytes:
-            return
-        self.live[kind] += bytes
-        record = self.record
-        record.timeline.append(tuple(self.live[kind] for kind in KINDS))
-        total = self.live.total()
-        if record.peak is None or total > record.peak.bytes:
-            record.peak = Peak(total, dict(self.live), self.phase, self.module, len(self.steps) + 1)
+    def _look(self, stream: int) -> None:
+        sizes, record = tuple(self.live[kind] for kind in KINDS), self.record
+        record.timeline.append(sizes)
+        place = self.phase, self.module
+        record.peaks[place] = max(sizes, record.peaks.get(place, sizes), key=sum)
+        on_stream = *place, stream
+        record.by_stream[on_stream] = max(self.on_stream[stream], record.by_stream.get(on_stream, 0))
+
+    def begin_microbatch(self) -> None:
+        self.record.microbatches.append(len(self.record.operations))
+
+    def crossed(self, name: str, group: FSDPParamGroup) -> None:
+        """Count the copies of what this rank holds of ``group``, in float32, between the host and the device."""
+        size = sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params)
+        module = group._module_fqn or ""
+        self.record.operations.append(Operation(name, self.phase, module, bytes=size, axis="host", fsdp=True))
 
     def end_step(self) -> None:
         self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
         self.steps.append(self.record)
         self.record = StepRecord()
-        self._add("temporary", 0)
+        self._look(0)
 
     # Operations
 
@@ -295,7 +246,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
             return
-        if func.is_view or func.namespace not in ("aten", "fsdp"):
+        if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         away = [t.device.type not in (self.device_type, "meta") for t in outputs]
@@ -305,9 +256,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops, share = matrix_flops(func, args), 1.0
         if not flops and "attention" in func._opname:
             flops, share = attention_flops(func._opname, args)
-        moved = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
-        if not flops and func._opname in ("empty", "empty_strided", "empty_like", "detach", "_to_copy") and not moved:
+        if func._opname in ALLOCATIONS:
             return
+        moved = moved_bytes(func, args, kwargs, outputs)
         dtype = inputs[0].dtype if inputs else torch.float32
         self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
 
@@ -329,70 +280,3 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
             self.readbacks.append(f"{name} in {self.phase}")
-
-
-@contextmanager
-def following(ledger: Ledger) -> Iterator[Ledger]:
-    """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        ledger.resized(storage, size)
-        return resize(storage, size)
-
-    def setting(original: Any, **values: Any) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            before = {name: getattr(ledger, name) for name in values}
-            vars(ledger).update(values)
-            try:
-                return original(*args, **options)
-            finally:
-                vars(ledger).update(before)
-
-        return run
-
-    def gathering(original: Any, waits: bool) -> Any:
-        def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
-            before = ledger.module, ledger.fsdp, ledger.kind
-            ledger.module, ledger.fsdp, ledger.kind = group._module_fqn or "", True, "gathered"
-            if waits and group._all_gather_result is not None:
-                ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
-            try:
-                return original(group, *args, **options)
-            finally:
-                ledger.module, ledger.fsdp, ledger.kind = before
-
-        return run
-
-    def placing(original: Any, leaves: bool = False) -> Any:
-        def run(group: FSDPParamGroup, *args: Any) -> Any:
-            ledger.module = "" if leaves else group._module_fqn or ""
-            return original(group, *args)
-
-        return run
-
-    def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
-        reduce(group, *args)
-        ledger.adopt(group._partial_reduce_output, "gradients")  # of HSDP, between microbatches
-        for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
-            if parameter.sharded_param.grad is not None:
-                ledger.adopt(local(parameter.sharded_param.grad), "gradients")
-
-    reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
-    propagate = "_propagate_tensor_meta_non_cached"
-    with (
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
-        patch.object(FSDPParamGroup, "unshard", gathering(FSDPParamGroup.unshard, waits=False)),
-        patch.object(FSDPParamGroup, "wait_for_unshard", gathering(FSDPParamGroup.wait_for_unshard, waits=True)),
-        patch.object(FSDPParamGroup, "post_backward", after_backward),
-        patch.object(FSDPParamGroup, "pre_forward", placing(FSDPParamGroup.pre_forward)),
-        patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
-        patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
-        patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
-        patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
-        ledger,
-    ):
-        yield ledger

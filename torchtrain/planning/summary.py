@@ -1,7 +1,8 @@
 """From what the ledgers saw to what a user asks: does it fit, where does memory go, how fast is it."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,23 +11,34 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.parallelisms.pipeline_llama import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
+from torchtrain.planning.ledger import KINDS
+from torchtrain.planning.operations import Operation
 from torchtrain.planning.timing import Clock, replay
 
 INTERVAL = 0.15  # of throughput, either way: docs/estimate.md compares with published runs
-REHEARSED = 2  # microbatches of a step, and one more: any others do what the last of them does
+MICROBATCHES = 3  # of a step, that are rehearsed: the first, the last, and one for all between
+LAYERS = 2  # of the smallest pipeline stage, and once more with another: all others do what the last of them does
+
+LAYER = re.compile(r"layers\.(\d+)")
+Place = tuple[str, str]  # phase and module
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run would need, of one rank of each kind: numbers in nested dicts and lists, as in the JSON.
+    """What a run would need: numbers that grow evenly with the number of layers, from some on."""
 
-    All of them grow evenly with the number of microbatches and of layers, from the second on.
-    """
-
-    ranks: list[dict[str, Any]]
+    ranks: list[dict[str, float]]
+    """Of one rank of each kind: what the JSON says, but for its peaks."""
+    peaks: list[list[dict[Place, dict[str, float]]]]
+    """Of each of these ranks and steps: by place, live bytes by kind at the worst moment there."""
+    by_stream: list[dict[int, dict[Place, float]]]
+    """Of each of these ranks: by stream and place, the most live bytes."""
+    scattered: list[float]
+    """Of each of these ranks: bytes that the allocator reserves beside the most that each stream needs."""
     collectives: list[dict[str, Any]]
     flops_by_phase: dict[str, float]
     """Of matrix products and attention, a step, with what is computed again; of the rank with the most."""
@@ -36,13 +48,26 @@ class Figures:
     def extended(self, more: "Figures", times: float) -> "Figures":
         """``times`` times as far from these to ``more`` as that is."""
         pairs = ((getattr(self, name), getattr(more, name)) for name in self.__dataclass_fields__)
-        return Figures(*(extend(first, second, times) for first, second in pairs))
+        found = Figures(*(extend(first, second, times) for first, second in pairs))
+        # Holes between blocks come and go with their sizes, which are the same for any number of layers.
+        return replace(found, scattered=[max(pair) for pair in zip(self.scattered, more.scattered, strict=True)])
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """For each rank what the JSON says of it."""
+        return [
+            {**rank, **peak_dict(steps), "peak_reserved_gib": (needed(streams) + scattered) / GIB}
+            for rank, steps, streams, scattered in zip(
+                self.ranks, self.peaks, self.by_stream, self.scattered, strict=True
+            )
+        ]
 
 
 def extend(first: Any, second: Any, times: float) -> Any:
-    if isinstance(first, dict):
-        return {key: extend(first.get(key, 0), value, times) for key, value in second.items()}
-    if isinstance(first, list):
+    """What has no name in ``first`` is 0 there; a place that only one of them has is left out."""
+    if isinstance(second, dict):
+        known = {key: value for key, value in second.items() if key in first or isinstance(key, str)}
+        return {key: extend(first.get(key, 0), value, times) for key, value in known.items()}
+    if isinstance(second, list):
         return [extend(a, b, times) for a, b in zip(first, second, strict=True)]
     return first if isinstance(first, str) or first == second else first + times * (second - first)
 
@@ -66,8 +91,13 @@ class Estimate:
         return degrees.pipeline * degrees.batch * degrees.context * degrees.tensor
 
     @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """What the JSON says of one rank of each kind."""
+        return self.figures.as_dicts()
+
+    @property
     def peak_reserved_gib(self) -> float:
-        return max(float(rank["peak_reserved_gib"]) for rank in self.figures.ranks)
+        return max(float(rank["peak_reserved_gib"]) for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
@@ -93,7 +123,7 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "ranks": self.figures.ranks,
+            "ranks": self.ranks,
             "fits": self.fits,
             "memory_gib": self.gpu.memory_gib,
             "flops_per_step_per_rank": sum(self.figures.flops_by_phase.values()),
@@ -110,38 +140,92 @@ class Estimate:
         }
 
 
-def figures_of(records: Sequence[RankRecord], clock: Clock) -> Figures:
-    times = replay({record.rank: record.ledger.steps[-1].operations for record in records}, clock)
-    work = {record.rank: flops_by_phase(record) for record in records}
-    busiest = max(records, key=lambda record: work[record.rank].total())
-    time = times[busiest.rank]
-    seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
-    return Figures([rank_dict(r) for r in records], collectives(busiest), dict(work[busiest.rank]), seconds)
+def figures_of(records: Sequence[RankRecord], clock: Clock, microbatches: int) -> Figures:
+    """Of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most."""
+
+    def of(operations: dict[int, list[Operation]]) -> Figures:
+        times = replay(operations, clock)
+        work = {rank: flops_by_phase(own) for rank, own in operations.items()}
+        busiest = max(work, key=lambda rank: work[rank].total())
+        time = times[busiest]
+        seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
+        ranks, peaks = [rank_dict(record) for record in records], [peaks_of(record) for record in records]
+        streams = [streams_of(record) for record in records]
+        scattered = [peak_reserved(r.ledger.allocations) - needed(s) for r, s in zip(records, streams, strict=True)]
+        traffic = collectives(operations[busiest])
+        return Figures(ranks, peaks, streams, scattered, traffic, dict(work[busiest]), seconds)
+
+    steps = {record.rank: record.ledger.steps[-1] for record in records}
+    found = of({rank: step.operations for rank, step in steps.items()})
+    if microbatches <= MICROBATCHES:
+        return found
+    fewer = of({rank: without(step.operations, *step.microbatches[1:3]) for rank, step in steps.items()})
+    return fewer.extended(found, microbatches - MICROBATCHES + 1)
 
 
-def rank_dict(record: RankRecord) -> dict[str, Any]:
-    first, second = (step.peak for step in record.ledger.steps)
-    assert first is not None
-    assert second is not None
-    by_kind = {f"{kind}_gib": size / GIB for kind, size in second.by_kind.items()}
-    gradients = max((sizes[1] for sizes in record.ledger.steps[-1].timeline), default=0)
+def without(operations: list[Operation], first: int, last: int) -> list[Operation]:
+    return operations[:first] + operations[last:]
+
+
+def rank_dict(record: RankRecord) -> dict[str, float]:
+    last = record.ledger.steps[-1]
     return {
-        **by_kind,
         "rank": record.rank,
         "parameters_gib": record.parameter_bytes / GIB,
-        "gradients_gib": gradients / GIB,
-        "optimizer_gib": record.ledger.steps[-1].kept.get("optimizer", 0) / GIB,
-        "peak_active_gib": second.bytes / GIB,
-        "peak_reserved_gib": peak_reserved(record.ledger.allocations) / GIB,
-        "first_step_peak_active_gib": first.bytes / GIB,
-        "peak_at": f"{second.phase} {second.module}".strip(),
+        "gradients_gib": max((sizes[KINDS.index("gradients")] for sizes in last.timeline), default=0) / GIB,
+        "optimizer_gib": last.kept.get("optimizer", 0) / GIB,
     }
 
 
-def collectives(record: RankRecord) -> list[dict[str, Any]]:
-    """Number and bytes of the collectives of the second step, by axis, operation and phase."""
+def places(modules: Iterable[str]) -> Callable[[str], str]:
+    """What ``modules`` are called where only the first and the last layer are told from the others."""
+    numbers = {module: int(match[1]) for module in modules if (match := LAYER.match(module))}
+    names = {min(numbers.values(), default=-1): "first layer", max(numbers.values(), default=-1): "last layer"}
+    return lambda module: names.get(numbers[module], "layer between") if module in numbers else module
+
+
+def streams_of(record: RankRecord) -> dict[int, dict[Place, float]]:
+    found: dict[int, dict[Place, float]] = {}
+    for step in record.ledger.steps:
+        name = places(module for _, module, _ in step.by_stream)
+        for (phase, module, stream), size in step.by_stream.items():
+            own, place = found.setdefault(stream, {}), (phase, name(module))
+            own[place] = max(size, own.get(place, 0))
+    return found
+
+
+def needed(streams: dict[int, dict[Place, float]]) -> float:
+    return sum(max(sizes.values()) for sizes in streams.values())
+
+
+def peaks_of(record: RankRecord) -> list[dict[Place, dict[str, float]]]:
+    """By place; of layers the first, the last and any other are told apart, which more layers have as well."""
+    found: list[dict[Place, dict[str, float]]] = []
+    for step in record.ledger.steps:
+        name = places(module for _, module in step.peaks)
+        worst: dict[Place, tuple[int, ...]] = {}
+        for (phase, module), sizes in step.peaks.items():
+            place = phase, name(module)
+            worst[place] = max(sizes, worst.get(place, sizes), key=sum)
+        found.append({place: dict(zip(KINDS, sizes, strict=True)) for place, sizes in worst.items()})
+    return found
+
+
+def peak_dict(steps: list[dict[Place, dict[str, float]]]) -> dict[str, Any]:
+    first, last = (max(step.items(), key=lambda item: sum(item[1].values())) for step in steps)
+    place, by_kind = last
+    return {
+        **{f"{kind}_gib": by_kind[kind] / GIB for kind in ("gathered", "activations", "temporary")},
+        "peak_active_gib": sum(by_kind.values()) / GIB,
+        "first_step_peak_active_gib": sum(first[1].values()) / GIB,
+        "peak_at": " ".join(filter(None, place)),
+    }
+
+
+def collectives(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    """Their number and bytes, by axis, operation and phase."""
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for operation in record.ledger.steps[-1].operations:
+    for operation in operations:
         if operation.axis:
             key = operation.axis, operation.name, operation.phase
             count, size = found.get(key, (0, 0))
@@ -152,9 +236,9 @@ def collectives(record: RankRecord) -> list[dict[str, Any]]:
     ]
 
 
-def flops_by_phase(record: RankRecord) -> Counter[str]:
+def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
     work: Counter[str] = Counter()
-    for operation in record.ledger.steps[-1].operations:
+    for operation in operations:
         if operation.flops:
             work[operation.phase] += operation.flops
     return work
@@ -182,48 +266,46 @@ def estimate(
     global_batch_size: int,
     gpu: Gpu,
     efficiency: Efficiency | None = None,
-    split: Sequence[int] = (),
+    *,
+    all_layers: bool = False,
 ) -> Estimate:
     """Rehearse one rank of each kind, and time them together.
 
-    ``config`` must be one that ``build.check_run`` passes. With ``split``, the layers of each pipeline stage, or of the
-    whole model without a pipeline, it is rehearsed with two and with three layers a stage and extended from these, as
-    if all stages had as many as the largest: exact where they have, and where the peak of memory stays where it is.
+    ``config`` must be one that ``build.check_run`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
+    the smallest pipeline stage, then with one more in each, and extended from these.
     """
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     clock = Clock(gpu, config.estimate.gpus_per_node, efficiency or Efficiency(), config)
+    microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
+    stages = plan_stages(shape, config.parallelism)
     rehearsed: list[RankRecord] = []
 
-    def figures(n_layers: int, microbatches: int) -> Figures:
+    def figures(stages: tuple[int, ...]) -> Figures:
         run = config
-        if n_layers != shape.n_layers and len(split) > 1:
-            few = (n_layers // len(split),) * len(split)
-            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=few))
-        records = [
+        if len(stages) > 1:
+            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
+        rehearsed[:] = [
             rehearse(
                 run,
-                replace(shape, n_layers=n_layers),
+                replace(shape, n_layers=sum(stages)),
                 degrees,
                 rank,
-                rows=microbatches * config.training.local_batch_size,
+                rows=min(microbatches, MICROBATCHES) * config.training.local_batch_size,
                 document_start=0 if config.data.document_mask else None,
                 capability=gpu.capability,
             )
             for rank in ranks_of_each_kind(degrees)
         ]
-        rehearsed[:] = records
-        return figures_of(records, clock)
+        return figures_of(rehearsed, clock, microbatches)
 
-    def extended(n_layers: int) -> Figures:
-        count = global_batch_size // degrees.batch // config.training.local_batch_size
-        if count <= REHEARSED + 1:
-            return figures(n_layers, count)
-        return figures(n_layers, REHEARSED).extended(figures(n_layers, REHEARSED + 1), count - REHEARSED)
-
-    if max(split, default=0) <= 3:
-        found = extended(shape.n_layers)
+    left_out = min(stages) - LAYERS
+    # Where every so many layers are checkpointed, layers are not alike.
+    alike = config.activation_checkpoint.selective_option == "op" or config.activation_checkpoint.mode != "selective"
+    if all_layers or left_out <= 1 or not alike:
+        found = figures(stages)
     else:
-        found = extended(2 * len(split)).extended(extended(3 * len(split)), max(split) - 2)
+        few, more = (tuple(n - left_out + extra for n in stages) for extra in (0, 1))
+        found = figures(few).extended(figures(more), left_out)
     return Estimate(
         gpu,
         degrees,

@@ -8,9 +8,10 @@ import torch
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.planning.hardware import Efficiency, Gpu
-from torchtrain.planning.ledger import Operation
+from torchtrain.planning.operations import Operation
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WAITING_COPY = "copy_to_host_and_wait"
 TWICE = ("allreduce", "all_reduce")  # a reduction and a gathering
 
 
@@ -31,6 +32,7 @@ class Clock:
     def __init__(self, gpu: Gpu, gpus_per_node: int, efficiency: Efficiency, config: JobConfig):
         self.gpu, self.gpus_per_node, self.efficiency = gpu, gpus_per_node, efficiency
         self.async_tensor = config.parallelism.enable_async_tensor_parallel
+        self.offloaded = config.training.enable_cpu_offload
 
     def compute(self, operation: Operation) -> float:
         """The longer of computing and of moving bytes."""
@@ -43,12 +45,15 @@ class Clock:
             peak = gpu.flops_float32 * efficiency.matrices
         if "attention" in operation.name:
             peak *= efficiency.attention / efficiency.matrices
-        moving = operation.bytes / (gpu.memory_bytes * efficiency.memory)
+        on_host = self.offloaded and operation.phase == "update"
+        moving = operation.bytes / ((gpu.host_memory_bytes if on_host else gpu.memory_bytes) * efficiency.memory)
         return max(operation.flops * operation.share / peak, moving, efficiency.kernel_seconds)
 
     def communicate(self, operation: Operation) -> float:
         """A ring through all ranks, in which each machine's cards carry what leaves it (NCCL's bus bandwidth)."""
         gpu, efficiency, ranks = self.gpu, self.efficiency, operation.ranks
+        if operation.axis == "host":
+            return operation.bytes / (gpu.host_bytes * efficiency.link)
         if len(ranks) < 2:
             return 0.0
         nodes = Counter(rank // self.gpus_per_node for rank in ranks)
@@ -125,6 +130,10 @@ class _Rank:
                     yield True
                 device = wait(sent[received[operation.peer]], "pipeline")
                 received[operation.peer] += 1
+            elif operation.axis == "host":  # between the gathering or the reduction, and so on their stream
+                stream = max(stream, host) + clock.communicate(operation)
+                if operation.name == WAITING_COPY:
+                    host = max(host, stream)
             elif operation.fsdp and "gather" in operation.name:
                 stream = max(stream, host, copied_out) + clock.communicate(operation)
                 gathered[operation.module] = stream
