@@ -54,6 +54,7 @@ LISTED = {
     "ruff check . && ruff format --check . && mypy && pytest -n 2 --dist loadfile": "what .ci/run does",
     "pytest -m slow": "takes a cluster's time; run by hand",
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
+    "python scripts/benchmark_muon.py": "takes minutes; run by hand",
     "pytest -m slow tests/test_parallelism.py": "takes ten minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",
     "pip install -e '.[bench]'": "needs a package index",
