@@ -31,6 +31,7 @@ NAMES = {
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
     "tree_iter": ("torch.utils._pytree", "tensors in the arguments of an operation"),
+    "tree_map_only": ("torch.utils._pytree", "the same, replaced"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "ranks that are not there"),

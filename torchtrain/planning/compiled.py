@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map_only
 
 from torchtrain.models.llama.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
@@ -23,6 +22,7 @@ from torchtrain.torch_internals import (
     min_cut_rematerialization_partition,
     select_decomp_table,
     tree_iter,
+    tree_map_only,
 )
 
 aten = torch.ops.aten
