@@ -389,3 +389,16 @@ def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     first, second = report["computed"]["lines"]
     assert first.startswith("step 1, layers.0.attention.wq.weight: ")
     assert second.startswith("its rows are in the order of Meta's files")
+
+
+def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> None:
+    options = ("--checkpoint.enable", "--optimizer.name", "muon", "--ema.enable")
+    a = run(tmp_path / "a", *options)
+    code, report = compare(a, run(tmp_path / "b", *options, "--parallelism.tensor_parallel_degree", "2", ranks=2))
+    assert code == 0, report
+    code, report = compare(a, run(tmp_path / "other", *options, "--optimizer.matrices.lr_factor", "2"))
+    assert code == 1
+    assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
+    code, report = compare(a, run(tmp_path / "decay", *options, "--ema.decay", "0.1"))
+    assert code == 1
+    assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]

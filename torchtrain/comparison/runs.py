@@ -26,6 +26,7 @@ from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.fingerprints.judge import Step, differing_rows, read, steps_in, walk
 from torchtrain.lr_schedule import LRSchedule
+from torchtrain.optimizers.groups import group_of
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import load_tokenizer
 
@@ -195,26 +196,34 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
             load_tensors({name: tensors[-1]}, reader, folder, None)
         return tensors
 
-    adam = run.config.optimizer
-    rate = LRSchedule(run.config.lr_scheduler, adam.lr, run.config.training.steps).rate(step)
+    optimizer = run.config.optimizer
+    rate = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps).rate(step)
     for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
-        names = [f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq"))]
-        if any(entry not in tensors for entry in names for tensors in saved):
-            continue  # weights alone, after convert
-        (ours, theirs), *moments = (both(entry) for entry in names)
+        if any(f"model.{name}" not in tensors for tensors in saved):
+            yield f"{name}: not in both checkpoints", False
+            continue
+        ours, theirs = both(f"model.{name}")
         if ours.shape != theirs.shape:
             yield f"{name}: shape {tuple(ours.shape)} in A, {tuple(theirs.shape)} in B", False
             continue
-        if torch.equal(ours, theirs) and all(torch.equal(x, y) for x, y in moments):
+        names = [f"optimizer.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
+        moments = {entry: both(entry) for entry in names if all(entry in tensors for tensors in saved)}
+        averages = both(f"ema.{name}") if all(f"ema.{name}" in tensors for tensors in saved) else [ours, ours]
+        if all(torch.equal(x, y) for x, y in ((ours, theirs), averages, *moments.values())):
             continue
-        betas = (adam.beta1, adam.beta2)
-        mean, square = (x.double() / (1 - beta**step) for (x, _), beta in zip(moments, betas, strict=True))
-        update = rate * size(mean / (square.sqrt() + adam.eps))
-        apart = size(ours.double() - theirs.double())
-        parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments]
-        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts) <= 4 * run.rounding
+        # Of Muon, and of weights alone, the size that its updates have at most.
+        update = rate * getattr(optimizer, group_of(name, ours)).lr_factor
+        if f"optimizer.{name}.exp_avg_sq" in moments:
+            mean, square = (
+                moments[f"optimizer.{name}.{moment}"][0].double() / (1 - beta**step)
+                for moment, beta in (("exp_avg", optimizer.beta1), ("exp_avg_sq", optimizer.beta2))
+            )
+            update *= size(mean / (square.sqrt() + optimizer.eps))
+        apart = max(size(x.double() - y.double()) for x, y in ((ours, theirs), averages))
+        parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
+        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts, default=0) <= 4 * run.rounding
         line = f"{name}: {apart:.1e} apart, where its update is {update:.1e}"
-        yield f"{line}; moments {parts[0]:.1e} and {parts[1]:.1e} of their size", alike
+        yield f"{line}; moments {' and '.join(f'{part:.1e}' for part in parts) or 'none'} of their size", alike
     rows = both("loader.rows") if all("loader.rows" in tensors for tensors in saved) else []
     if rows and not torch.equal(*rows):
         yield f"place in the data: {rows[0][0].tolist()} in A, {rows[1][0].tolist()} in B, for the first row", False
