@@ -179,7 +179,7 @@ def search(config: JobConfig) -> int:
     """
     from torchtrain.distributed.mesh import resolve_degrees
     from torchtrain.planning.hardware import Efficiency
-    from torchtrain.planning.search import guess, layouts, ranking, worth_trying
+    from torchtrain.planning.search import forwards, guess, layouts, ranking, worth_trying
     from torchtrain.planning.summary import world_size_of
     from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
@@ -197,20 +197,24 @@ def search(config: JobConfig) -> int:
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
     promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
-    tried = []
-    began = time.process_time()
+    tried, work, began = [], 0, time.process_time()
+    budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
     # First the config as it is: what is found is no slower.
     for layout in own + [layout for layout in promising if layout not in own]:
-        if time.process_time() - began > (SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS):
-            break
+        spent, more = time.process_time() - began, forwards(layout, batch)
+        # What would take too long, pipelines of many microbatches, is passed over.
+        if work and spent + spent / work * more > budget:
+            continue
         tried.append((layout, estimate_of(layout)))
+        work += more
     best = ranking(tried)
     if not best:
         raise ConfigError(
             f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
             f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
         )
-    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed, {sum(found.fits for _, found in tried)} of them fit")
+    fit = sum(found.fits for _, found in tried)
+    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed in {budget} s of CPU time, {fit} of them fit")
     print_out(ranking_table(best))
     path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
     path.parent.mkdir(parents=True, exist_ok=True)

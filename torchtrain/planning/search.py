@@ -10,7 +10,7 @@ from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.summary import Estimate, world_size_of
+from torchtrain.planning.summary import MICROBATCHES, Estimate, world_size_of
 
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -115,6 +115,17 @@ def guess(
     times = count * ((2 if whole else 4) + 4 * (local if piped else 1))
     sharding = times * on_rank / rate if degrees.fsdp > 1 else 0.0
     return Guess(config, max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB)
+
+
+def forwards(config: JobConfig, global_batch_size: int) -> int:
+    """How many forwards of a stage a rehearsal of ``config`` runs, by which its time goes."""
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    pipeline = parallelism.pipeline_parallel_degree
+    batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    count = min(MICROBATCHES, global_batch_size // (batch * local))
+    if pipeline == 1:
+        return count
+    return count * local * pipeline * STAGES_PER_RANK[parallelism.pipeline_parallel_schedule]
 
 
 def worth_trying(guesses: list[Guess], gpu: Gpu) -> list[Guess]:
