@@ -129,7 +129,7 @@ def test_the_config_names_families_flavors_and_fields_as_they_are() -> None:
     assert set(typing.get_args(typing.get_type_hints(schema.Model)["name"])) == families.FAMILIES.keys()
     listed = "; ".join(f"{name}: {', '.join(family.flavors)}" for name, family in families.FAMILIES.items())
     assert listed in " ".join((Path(schema.__file__).read_text()).split())
-    others = {"vocab_size", "max_seq_len", "family", "head_size"}
+    others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(schema.Mup))}
     assert {field.name for field in fields(schema.Shape)} == {
         field.name for field in fields(TransformerConfig)
     } - others

@@ -19,7 +19,8 @@ from torchtrain.initialization import layout_independent_init
 from torchtrain.loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.planning.ledger import Ledger, following
+from torchtrain.planning.following import following
+from torchtrain.planning.ledger import Ledger
 
 VOCAB, DIM = 96, 16
 
@@ -79,8 +80,8 @@ def test_z_loss_takes_no_more_memory(tokens: int, dtype: torch.dtype) -> None:
         with following(Ledger("cpu")) as ledger:
             loss_and_gradients(OutputLoss(tokens, z_weight=z_weight), hidden, output, labels)
             ledger.end_step()
-        assert ledger.steps[0].peak is not None
-        peaks.append(ledger.steps[0].peak.bytes)
+        peaks.append(sum(ledger.steps[0].peak))
+    assert peaks[0] > 0
     assert peaks[1] <= peaks[0]
 
 
