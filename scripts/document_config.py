@@ -101,7 +101,7 @@ def render() -> str:
     lines, nested = [HEAD], {}
     hints = typing.get_type_hints(JobConfig)
     for section in to_dict(JobConfig()):
-        lines += [f"## [{section}]\n", options(hints[section])]
+        lines += [f"## [{section}]", options(hints[section])]
         collect(hints[section], nested)
     for name, hint in nested.items():
         lines += [f"## {name}\n", f"{TABLES[name]}\n", options(hint)]

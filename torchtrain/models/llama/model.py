@@ -48,8 +48,8 @@ class TransformerConfig:
 
     ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
     n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
-    wq, wk and wv have biases, as in Qwen2. ``family`` changes nothing of the computation. ``base_dim`` and
-    ``base_layers`` are of the model whose hyperparameters this one has (muP): they change the initial weights.
+    wq, wk and wv have biases, as in Qwen2. ``base_dim`` and ``base_layers``: of the model whose hyperparameters this one
+    has (muP), which changes the initial weights. ``family`` changes nothing of the computation.
     """
 
     dim: int
@@ -86,12 +86,12 @@ class TransformerConfig:
 
     @property
     def width_factor(self) -> float:
-        """Width over that of the model whose hyperparameters these are."""
+        """Width over that of the base."""
         return self.dim / (self.base_dim or self.dim)
 
     @property
     def depth_factor(self) -> float:
-        """Likewise of the number of layers."""
+        """Number of layers over that of the base."""
         return self.n_layers / (self.base_layers or self.n_layers)
 
 
@@ -271,9 +271,7 @@ class Transformer(nn.Module):
         0.02 / sqrt(2 * depth), so that the stream's variance grows slowly with depth; the output, of 1 / sqrt(dim), so
         that the first logits have unit variance. Norms: ones. Biases: zeros.
 
-        A model that is wider than its base has the output's matrix of the base, matrices of blocks smaller by
-        sqrt(width), and a last norm of 1 / width; a deeper one writes as much less to the residual stream (see
-        ``optimizers.groups.transfer_factor``).
+        With a base (muP) they are smaller, as the table in docs/recipes.md says.
         """
         std, width, depth = 0.02, self.config.width_factor, self.config.depth_factor
         self.tie_weights()
