@@ -48,7 +48,7 @@ class TransformerConfig:
 
     ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
     n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
-    wq, wk and wv have biases, as in Qwen2. ``base_dim`` and ``base_layers``: those of the model whose hyperparameters it
+    wq, wk and wv have biases, as in Qwen2. ``base_dim`` and ``base_layers``: of the model whose hyperparameters it
     has (muP), which changes the initial weights. ``family`` changes nothing of the computation.
     """
 
