@@ -42,23 +42,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 QUICK = ("1", "T2", "C2", "P2")
 
 
-def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dtype: str) -> None:
+def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dtype: str, steps: int) -> None:
     config = config_of(**changes)
     config = replace(
         config,
         training=replace(config.training, mixed_precision_param=dtype),
-        debug=replace(config.debug, fingerprint_steps=(1, 2, 3)),
+        debug=replace(config.debug, fingerprint_steps=tuple(range(1, steps + 1))),
         job=replace(config.job, dump_folder=str(folder)),
     )
-    train(config, TINY, steps=3)
+    train(config, TINY, steps=3, until=steps)
 
 
-def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...]) -> int:
+def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:
     """Compare each layout with each other; returns how many pairs these are."""
     for name in layouts:
         ranks, changes = LAYOUTS[name]
-        gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype)
-    runs = {n: [read(folder / n / f"fingerprints/step-{step}") for step in (1, 2, 3)] for n in layouts}
+        gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype, steps)
+    runs = {n: [read(folder / n / f"fingerprints/step-{step}") for step in range(1, steps + 1)] for n in layouts}
     pairs = list(itertools.combinations(layouts, 2))
     for a, b in pairs:
         before = 0.0
@@ -75,14 +75,14 @@ def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tup
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK)
+    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK, steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_pairs_of_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS)) >= 20
+    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS), steps=3) >= 20
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from slurm import free_port
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
     *("--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "32"),
+    *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128"),
     *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
 ]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 40
 OPTIONS = [
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
-    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "5"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "20"),
     *("--training.steps", str(STEPS)),
 ]
 
@@ -154,7 +154,7 @@ def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, undisturbed: Path
 @pytest.mark.timeout(600)
 def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder)
+    job = submit(cluster, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
@@ -166,7 +166,7 @@ def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path,
 @pytest.mark.timeout(900)
 def test_a_killed_slurmstepd_is_survived(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder)
+    job = submit(cluster, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     # Both nodes are this machine: the step's daemons of job J name themselves "slurmstepd: [J.0]".
     daemons = [
