@@ -27,7 +27,7 @@ SMALL = [
     *("--job.config_file", CONFIG, "--training.seq_len", "32", "--training.steps", str(STEPS)),
     *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128", "--metrics.log_freq", "1"),
-    *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--checkpoint.interval", "3"),
+    *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--checkpoint.interval", "10"),
 ]
 
 
@@ -105,13 +105,13 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
         other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
         arguments += ["--job.dump_folder", str(killed)]
         process = launch(2, *arguments)
-        wait_for_step(4, killed, lambda: process.poll() is None)
+        wait_for_step(12, killed, lambda: process.poll() is None)
         # torchrun puts its workers into sessions of their own.
         for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
             victim.send_signal(signal.SIGKILL)
         process.communicate()
         ranks, _ = start_door(tmp_path, "torchtrain.train", *arguments, ranks=2)
-        wait_for_step(10, killed, ranks[0].is_alive)
+        wait_for_step(24, killed, ranks[0].is_alive)
         for rank in ranks:
             rank.kill()
             rank.join()
