@@ -52,15 +52,6 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of two nodes that nothing befell."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    job = submit(cluster, folder)
-    assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
-    return folder
-
-
 def output_of(folder: Path) -> str:
     return (folder / "job.out").read_text()
 
@@ -71,6 +62,14 @@ def train_here(folder: Path, *options: str) -> None:
     checked_door("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two ranks of one machine that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train_here(folder)
+    return folder
+
+
 def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
     theirs = saved_tensors(undisturbed, step)
     ours = saved_tensors(folder, step)
@@ -79,17 +78,7 @@ def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_two_nodes_train_as_two_ranks_of_one_machine_do(undisturbed: Path, tmp_path: Path) -> None:
-    output = output_of(undisturbed)
-    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
-    assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
-    logs = {path.relative_to(undisturbed / "logs").parts[1] for path in undisturbed.rglob("stderr.log")}
-    assert logs == {"node-0", "node-1"}
-    train_here(tmp_path)
-    assert losses(undisturbed) == pytest.approx(losses(tmp_path), rel=1e-6)
-
-
-def test_a_job_that_is_warned_saves_is_requeued_and_completes(
+def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_one_machine_do(
     cluster: Slurm, undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -100,9 +89,14 @@ def test_a_job_that_is_warned_saves_is_requeued_and_completes(
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
+    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
     assert "SIGUSR1 received" in output
     assert "srun ended with 75" in output
     assert "resumed from" in output
+    assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
+    logs = {path.relative_to(folder / "logs").parts[1] for path in folder.rglob("stderr.log")}
+    assert logs == {"node-0", "node-1"}
+    assert losses(folder) == losses(undisturbed)
     assert_same_end(folder, undisturbed)
 
 
