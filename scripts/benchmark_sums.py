@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -115,18 +116,8 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=1024, help="in a microbatch of one rank")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of one rank in a step")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"with {FAST!r}")
-    args = parser.parse_args()
+def in_processes(measure: Callable[[int, str, argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Say what machine this is, and call ``measure(rank, file of the store, args)`` in ``args.ranks`` processes."""
     model = next(
         (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
     )
@@ -143,6 +134,21 @@ def main() -> None:
             process.join()
     with suppress(StopIteration):
         raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024, help="in a microbatch of one rank")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of one rank in a step")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"with {FAST!r}")
+    args = parser.parse_args()
+    in_processes(measure, args)
 
 
 if __name__ == "__main__":
