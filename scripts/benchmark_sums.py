@@ -10,19 +10,17 @@ tells more on a busy machine.
 import argparse
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from benchmark import LAUNCHER_ENVIRONMENT
+from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
 from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Training
@@ -118,12 +116,7 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
 
 def in_processes(measure: Callable[[int, str, argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Say what machine this is, and call ``measure(rank, file of the store, args)`` in ``args.ranks`` processes."""
-    model = next(
-        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    print(
-        f"{model or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True
-    )
+    print(f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True)
     with TemporaryDirectory() as folder:
         os.environ.update(LAUNCHER_ENVIRONMENT)
         context = multiprocessing.get_context("spawn")
