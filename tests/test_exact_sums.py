@@ -120,7 +120,11 @@ TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dic
         TINY,
         [(1, {}), (3, {})],
     ),
-    "context": ({}, TINY, [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})]),
+    "context": (
+        {"training": {"local_batch_size": 4}},
+        TINY,
+        [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})],
+    ),
     "pipeline, several rounds": (
         {"training": {"local_batch_size": 4}},
         TINY,
