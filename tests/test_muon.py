@@ -28,7 +28,7 @@ from torchtrain.optimizers.muon import Matrix, deal
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # Rows of matrices that ranks do not divide: one of eight has nothing of wk and wv.
-ODD = replace(TINY, head_dim=6, ffn_dim=54)
+ODD = replace(TINY, n_layers=2, head_dim=6, ffn_dim=54)
 HERE = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
 # The others take as long again as tests/test_parallelism.py.
 FAST = {("S2", "odd"), ("R2 S2", "tied"), ("T4", "tied-odd"), ("P2 Interleaved1F1B", "deep-tied"), ("S2 T2", "qwen2")}

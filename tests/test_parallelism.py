@@ -284,7 +284,8 @@ def _distances(pairs: Iterable[tuple[Curve, Curve]], name: str) -> list[float]:
 
 # A split of the batch rounds gradients elsewhere, but no activation. Tensor and context ranks round activations
 # elsewhere: partial products before they are added, probabilities in attention. So does another attention kernel.
-@pytest.mark.parametrize("text", ["S2", "P2", "T2", "C2", "T2 C2"])
+# What T2 and C2 do to it together is that and the wiring, which float32 shows to 1e-5.
+@pytest.mark.parametrize("text", ["S2", "P2", "T2", "C2", pytest.param("T2 C2", marks=pytest.mark.slow)])
 def test_bfloat16_stays_within_the_noise_of_one_rank(
     gloo: GlooPool, bfloat16_alone: dict[int, list[Curve]], text: str
 ) -> None:
