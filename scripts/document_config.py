@@ -111,7 +111,7 @@ def render_from_torchtitan() -> str:
     """The page."""
     values = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
     differ: list[str] = []
-    renamed: dict[str, list[str]] = {}
+    meaning: list[str] = []
     for name, (here, default, note) in FROM_TORCHTITAN.items():
         there = tomli.loads(f"x = {default or 0}")["x"]
         mine = "the same" if here == name else f"`{here}`"
@@ -119,17 +119,17 @@ def render_from_torchtitan() -> str:
             continue
         if default and here in values and type(there) is type(values[here]) and there != values[here]:
             differ.append(f"| `{name}` | {mine} | **`{default}`** | **`{toml(values[here])}`** | {note} |")
-        elif here != name or note:
-            renamed.setdefault(f"{mine} | {note}", []).append(f"`{name}`")
+        elif here == name and note:
+            meaning.append(f"| `{name}` | {note} |")
     return "\n".join(
         [
             FROM_TORCHTITAN_HEAD,
             "## Defaults that differ\n",
             "| torchtitan | here | default there | default here | |\n" + "|" + " --- |" * 5,
             *differ,
-            "\n## Another name, or another meaning\n",
-            "| torchtitan | here | |\n" + "|" + " --- |" * 3,
-            *(f"| {', '.join(names)} | {what} |" for what, names in renamed.items()),
+            "\n## The same name, another meaning\n",
+            "| key | |\n| --- | --- |",
+            *meaning,
             "",
         ]
     )
