@@ -77,11 +77,6 @@ class Finding(NamedTuple):
         return text
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps that have fingerprints in ``folder``."""
-    return sorted(int(n.removeprefix("step-")) for n in names_in(folder) if n.removeprefix("step-").isdigit())
-
-
 class Part(NamedTuple):
     """What a rank holds: along each dimension of the whole the ranges in ``box``, each a start and a stop."""
 
@@ -108,10 +103,11 @@ def read(folder: Path) -> Step:
                 number, key = entry["number"], entry["key"]
                 numbers = [arrays[f"{number} {kind}"] for kind in ("figures", "places", "values")]
                 held[number, key] = Part(rank, entry["box"], Fingerprint(entry["dtype"], entry["shape"], *numbers))
-            expected = expected or int(about["ranks"])
+            of_run = int(about["ranks"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             step.problems.append(f"{folder / name} is damaged ({error})")
             continue
+        expected = expected or of_run
         if rank >= expected:
             continue  # of an earlier start, on more ranks
         ranks.add(rank)
@@ -138,19 +134,18 @@ def whole(parts: list[Part]) -> Fingerprint:
             note = f"ranks {first.rank} and {part.rank} should hold the same of it, and are {apart:.1e} apart"
     boxes = [part.box for part in by_box.values()]
     kept = [part.fingerprint for part in by_box.values()]
-    size = math.prod(kept[0].shape)
+    dtype, shape = kept[0].dtype, kept[0].shape
+    size = math.prod(shape)
     held = sum(math.prod(sum(stop - start for start, stop in along) for along in box) for box in boxes)
     if held != size:
         there = {row for box in boxes for start, stop in box[0] for row in range(start, stop)}
-        gone = sorted(set(range(kept[0].shape[0])) - there)
-        what = (
-            f"rows {gone[0]} to {gone[-1]} of {kept[0].shape[0]} are missing" if gone else "parts are missing or twice"
-        )
+        gone = sorted(set(range(shape[0])) - there)
+        what = f"rows {gone[0]} to {gone[-1]} of {shape[0]} are missing" if gone else "parts are missing or come twice"
         note = f"{held / size:.0%} of it is there: {what}"
     figures = np.array([part.figures for part in kept])
     together = np.array([*figures[:, :2].sum(axis=0), figures[:, 2].max()])
     places, values = np.concatenate([p.places for p in kept]), np.concatenate([p.values for p in kept])
-    return Fingerprint(kept[0].dtype, kept[0].shape, together, places, values, note, held == size)
+    return Fingerprint(dtype, shape, together, places, values, note, held == size)
 
 
 def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:

@@ -231,8 +231,8 @@ class Fingerprints:
         count = math.prod(shape)
         places = torch.from_numpy(permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name)))
         here = []
-        for size, along, held in zip(shape, torch.unravel_index(places, shape), index, strict=True):
-            local = torch.full((size,), -1)
+        for whole, along, held in zip(shape, torch.unravel_index(places, shape), index, strict=True):
+            local = torch.full((whole,), -1)
             local[held] = torch.arange(len(held))
             here.append(local[along])
         inside = torch.stack(here).amin(dim=0) >= 0
