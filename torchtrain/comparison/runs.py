@@ -41,7 +41,7 @@ JUMP = 10  # times as far apart as ever before
 
 @dataclass
 class Section:
-    """What there is to say of one question. ``alike``: None where there is nothing to compare."""
+    """The answer to one question. ``alike``: None where there is nothing to compare."""
 
     title: str
     alike: bool | None = None
@@ -49,7 +49,7 @@ class Section:
     found: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, line: str, alike: bool | None = None, **found: Any) -> None:
-        """``alike``: what this adds to the answer. ``found``: the same for programs, where it is a difference."""
+        """Add a line. ``alike``: whether it says so, if it says either. ``found``: a difference, for programs."""
         self.lines.append(line)
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # for JSON
         self.found += [finite] if found else []
@@ -92,7 +92,7 @@ def open_run(path: Path) -> RunFolder:
 
 
 def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
-    """All questions in order. What of a run is damaged is said, and ends no other question."""
+    """The answers in order. Where files are damaged the answer says so, and the other questions are asked."""
     a, b = open_run(folder_a), open_run(folder_b)
     questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
     report = []
@@ -157,7 +157,7 @@ def in_both(a: RunFolder, b: RunFolder, kind: str) -> dict[int, list[Path]]:
 
 
 def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
-    """From the newest checkpoints of the same step back to the first that are not alike, or to some that are."""
+    """From the newest step that both have saved back to the first at which the checkpoints differ."""
     steps = in_both(a, b, "checkpoint")
     if not steps:
         return section.say("no step that both have saved")
@@ -185,7 +185,10 @@ def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
-    """For each parameter, with its moments, or other tensor that is not bitwise the same: how, and if to rounding."""
+    """A line for each parameter, and for the place in the data, that is not bitwise the same; whether rounding explains it.
+
+    A parameter's moments and average belong to it. Files are verified first; CheckpointError: one is damaged.
+    """
     readers = []
     for folder in folders:
         for record in read_manifest(folder).files:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torchtrain.reading import names_in
 
 Numbers = npt.NDArray[Any]
-# Rounding explains so many times what is there before and the dtype's eps, and whatever is less than the last number.
+# Rounding explains GAIN times the sum of the dtype's eps and the distance of earlier tensors, and always LEAST.
 GAIN, LEAST = 4, 1e-5
 
 
@@ -54,7 +54,7 @@ class Step:
 
 
 class Finding(NamedTuple):
-    """What differs: how far, where all before it is ``before`` apart at most and rounding explains ``allowed``."""
+    """A tensor that differs: its distance, the largest one before it, and how much of it rounding explains."""
 
     step: int
     key: str
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
     dtype: str
     note: str = ""
     also: tuple[str, ...] = ()
-    """What else leaves these bounds, in order."""
+    """Keys of further tensors that differ, in order."""
 
     def __str__(self) -> str:
         apart = self.note or f"{self.distance:.1e} apart"
@@ -202,7 +202,7 @@ def walk(a: Step, b: Step, number: int, before: float = 0.0) -> tuple[Finding | 
 
 
 def ratio(a: Fingerprint, b: Fingerprint) -> str:
-    """Says so where one tensor is a multiple of the other."""
+    """A note where one tensor is a multiple of the other, else nothing."""
     known = np.abs(a.values) > 0.1 * np.abs(a.values).max(initial=0)
     ratios = b.values[known] / a.values[known] if a.places.shape == b.places.shape else np.array([])
     if len(ratios) > 1 and np.ptp(ratios) < max(1e-3, GAIN * a.eps) * abs(float(np.median(ratios))):
@@ -211,7 +211,7 @@ def ratio(a: Fingerprint, b: Fingerprint) -> str:
 
 
 def differing_rows(a: Step, b: Step) -> Iterator[int]:
-    """Rows of the batch that the two do not have alike; of what files are missing, none."""
+    """Rows of the batch that differ, or that one lacks although none of its files is missing."""
     damaged = a.problems or b.problems
     for row in sorted(a.rows.keys() & b.rows.keys() if damaged else a.rows.keys() | b.rows.keys()):
         if row not in a.rows or row not in b.rows or not np.array_equal(a.rows[row], b.rows[row]):
