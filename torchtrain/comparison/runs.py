@@ -185,9 +185,9 @@ def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
-    """A line for each parameter, and for the place in the data, that is not bitwise the same; whether rounding explains it.
+    """For each parameter, moments and average included, that is not bitwise the same: how, and if rounding explains it.
 
-    A parameter's moments and average belong to it. Files are verified first; CheckpointError: one is damaged.
+    The last may be the place in the data. CheckpointError: a file is damaged.
     """
     readers = []
     for folder in folders:
