@@ -122,6 +122,7 @@ class Fingerprints:
         self.dtype = dtype
         self.shapes = shapes_of(config)
         self.parts: dict[str, Part] = {}
+        self.places: dict[str, Tensor] = {}  # of the samples: those of a tensor, its gradient and its update
         self.tokens = torch.empty(0)
         self.next_row: dict[nn.Module, int] = {}  # of each model's next microbatch
         self.rows: Tensor | None = None  # of the forward that is under way
@@ -226,10 +227,12 @@ class Fingerprints:
             wide = block.double()  # faster than sums of dtype float64
             size = wide.abs()
             part.figures.append(torch.stack((wide.sum(), size.sum(), size.max())))
-        # A tensor, its gradient and its update are sampled at the same places.
         shape = self._shape(key)
-        count = math.prod(shape)
-        places = torch.from_numpy(permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name)))
+        if name not in self.places:
+            count = math.prod(shape)
+            sampled = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
+            self.places[name] = torch.from_numpy(sampled)
+        places = self.places[name]
         here = []
         for whole, along, held in zip(shape, torch.unravel_index(places, shape), index, strict=True):
             local = torch.full((whole,), -1)
