@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import geometric_mean, mean
@@ -79,15 +78,6 @@ def run(
     return gloo.run(ranks, function, config, model)  # type: ignore[return-value]
 
 
-# An axis alone goes on for ten steps. Of several axes together each step takes long.
-STEPS_OF_SEVERAL_AXES = 5
-
-
-def steps_of(text: str) -> int | None:
-    """The step after which a run on the layout ``text`` stops; None: it goes on to the end."""
-    return STEPS_OF_SEVERAL_AXES if sum(word[0] in AXES and word[1:].isdecimal() for word in text.split()) > 1 else None
-
-
 LAYOUTS = [
     ("S2", "odd"),
     ("S8", "plain"),
@@ -128,8 +118,7 @@ LAYOUTS = [
 def test_every_layout_gives_the_run_of_one_rank(
     gloo: GlooPool, references: dict[str, Curve], text: str, model: str
 ) -> None:
-    until = steps_of(text)
-    assert_same_run(run(gloo, text, MODELS[model], partial(train, until=until)), references[model], until=until)
+    assert_same_run(run(gloo, text, MODELS[model]), references[model])
 
 
 @pytest.mark.parametrize(
@@ -138,9 +127,8 @@ def test_every_layout_gives_the_run_of_one_rank(
 def test_a_loss_in_chunks_gives_the_same_run(
     gloo: GlooPool, references: dict[str, Curve], text: str, model: str
 ) -> None:
-    until = steps_of(text)
-    curves = run(gloo, text, MODELS[model], partial(train, until=until), training={"loss_chunk_tokens": 8})
-    assert_same_run(curves, references[model], until=until)
+    curves = run(gloo, text, MODELS[model], training={"loss_chunk_tokens": 8})
+    assert_same_run(curves, references[model])
     for curve in curves:  # before training has made the least difference larger
         assert curve.losses[0] == pytest.approx(references[model].losses[0], rel=1e-6)
         assert curve.grad_norms[0] == pytest.approx(references[model].grad_norms[0], rel=1e-6)
@@ -169,7 +157,7 @@ def train_and_count_whole_gradients(config: JobConfig, shape: TransformerConfig)
         return forward(model, *args, **options)
 
     with patch.object(Transformer, "forward", counted):
-        curve = train(config, shape, until=STEPS_OF_SEVERAL_AXES)
+        curve = train(config, shape)
     return curve, max(whole for whole, _ in seen), max(count for _, count in seen)
 
 
@@ -187,7 +175,7 @@ def test_what_microbatches_add_their_gradients_to(
         parallelism={"fsdp_gradient_accumulation": accumulation},
     )
     curves = [curve for curve, _, _ in found]
-    assert_same_run(curves, references["deep"], until=STEPS_OF_SEVERAL_AXES)
+    assert_same_run(curves, references["deep"])
     for _, whole, parameters in found:
         if accumulation == "unsharded":
             assert whole > parameters / 2
@@ -213,8 +201,7 @@ def test_what_microbatches_add_their_gradients_to(
 def test_options_change_nothing(
     gloo: GlooPool, references: dict[str, Curve], text: str, changes: dict[str, dict[str, Any]]
 ) -> None:
-    until = steps_of(text)
-    assert_same_run(run(gloo, text, DEEP, partial(train, until=until), **changes), references["deep"], until=until)
+    assert_same_run(run(gloo, text, DEEP, **changes), references["deep"])
 
 
 def _train_compiled(config: JobConfig, model: TransformerConfig) -> Curve:
