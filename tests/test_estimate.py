@@ -448,3 +448,21 @@ def test_search_writes_what_the_trainer_takes(
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
     assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
+
+
+def test_without_time_a_search_rehearses_the_layout_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    own = ["--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"]
+    output = ["--estimate.output", str(tmp_path / "best.toml")]
+    assert door.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
+    out = capsys.readouterr().out
+    told = re.search(
+        r"(\d+) of which may fit; 1 rehearsed in (\d+) s of CPU time, 1 of them fit; (\d+) passed over", out
+    )
+    assert told
+    assert int(told[2]) > 0
+    assert int(told[3]) == int(told[1]) - 1  # all but this one, which is among them
+    parallelism = parse(["--job.config_file", str(tmp_path / "best.toml")]).parallelism
+    assert (parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree) == (2, 2)

@@ -197,13 +197,14 @@ def search(config: JobConfig) -> int:
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
     promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
-    tried, work, began = [], 0, time.process_time()
+    tried, work, passed_over, began = [], 0, 0, time.process_time()
     budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
     # First the config as it is: what is found is no slower.
     for layout in own + [layout for layout in promising if layout not in own]:
         spent, more = time.process_time() - began, forwards(layout, batch)
         # What would take too long, pipelines of many microbatches, is passed over.
         if work and spent + spent / work * more > budget:
+            passed_over += 1
             continue
         tried.append((layout, estimate_of(layout)))
         work += more
@@ -214,7 +215,10 @@ def search(config: JobConfig) -> int:
             f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
         )
     fit = sum(found.fits for _, found in tried)
-    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed in {budget} s of CPU time, {fit} of them fit")
+    print_out(
+        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in "
+        f"{time.process_time() - began:.0f} s of CPU time, {fit} of them fit; {passed_over} passed over for lack of time"
+    )
     print_out(ranking_table(best))
     path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
     path.parent.mkdir(parents=True, exist_ok=True)
