@@ -73,6 +73,17 @@ def test_a_free_block_is_taken_again_and_split() -> None:
     assert peak_reserved(holes) == 100 * MIB
 
 
+def test_of_free_blocks_the_lowest_is_taken_and_the_growing_end_last() -> None:
+    blocks = [Allocation(n, 20 * MIB, 0) for n in range(5)]
+    freed = {n: Allocation(n, 0, 0) for n in range(5)}
+    # Of 0 and 2 the first is taken: so with 3 the third makes room for 40 MiB.
+    equal = [*blocks, freed[2], freed[0], Allocation(5, 20 * MIB, 0), freed[3], Allocation(6, 40 * MIB, 0)]
+    assert peak_reserved(equal) == 100 * MIB
+    # 40 MiB are free between, and 20 at the end, which stay: with 20 more they are the next 40.
+    end = [*blocks, freed[1], freed[2], freed[4], Allocation(5, 20 * MIB, 0), Allocation(6, 40 * MIB, 0)]
+    assert peak_reserved(end) == 120 * MIB
+
+
 def test_streams_and_small_blocks_have_pools_of_their_own() -> None:
     assert peak_reserved([Allocation(1, 40 * MIB, 0), Allocation(1, 0, 0), Allocation(2, 40 * MIB, 1)]) == 80 * MIB
     assert peak_reserved([Allocation(n, 512, 0) for n in range(4096)]) == 2 * MIB

@@ -215,9 +215,10 @@ def search(config: JobConfig) -> int:
             f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
         )
     fit = sum(found.fits for _, found in tried)
+    spent = time.process_time() - began
     print_out(
-        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in "
-        f"{time.process_time() - began:.0f} s of CPU time, {fit} of them fit; {passed_over} passed over for lack of time"
+        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in {spent:.0f} s of CPU "
+        f"time, {fit} of them fit; {passed_over} passed over for lack of time"
     )
     print_out(ranking_table(best))
     path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")

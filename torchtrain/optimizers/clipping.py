@@ -43,7 +43,7 @@ def clip_grad_norm(
     else:
         all_reduce(total := squares.sum())
     norm = total.sqrt().float().to(parameters[0].device)
-    # As torch.nn.utils.clip_grads_with_norm_, but for DTensor, which takes seconds to plan one product of all gradients.
+    # As torch.nn.utils.clip_grads_with_norm_, without DTensor: to plan one product of all gradients takes it seconds.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(parameter.grad) for parameter in parameters], factor)
     return norm

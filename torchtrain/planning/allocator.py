@@ -2,8 +2,8 @@
 
 After ``c10/cuda/CUDACachingAllocator.cpp``: each stream has two pools, for blocks up to 1 MiB and for larger ones. An
 allocation takes the smallest free block of its pool that is large enough, of equal ones that with the lowest address,
-and splits off what it does not need. With ``expandable_segments`` each pool is one segment that grows at its end; what
-is free there is as large as it can grow, so any other block goes before it. Else memory comes in segments of fixed sizes.
+and splits off what it does not need. With ``expandable_segments`` each pool is one segment that grows at its end; the
+free block there counts as large as it can grow, so any other goes before it. Else segments have fixed sizes.
 """
 
 from bisect import bisect_left, insort
