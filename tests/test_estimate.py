@@ -31,7 +31,7 @@ from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.following import following
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
-from torchtrain.planning.operations import collective, moved_bytes
+from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.summary import estimate
 from torchtrain.run_plan import resolve_global_batch_size
 from torchtrain.train_step import TrainStep
@@ -278,6 +278,39 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
             missing = other[key] - one[key]
             assert missing == pytest.approx(0, abs=1e-12) or missing == pytest.approx(left_out), key
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("schedule", "sequences"), [("1F1B", 6), ("Interleaved1F1B", 8)])
+def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(schedule: str, sequences: int) -> None:
+    parallelism = {
+        "pipeline_parallel_degree": 4,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_layers_per_stage": (1,) * (4 if schedule == "1F1B" else 8),
+        "tensor_parallel_degree": 2,
+    }
+    training = {"local_batch_size": sequences, "global_batch_size": 4 * sequences}
+    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 16})
+    shape = replace(SHAPE, n_layers=len(parallelism["pipeline_parallel_layers_per_stage"]))
+    whole, few = (
+        estimate(config, shape, 4 * sequences, GPUS["h100-80"], all_layers=True, stand_ins=stand_ins)
+        for stand_ins in (False, True)
+    )
+    assert [rank["rank"] for rank in few.ranks] == [0, 4, 12]
+    second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
+    stand_in = summary.step_of(2, 1, whole.records[1], (0, 4, 8, 12))
+    assert second.operations != third.operations
+    assert without_module(stand_in.operations) == without_module(third.operations)
+    assert stand_in.microbatches == third.microbatches
+    assert few.step_seconds == whole.step_seconds
+    # The second has the most microbatches under way.
+    assert few.ranks == [whole.ranks[i] for i in (0, 1, 3)]
+    assert few.peak_reserved_gib == whole.peak_reserved_gib
+    assert all(whole.ranks[2][key] <= whole.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
+
+
+def without_module(operations: list[Operation]) -> list[Operation]:
+    """Layers have other numbers in other stages."""
+    return [replace(operation, module=re.sub(r"\d+", "", operation.module)) for operation in operations]
 
 
 def test_where_layers_are_not_alike_all_are_rehearsed() -> None:

@@ -60,9 +60,10 @@ def estimate_of(config: JobConfig) -> "Estimate":
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     degrees = refuse(config, shape, gpu)
+    batch = resolve_global_batch_size(config, degrees)
     # A picture is of all layers.
     all_layers = config.estimate.all_layers or bool(config.estimate.picture)
-    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, all_layers=all_layers)
+    return estimate(config, shape, batch, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
@@ -201,7 +202,7 @@ def search(config: JobConfig) -> int:
     budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
     # First the config as it is: what is found is no slower.
     for layout in own + [layout for layout in promising if layout not in own]:
-        spent, more = time.process_time() - began, forwards(layout, batch)
+        spent, more = time.process_time() - began, forwards(layout, shape, batch)
         # What would take too long, pipelines of many microbatches, is passed over.
         if work and spent + spent / work * more > budget:
             passed_over += 1
