@@ -104,8 +104,9 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         float8=config.float8,
     )
     parts = model.parts
-    tied = plan.model.tied_embeddings
-    states: dict[str, Stateful] = {"model": ModelState(parts, tied)}  # the others follow, before a load or a save
+    states: dict[str, Stateful] = {
+        "model": ModelState(parts, plan.model.tied_embeddings)
+    }  # the others follow, before a load or a save
     folder = Path(config.job.dump_folder) / "checkpoint"
     # The global batch in numbers, and the revisions: -1 with other ranks, and the newest later, would be others.
     training = replace(config.training, global_batch_size=plan.global_batch_size)
@@ -127,7 +128,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
             "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
         )
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
-    states["optimizer"] = OptimizerState(parts, optimizer, tied)
+    states["optimizer"] = OptimizerState(parts, optimizer)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if averages is not None:
         states["ema"] = averages

@@ -37,7 +37,7 @@ from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 OPTIONAL = ("sums.", "ema.")
 STATES = {"trained": "model", "ema": "ema"}
 """The state that holds these weights, under the parameters' names."""
-# With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
+# With tied embeddings, two names of one parameter; a last pipeline stage has a copy of both.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
 
 
@@ -75,8 +75,7 @@ class OptimizerState(Stateful):
     Hyperparameters are not in it: the config and the step give them.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, tied: bool = False) -> None:
-        self.tied = tied
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         # One optimizer for all parts, but torch takes one module: it puts the part's number before each name.
         self.parts = nn.ModuleList(parts)
         self.optimizer = optimizer
@@ -88,7 +87,7 @@ class OptimizerState(Stateful):
             section, name = key.split(".", 1)
             if section == "state":
                 parameter, entry = name.split(".", 1)[1].rsplit(".", 1)
-                tensors[f"{ORIGINAL if self.tied and parameter == TIED else parameter}.{entry}"] = value
+                tensors[f"{parameter}.{entry}"] = value
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
