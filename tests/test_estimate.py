@@ -25,6 +25,7 @@ from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
@@ -280,25 +281,27 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
 
 
-@pytest.mark.parametrize(("schedule", "sequences"), [("1F1B", 6), ("Interleaved1F1B", 8)])
-def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(schedule: str, sequences: int) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (1,) * (4 * STAGES_PER_RANK[schedule])
     parallelism = {
         "pipeline_parallel_degree": 4,
         "pipeline_parallel_schedule": schedule,
-        "pipeline_parallel_layers_per_stage": (1,) * (4 if schedule == "1F1B" else 8),
-        "tensor_parallel_degree": 2,
+        "pipeline_parallel_layers_per_stage": layers,
     }
-    training = {"local_batch_size": sequences, "global_batch_size": 4 * sequences}
-    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 16})
-    shape = replace(SHAPE, n_layers=len(parallelism["pipeline_parallel_layers_per_stage"]))
-    whole, few = (
-        estimate(config, shape, 4 * sequences, GPUS["h100-80"], all_layers=True, stand_ins=stand_ins)
-        for stand_ins in (False, True)
-    )
-    assert [rank["rank"] for rank in few.ranks] == [0, 4, 12]
+    training = {"local_batch_size": 4, "global_batch_size": 16}  # two runs on each of two
+    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
+    shape = replace(SHAPE, n_layers=len(layers))
+    whole = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True)
+    records = {record.rank: record for record in whole.records}
+    monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
+    few = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True, stand_ins=True)
+    assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
-    stand_in = summary.step_of(2, 1, whole.records[1], (0, 4, 8, 12))
-    assert second.operations != third.operations
+    stand_in = summary.step_of(2, 1, whole.records[1], (0, 2, 4, 6))
+    assert [o.name for o in second.operations] != [o.name for o in third.operations]  # another order
     assert without_module(stand_in.operations) == without_module(third.operations)
     assert stand_in.microbatches == third.microbatches
     assert few.step_seconds == whole.step_seconds

@@ -2,9 +2,9 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -259,11 +259,11 @@ def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:
     assert debug(gpu, 8, {}, fault=item_in_the_step).readbacks == ["item in forward", "item in forward"]
 
 
-def collectives_swapped_on_some(ranks: Sequence[int]) -> AbstractContextManager[Any]:
+def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
     update = TrainStep._update
 
     def swapped(step: TrainStep, number: int, loss: Any) -> Tensor:
-        if dist.get_rank() not in ranks:
+        if dist.get_rank() < 4:
             return update(step, number, loss)
         refused = step.guard.judge(number, loss, torch.zeros((), device=loss.total.device))
         with patch.object(UpdateGuard, "judge", lambda *_: refused):
@@ -273,16 +273,25 @@ def collectives_swapped_on_some(ranks: Sequence[int]) -> AbstractContextManager[
 
 
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
-    on_second_stage = partial(collectives_swapped_on_some, range(4, 8))
-    report = debug(gpu, 8, layout(pipeline=2), fault=on_second_stage)
+    report = debug(gpu, 8, layout(pipeline=2), fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 32 bytes"]
 
 
-def test_finds_collectives_in_another_order_within_a_stage(gpu: fake_cuda.Worker) -> None:
-    """Rank 7 shares no group of tensor parallelism with rank 0, and no rank that does is rehearsed."""
-    on_second_of_two = partial(collectives_swapped_on_some, range(1, 8, 2))
-    (found,) = debug(gpu, 8, layout(tensor=2), fault=on_second_of_two, compare=True).disagreements
-    assert re.fullmatch(r"call \d+ of a group: rank 0 has allreduce of 8 bytes, .*", found)
+def one_more_on_the_last_rank() -> AbstractContextManager[Any]:
+    update = TrainStep._update
+
+    def with_one_more(step: TrainStep, number: int, loss: Any) -> Tensor:
+        if dist.get_rank() == 7:
+            dist.all_reduce(torch.zeros(5, device=loss.total.device), group=step.model.mesh.batch.get_group())
+        return update(step, number, loss)
+
+    return patch.object(TrainStep, "_update", with_one_more)
+
+
+def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Worker) -> None:
+    """Rank 7 would wait for 1, 3 and 5, which are not rehearsed."""
+    (found,) = debug(gpu, 8, layout(tensor=2), fault=one_more_on_the_last_rank, compare=True).disagreements
+    assert re.fullmatch(r"call \d+ of a group: rank 0 has .*, rank 7 allreduce on \w+ of 20 bytes", found)
 
 
 def attention_not_kept() -> AbstractContextManager[Any]:
