@@ -16,6 +16,7 @@ import pytest
 from forked_door import checked_door, run_door
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchtrain.compare import main
@@ -362,6 +363,27 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     assert "lacks what rank(s) 1 of 2 wrote" in report["computed"]["lines"][2]
     assert report["computed"]["lines"][3].startswith("steps 1, 2, 3: ")
     assert code == 0
+
+
+def test_a_file_that_is_no_ranks_is_damage(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(1, train_with_fingerprints, tmp_path, LAYOUTS["1"][1], "float32")
+    folder = tmp_path / "fingerprints/step-1"
+    good = folder / "rank-0.safetensors"
+    arrays = load_file(good)
+    with safe_open(good, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    save_file(arrays, folder / "rank-0 (copy).safetensors", {"about": json.dumps(about)})
+    for name in about:
+        if name != "step":
+            lacking = {key: value for key, value in about.items() if key != name}
+            save_file(arrays, folder / f"rank-{10 + len(name)}.safetensors", {"about": json.dumps(lacking)})
+    without = {key: x for key, x in arrays.items() if not key.endswith("figures")}
+    save_file(without, folder / "rank-1.safetensors", {"about": json.dumps(about)})
+    step = read(folder)
+    assert len(step.problems) == 5
+    assert all("is damaged (" in problem for problem in step.problems)
+    assert len(step.tensors) > 50
+    assert walk(step, step, 1) == (None, 0.0)
 
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:

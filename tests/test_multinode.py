@@ -102,7 +102,7 @@ def test_a_cut_link_ends_both_sides_and_the_run_goes_on_when_it_is_back(spaces: 
     assert "takes more than 20 s" in said[0] + said[1]
     for text in said:
         assert "Timed out waiting" in text or "Connection closed by peer" in text
-    assert "the node where all meet does not answer" in said[1]
+    assert "the rendezvous node does not answer" in said[1]
     ip("-n", SPACES[0], "link", "set", "veth0", "up")
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
     more = ["--training.steps", str(saved + 3)]

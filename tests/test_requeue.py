@@ -35,9 +35,16 @@ class Job:
             (folder / name).chmod(0o755)
         self.environment = {
             **os.environ,
-            **{"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "python", "PAUSE_SECONDS": "0"},
-            **{"STEPS": str(self.steps), "REQUEUED": str(self.requeued), "FOLDER": str(self.run)},
-            **{"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_CPUS_ON_NODE": "1"},
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHON": "python",
+            "PAUSE_SECONDS": "0",
+            "STEPS": str(self.steps),
+            "REQUEUED": str(self.requeued),
+            "FOLDER": str(self.run),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "a",
+            "SLURM_CPUS_ON_NODE": "1",
             "SLURM_SUBMIT_DIR": str(ROOT),
         }
 

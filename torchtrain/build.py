@@ -41,7 +41,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.train_step import TrainStep, step_maker
+from torchtrain.train_step import StepFunction, step_maker
 from torchtrain.validation import Validator
 
 
@@ -153,7 +153,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
 class Loop:
     """What the training loop calls."""
 
-    train_step: TrainStep
+    train_step: StepFunction
     schedule: LRSchedule
     guard: UpdateGuard
     validator: Validator
