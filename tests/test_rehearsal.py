@@ -98,7 +98,7 @@ SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_chec
 COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
 BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
 EMA_AND_Z = {"ema.enable": True, "training.z_loss_weight": 1e-4}
-FOUR = {"training.local_batch_size": 4}
+THREE = {"training.local_batch_size": 3}  # microbatches: one forward between two backwards
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -120,7 +120,7 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "context-documents": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
-    "1F1B": (32, {**schedule("1F1B"), **FOUR, **layout(pipeline=2, tensor=2, context=2, replicate=2), **SELECTIVE}),
+    "1F1B": (32, {**schedule("1F1B"), **THREE, **layout(pipeline=2, tensor=2, context=2, replicate=2), **SELECTIVE}),
     "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=4), **COMPILE, **UNSHARDED, **accumulated(32)}),
     "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
