@@ -1,5 +1,6 @@
 """torchtrain.compare names the first tensor that differs, and raises no alarm where only the layout does."""
 
+import errno
 import functools
 import io
 import itertools
@@ -19,9 +20,11 @@ from parity import TINY, config_of, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from torchtrain import reading
 from torchtrain.compare import main
+from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.fingerprints.judge import differing_rows, read, walk
 
 ROOT = Path(__file__).parent.parent
@@ -318,7 +321,7 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
-        ([str(tmp_path), str(tmp_path / "none")], "config.toml' is not a file"),
+        ([str(tmp_path), str(tmp_path / "none")], "it has no config.toml"),
         ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
         ([str(tmp_path)], "compare needs one of RUN_B and --against"),
         ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
@@ -384,6 +387,35 @@ def test_a_file_that_is_no_ranks_is_damage(gloo: GlooPool, tmp_path: Path) -> No
     assert all("is damaged (" in problem for problem in step.problems)
     assert len(step.tensors) > 50
     assert walk(step, step, 1) == (None, 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(to_toml(config_of()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return tmp_path
+
+
+def test_lines_that_are_no_numbers_of_a_step_are_passed_over(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": "low"}\n{"step": 3, "lr": []}\n[4]\n5\n{"step": 6, "loss": null}\n{"ste')
+    run = open_run(folder)
+    assert run.lines == {1: {"step": 1, "loss": 2.0}, 6: {"step": 6, "loss": None}}
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(reading.time, "sleep", lambda _: None)
+    with pytest.raises(StorageError, match=rf"{name} cannot be read: Input/output error, in 4 attempts"):
+        open_run(folder)
 
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:

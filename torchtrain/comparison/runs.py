@@ -27,6 +27,7 @@ from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.fingerprints.judge import Step, differing_rows, read, walk
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizers.groups import group_of
+from torchtrain.reading import names_in, read_file
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import load_tokenizer
 
@@ -36,6 +37,7 @@ KINDS = {
     Kind.LAYOUT: "changes its speed alone",
     Kind.HARMLESS: "changes nothing",
 }
+CURVES = ("loss", "grad_norm", "lr")
 JUMP = 10  # times as far apart as ever before
 
 
@@ -73,16 +75,19 @@ class RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """ConfigError where ``path`` is no run's folder. Lines that are cut short are passed over."""
-    if not path.is_dir():
-        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model")
-    file, start = path / "metrics.jsonl", {}
+    """ConfigError where ``path`` is no run's folder, StorageError. Lines that are cut short are passed over."""
+    names = names_in(path) if path.is_dir() else []
+    if "config.toml" not in names:
+        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
+    start: dict[str, Any] = {}
     lines: dict[int, dict[str, Any]] = {}
-    for text in file.read_bytes().splitlines() if file.is_file() else ():
+    for text in read_file(path / "metrics.jsonl").splitlines() if "metrics.jsonl" in names else ():
         try:
             line = json.loads(text)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
+            continue
+        if any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
             continue
         if line.get("event") == "start":
             start = line
@@ -126,7 +131,8 @@ def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
     if not steps:
         return section.say("no step that both have logged")
     tolerance = max(a.rounding, b.rounding) / 4
-    for key, limit in (("loss", tolerance), ("grad_norm", tolerance), ("lr", 1e-12)):
+    for key in CURVES:
+        limit = 1e-12 if key == "lr" else tolerance
         apart = {step: relative(a.lines[step].get(key), b.lines[step].get(key)) for step in steps}
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
