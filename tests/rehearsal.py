@@ -16,7 +16,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.ledger import KINDS
-from torchtrain.planning.order import disagreements
+from torchtrain.planning.order import calls_of, difference, disagreements
 from torchtrain.run_plan import check_run, resolve_global_batch_size
 from torchtrain.shape import model_shape
 
@@ -71,16 +71,6 @@ def config_of(options: Mapping[str, Any]) -> JobConfig:
     return parse(arguments)
 
 
-def neighbors(degrees: Degrees) -> list[int]:
-    """Rank 0 and, on each axis, the next: with them each kind of group has two ranks that can be compared."""
-    ranks, stride = [0], 1
-    for axis in ("tensor", "context", "shard", "replicate"):
-        if getattr(degrees, axis) > 1:
-            ranks.append(stride)
-        stride *= getattr(degrees, axis)
-    return ranks
-
-
 def checked(
     options: Mapping[str, Any], world_size: int, shape: Mapping[str, Any]
 ) -> tuple[JobConfig, TransformerConfig, Degrees]:
@@ -105,11 +95,13 @@ def run(
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
     refusals: bool = False,
 ) -> Report:
-    """Refuse what ``train`` refuses; then rehearse each kind of rank, with ``compare`` also one more along each axis.
+    """Refuse what ``train`` refuses; then rehearse each kind of rank.
 
     Args:
         shape: fields of the model that replace those of its flavor.
         device: of the fake tensors.
+        compare: rehearse the last rank of the first stage, too, which has another place than rank 0 on every axis, and
+            compare all that the two call.
         max_microbatches: of those that accumulate: more of them do the same again.
         fault: entered around it.
         refusals: whether to report one; else it is an error.
@@ -122,7 +114,8 @@ def run(
         return Report([], [], str(error))
     rows = resolve_global_batch_size(config, degrees) // degrees.batch
     rows = min(rows, max_microbatches * config.training.local_batch_size)
-    ranks = sorted({*ranks_of_each_kind(degrees), *(neighbors(degrees) if compare else ())})
+    last = world_size // degrees.pipeline - 1
+    ranks = sorted({*ranks_of_each_kind(degrees), *([last] if compare else ())})
     with fault():
         records = {
             rank: rehearse(
@@ -146,6 +139,10 @@ def run(
         ledger = record.ledger
         peak = dict(zip(KINDS, step.peak, strict=True))
         seen.append(Seen(rank, peak, sum(step.peak), flops, recomputed, collectives, ledger.readbacks, ledger.others))
-    return Report(
-        seen, disagreements({r: [o for s in v.ledger.steps for o in s.operations] for r, v in records.items()})
-    )
+    operations = {
+        rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()
+    }
+    found = disagreements(operations)
+    if compare:
+        found.append(difference("rank 0", calls_of(operations[0]), f"rank {last}", calls_of(operations[last])))
+    return Report(seen, list(filter(None, found)))

@@ -25,13 +25,14 @@ from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.following import following
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
-from torchtrain.planning.operations import collective, moved_bytes
+from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.summary import estimate
 from torchtrain.run_plan import resolve_global_batch_size
 from torchtrain.train_step import TrainStep
@@ -71,6 +72,17 @@ def test_a_free_block_is_taken_again_and_split() -> None:
     # 20 MiB are mapped at once; a block between two that are in use is too small for more.
     holes = [Allocation(n, 20 * MIB, 0) for n in range(3)] + [Allocation(1, 0, 0), Allocation(4, 30 * MIB, 0)]
     assert peak_reserved(holes) == 100 * MIB
+
+
+def test_of_free_blocks_the_lowest_is_taken_and_the_growing_end_last() -> None:
+    blocks = [Allocation(n, 20 * MIB, 0) for n in range(5)]
+    freed = {n: Allocation(n, 0, 0) for n in range(5)}
+    # Of 0 and 2 the first is taken: so with 3 the third makes room for 40 MiB.
+    equal = [*blocks, freed[2], freed[0], Allocation(5, 20 * MIB, 0), freed[3], Allocation(6, 40 * MIB, 0)]
+    assert peak_reserved(equal) == 100 * MIB
+    # 40 MiB are free between, and 20 at the end, which stay: with 20 more they are the next 40.
+    end = [*blocks, freed[1], freed[2], freed[4], Allocation(5, 20 * MIB, 0), Allocation(6, 40 * MIB, 0)]
+    assert peak_reserved(end) == 120 * MIB
 
 
 def test_streams_and_small_blocks_have_pools_of_their_own() -> None:
@@ -269,6 +281,41 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (1,) * (4 * STAGES_PER_RANK[schedule])
+    parallelism = {
+        "pipeline_parallel_degree": 4,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_layers_per_stage": layers,
+    }
+    training = {"local_batch_size": 4, "global_batch_size": 16}  # two runs on each of two
+    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
+    shape = replace(SHAPE, n_layers=len(layers))
+    whole = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True)
+    records = {record.rank: record for record in whole.records}
+    monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
+    few = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True, stand_ins=True)
+    assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
+    second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
+    stand_in = summary.step_of(2, 1, whole.records[1], (0, 2, 4, 6))
+    assert [o.name for o in second.operations] != [o.name for o in third.operations]  # another order
+    assert without_module(stand_in.operations) == without_module(third.operations)
+    assert stand_in.microbatches == third.microbatches
+    assert few.step_seconds == whole.step_seconds
+    # The second has the most microbatches under way.
+    assert few.ranks == [whole.ranks[i] for i in (0, 1, 3)]
+    assert few.peak_reserved_gib == whole.peak_reserved_gib
+    assert all(whole.ranks[2][key] <= whole.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
+
+
+def without_module(operations: list[Operation]) -> list[Operation]:
+    """Only what gathers and waits needs its module, by a number that differs between stages."""
+    return [replace(o, module=re.sub(r"\d+", "", o.module) if o.fsdp or o.name == "wait" else "") for o in operations]
+
+
 def test_where_layers_are_not_alike_all_are_rehearsed() -> None:
     shape = replace(SHAPE, n_layers=8)
     config = config_of(
@@ -448,3 +495,21 @@ def test_search_writes_what_the_trainer_takes(
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
     assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
+
+
+def test_without_time_a_search_rehearses_the_layout_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    own = ["--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"]
+    output = ["--estimate.output", str(tmp_path / "best.toml")]
+    assert door.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
+    out = capsys.readouterr().out
+    told = re.search(
+        r"(\d+) of which may fit; 1 rehearsed in (\d+) s of CPU time, 1 of them fit; (\d+) passed over", out
+    )
+    assert told
+    assert int(told[2]) > 0
+    assert int(told[3]) == int(told[1]) - 1  # all but this one, which is among them
+    parallelism = parse(["--job.config_file", str(tmp_path / "best.toml")]).parallelism
+    assert (parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree) == (2, 2)

@@ -2,8 +2,9 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU n
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
 P = "parallelism."
 SMALL = {"training.seq_len": 64, "training.local_batch_size": 4, "training.loss_chunk_tokens": 0}
+Reports = Callable[[str], Report]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,12 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.Worker]:
     worker = fake_cuda.Worker(tmp_path_factory.mktemp("fake_cuda"))
     yield worker
     worker.close()
+
+
+@pytest.fixture(scope="module")
+def on_gpu(gpu: fake_cuda.Worker) -> Reports:
+    """Of a layout of ``MATRIX``, rehearsed once."""
+    return cache(lambda name: debug(gpu, *MATRIX[name], compare=True))
 
 
 def layout(**degrees: int) -> dict[str, int]:
@@ -45,6 +53,8 @@ def layout(**degrees: int) -> dict[str, int]:
 def debug(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any], **more: Any) -> Report:
     """Of the debug model with as few layers as its stages need."""
     pipeline = options.get(f"{P}pipeline_parallel_degree", 1)
+    if pipeline > 1:  # microbatches: as few as 1F1B takes
+        options = {"training.local_batch_size": pipeline, **options}
     shape = {"n_layers": max(2, 2 * pipeline), "vocab_size": 512, **more.pop("shape", {})}
     report: Report = worker.run(rehearsal.run, {**SMALL, **options}, world_size, shape=shape, **more)
     return report
@@ -88,6 +98,7 @@ SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_chec
 COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
 BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
 EMA_AND_Z = {"ema.enable": True, "training.z_loss_weight": 1e-4}
+THREE = {"training.local_batch_size": 3}  # microbatches: one forward between two backwards
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -109,7 +120,7 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "context-documents": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
-    "1F1B": (32, {**schedule("1F1B"), **layout(pipeline=2, tensor=2, context=2, replicate=2), **SELECTIVE}),
+    "1F1B": (32, {**schedule("1F1B"), **THREE, **layout(pipeline=2, tensor=2, context=2, replicate=2), **SELECTIVE}),
     "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=4), **COMPILE, **UNSHARDED, **accumulated(32)}),
     "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
@@ -118,9 +129,8 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_options(gpu: fake_cuda.Worker, name: str) -> None:
-    world_size, options = MATRIX[name]
-    check(debug(gpu, world_size, options, compare=True))
+def test_options(on_gpu: Reports, name: str) -> None:
+    check(on_gpu(name))
 
 
 OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -139,8 +149,8 @@ def test_offload(gpu: fake_cuda.Worker, name: str) -> None:
 def test_offload_counts_what_crosses_to_the_host(gpu: fake_cuda.Worker) -> None:
     """Parameters before each gathering, gradients after each reduction: by closed form, in float32 shards."""
     options = {"training.enable_cpu_offload": True, **accumulated(64)}
-    (rank, _) = debug(gpu, 8, options, compare=True).ranks
-    (stand_in, _) = debug(gpu, 8, options, compare=True, device="cpu").ranks
+    (rank,) = debug(gpu, 8, options).ranks
+    (stand_in,) = debug(gpu, 8, options, device="cpu").ranks
     crossed = dict.fromkeys(("copy_to_gpu", "copy_to_host", "copy_to_host_and_wait"), 0)
     for (axis, name, size), count in rank.collectives.items():
         if axis == "host":
@@ -205,13 +215,11 @@ ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_the_planner_s_stand_in_agrees(gpu: fake_cuda.Worker, name: str) -> None:
+def test_the_planner_s_stand_in_agrees(gpu: fake_cuda.Worker, on_gpu: Reports, name: str) -> None:
     """The plan is made on fake CPU tensors: live bytes by kind, collectives and operations are those on a GPU."""
-    world_size, options = MATRIX[name]
-    on_gpu = debug(gpu, world_size, options)
-    planned = debug(gpu, world_size, options, device="cpu")
-    for one, other in zip(on_gpu.ranks, planned.ranks, strict=True):
-        assert one.rank == other.rank
+    on_gpus = {seen.rank: seen for seen in on_gpu(name).ranks}
+    for other in debug(gpu, *MATRIX[name], device="cpu").ranks:
+        one = on_gpus[other.rank]
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
         for kind, size in one.peak.items():
             assert other.peak[kind] == pytest.approx(size, rel=0.01, abs=0.01 * one.peak_bytes), kind
@@ -267,6 +275,23 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
     report = debug(gpu, 8, layout(pipeline=2), fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 32 bytes"]
+
+
+def one_more_on_the_last_rank() -> AbstractContextManager[Any]:
+    update = TrainStep._update
+
+    def with_one_more(step: TrainStep, number: int, loss: Any) -> Tensor:
+        if dist.get_rank() == 7:
+            dist.all_reduce(torch.zeros(5, device=loss.total.device), group=step.model.mesh.batch.get_group())
+        return update(step, number, loss)
+
+    return patch.object(TrainStep, "_update", with_one_more)
+
+
+def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Worker) -> None:
+    """Rank 7 would wait for 1, 3 and 5, which are not rehearsed."""
+    (found,) = debug(gpu, 8, layout(tensor=2), fault=one_more_on_the_last_rank, compare=True).disagreements
+    assert re.fullmatch(r"call \d+ of a group: rank 0 has .*, rank 7 allreduce on \w+ of 20 bytes", found)
 
 
 def attention_not_kept() -> AbstractContextManager[Any]:

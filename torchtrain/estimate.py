@@ -60,9 +60,10 @@ def estimate_of(config: JobConfig) -> "Estimate":
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     degrees = refuse(config, shape, gpu)
+    batch = resolve_global_batch_size(config, degrees)
     # A picture is of all layers.
     all_layers = config.estimate.all_layers or bool(config.estimate.picture)
-    return estimate(config, shape, resolve_global_batch_size(config, degrees), gpu, all_layers=all_layers)
+    return estimate(config, shape, batch, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
@@ -197,13 +198,14 @@ def search(config: JobConfig) -> int:
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
     promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
-    tried, work, began = [], 0, time.process_time()
+    tried, work, passed_over, began = [], 0, 0, time.process_time()
     budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
     # First the config as it is: what is found is no slower.
     for layout in own + [layout for layout in promising if layout not in own]:
-        spent, more = time.process_time() - began, forwards(layout, batch)
+        spent, more = time.process_time() - began, forwards(layout, shape, batch)
         # What would take too long, pipelines of many microbatches, is passed over.
         if work and spent + spent / work * more > budget:
+            passed_over += 1
             continue
         tried.append((layout, estimate_of(layout)))
         work += more
@@ -214,7 +216,11 @@ def search(config: JobConfig) -> int:
             f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
         )
     fit = sum(found.fits for _, found in tried)
-    print_out(f"{len(guesses)} layouts, {len(tried)} rehearsed in {budget} s of CPU time, {fit} of them fit")
+    spent = time.process_time() - began
+    print_out(
+        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in {spent:.0f} s of CPU "
+        f"time, {fit} of them fit; {passed_over} passed over for lack of time"
+    )
     print_out(ranking_table(best))
     path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
     path.parent.mkdir(parents=True, exist_ok=True)

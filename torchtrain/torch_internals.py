@@ -60,7 +60,7 @@ MEMBERS = {
     "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
     "torch._inductor.config._micro_pipeline_tp": "asynchronous tensor parallelism",
     "torch._fused_sdp_choice": "the name of the attention kernel in use",
-    "torch._foreach_mul_": "exact sums: scale all gradients",
+    "torch._foreach_mul_": "scale all gradients: clipping, exact sums",
     "torch.cuda.memory._record_memory_history": "memory snapshots",
     "torch.cuda.memory._snapshot": "memory snapshots",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",

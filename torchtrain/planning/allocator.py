@@ -1,8 +1,9 @@
 """What PyTorch's caching allocator would reserve on a GPU for a sequence of allocations.
 
 After ``c10/cuda/CUDACachingAllocator.cpp``: each stream has two pools, for blocks up to 1 MiB and for larger ones. An
-allocation takes the smallest free block of its pool that is large enough, and splits off what it does not need; with
-``expandable_segments`` each pool is one segment that grows at its end, else memory comes in segments of fixed sizes.
+allocation takes the smallest free block of its pool that is large enough, of equal ones that with the lowest address,
+and splits off what it does not need. With ``expandable_segments`` each pool is one segment that grows at its end; the
+free block there counts as large as it can grow, so any other goes before it. Else segments have fixed sizes.
 """
 
 from bisect import bisect_left, insort
@@ -26,10 +27,10 @@ class Allocation(NamedTuple):
 
 
 class _Block:
-    __slots__ = ("free", "next", "previous", "size", "unused_segment")
+    __slots__ = ("address", "free", "next", "previous", "size")
 
-    def __init__(self, size: int, previous: "_Block | None" = None, next: "_Block | None" = None):
-        self.size, self.previous, self.next, self.free = size, previous, next, False
+    def __init__(self, address: int, size: int, previous: "_Block | None" = None, next: "_Block | None" = None):
+        self.address, self.size, self.previous, self.next, self.free = address, size, previous, next, False
 
 
 class _Pool:
@@ -39,18 +40,21 @@ class _Pool:
         self.small, self.expandable = small, expandable
         self.free: list[tuple[int, int, _Block]] = []  # by size
         self.last: _Block | None = None  # of an expandable segment
+        self.end = 0  # the address of what is reserved next
 
     def allocate(self, size: int) -> tuple[_Block, int]:
         """A block of at least ``size``, and how many bytes had to be reserved for it."""
         at = bisect_left(self.free, (size, 0))
+        if at + 1 < len(self.free) and self.free[at][2] is self.last:
+            at += 1
         if at < len(self.free):
             block = self.free.pop(at)[2]
             block.free = False
             self._split(block, size)
             return block, 0
         if not self.expandable:
-            block = _Block(self._segment(size))
-            reserved = block.size
+            reserved = self._segment(size)
+            block = _Block(self.end, reserved)
         else:
             page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
             end = self.last if self.last is not None and self.last.free else None
@@ -62,10 +66,11 @@ class _Pool:
                 end.free = False
                 block = end
             else:
-                block = _Block(reserved, previous=self.last)
+                block = _Block(self.end, reserved, previous=self.last)
                 if self.last is not None:
                     self.last.next = block
                 self.last = block
+        self.end += reserved
         self._split(block, size)
         return block, reserved
 
@@ -79,7 +84,7 @@ class _Pool:
         if rest < MIN_BLOCK or not (self.small or self.expandable or rest > SMALL_SIZE):
             return
         block.size = size
-        other = _Block(rest, previous=block, next=block.next)
+        other = _Block(block.address + size, rest, previous=block, next=block.next)
         if block.next is not None:
             block.next.previous = other
         block.next = other
@@ -103,10 +108,10 @@ class _Pool:
 
     def _put(self, block: _Block) -> None:
         block.free = True
-        insort(self.free, (block.size, id(block), block))
+        insort(self.free, (block.size, block.address, block))
 
     def _take(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, id(block)))]
+        del self.free[bisect_left(self.free, (block.size, block.address))]
         block.free = False
 
 

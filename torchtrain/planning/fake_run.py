@@ -1,7 +1,7 @@
 """A run without devices: the trainer's own mesh, model, optimizer and train step, on tensors that hold no data."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import count
@@ -29,9 +29,11 @@ from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
+from torchtrain.parallelisms.pipeline_llama import resolve_microbatches
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
 from torchtrain.planning.ledger import Ledger
+from torchtrain.planning.stand_ins import Action, orders_of
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -54,6 +56,8 @@ class RankRecord:
     parameter_bytes: int
     parameters: int  # elements on this rank
     ledger: Ledger
+    orders: Mapping[int, Sequence[Action]]
+    """What each rank of its pipeline does in one run."""
 
 
 class _NeverAsked:
@@ -258,4 +262,6 @@ def _two_steps(
             ledger.adopt([local(value) for state in optimizer.state.values() for value in state.values()], "optimizer")
             ledger.end_step()
     size = sum(parameter.nbytes for parameter in parameters)
-    return RankRecord(rank, size, sum(parameter.numel() for parameter in parameters), ledger)
+    count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
+    orders = orders_of(model.pipeline, count)
+    return RankRecord(rank, size, sum(parameter.numel() for parameter in parameters), ledger, orders)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 
 from torchtrain.loss import OutputLoss
 from torchtrain.optimizers.adamw import local
@@ -72,6 +73,13 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
             if parameter.sharded_param.grad is not None:
                 ledger.adopt(local(parameter.sharded_param.grad), "gradients")
 
+    def marking(original: Any, name: str) -> Any:
+        def run(stage: PipelineStage, number: int, *args: Any, **options: Any) -> Any:
+            ledger.record.chunks.append((len(ledger.record.operations), name, stage.stage_index, number))
+            return original(stage, number, *args, **options)
+
+        return run
+
     def microbatch(*args: Any, **options: Any) -> Tensor:
         ledger.begin_microbatch()
         return forward_backward(*args, **options)
@@ -89,6 +97,8 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
         patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
         patch.object(ParallelModel, "forward_backward", microbatch),
+        patch.object(PipelineStage, "forward_one_chunk", marking(PipelineStage.forward_one_chunk, "FORWARD")),
+        patch.object(PipelineStage, "backward_one_chunk", marking(PipelineStage.backward_one_chunk, "FULL_BACKWARD")),
         patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
         patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
         ledger,

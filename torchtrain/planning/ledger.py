@@ -38,6 +38,8 @@ class StepRecord:
     operations: list[Operation] = field(default_factory=list)
     microbatches: list[int] = field(default_factory=list)
     """The number of operations before each of them."""
+    chunks: list[tuple[int, str, int, int]] = field(default_factory=list)
+    """The same of a pipeline's computations, with what they are, of which stage and which microbatch of a run."""
     timeline: list[Sizes] = field(default_factory=list)
     """Live bytes whenever they changed."""
     peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)

@@ -42,6 +42,16 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
     return [line for line in found if line]
 
 
+def calls_of(operations: Sequence[Operation]) -> list[Call]:
+    """All collectives and messages of a rank, by the axis of their group and not by its members.
+
+    These are the same on ranks that differ only in their places on the mesh, but for sizes of all-to-all.
+    """
+    return [
+        (f"{o.name} on {o.axis}", 0 if o.name == "alltoall_base" else o.bytes) for o in operations if len(o.ranks) > 1
+    ]
+
+
 def difference(name: str, calls: Sequence[Call], other_name: str, others: Sequence[Call]) -> str:
     """The first call in which two sequences differ, in words, or an empty string."""
     for i, (call, other) in enumerate(zip_longest(calls, others)):

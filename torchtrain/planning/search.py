@@ -8,8 +8,9 @@ from typing import Literal
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
+from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK, plan_stages
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
+from torchtrain.planning.stand_ins import first_of_each_kind
 from torchtrain.planning.summary import MICROBATCHES, Estimate, world_size_of
 
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
@@ -117,7 +118,7 @@ def guess(
     return Guess(config, max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB)
 
 
-def forwards(config: JobConfig, global_batch_size: int) -> int:
+def forwards(config: JobConfig, shape: TransformerConfig, global_batch_size: int) -> int:
     """How many forwards of a stage a rehearsal of ``config`` runs, by which its time goes."""
     parallelism, local = config.parallelism, config.training.local_batch_size
     pipeline = parallelism.pipeline_parallel_degree
@@ -125,7 +126,9 @@ def forwards(config: JobConfig, global_batch_size: int) -> int:
     count = min(MICROBATCHES, global_batch_size // (batch * local))
     if pipeline == 1:
         return count
-    return count * local * pipeline * STAGES_PER_RANK[parallelism.pipeline_parallel_schedule]
+    schedule = parallelism.pipeline_parallel_schedule
+    kinds = len(set(first_of_each_kind(plan_stages(shape, parallelism), pipeline, schedule)))
+    return count * local * kinds * STAGES_PER_RANK[schedule]
 
 
 def worth_trying(guesses: list[Guess], gpu: Gpu) -> list[Guess]:

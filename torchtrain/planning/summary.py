@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from torchtrain.parallelisms.pipeline_llama import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.ledger import KINDS
+from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
 from torchtrain.planning.timing import Clock, replay
 
 INTERVAL = 0.15  # of throughput, either way: docs/estimate.md compares with published runs
@@ -140,8 +141,13 @@ class Estimate:
         }
 
 
-def figures_of(records: Sequence[RankRecord], clock: Clock, microbatches: int) -> Figures:
-    """Of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most."""
+def figures_of(
+    records: Sequence[RankRecord], steps: Mapping[int, StepRecord], clock: Clock, microbatches: int
+) -> Figures:
+    """Of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most.
+
+    ``steps``: their last ones, and those of the ranks that they stand for.
+    """
 
     def of(operations: dict[int, list[Operation]]) -> Figures:
         times = replay(operations, clock)
@@ -155,12 +161,17 @@ def figures_of(records: Sequence[RankRecord], clock: Clock, microbatches: int) -
         traffic = collectives(operations[busiest])
         return Figures(ranks, peaks, streams, scattered, traffic, dict(work[busiest]), seconds)
 
-    steps = {record.rank: record.ledger.steps[-1] for record in records}
     found = of({rank: step.operations for rank, step in steps.items()})
     if microbatches <= MICROBATCHES:
         return found
     fewer = of({rank: without(step.operations, *step.microbatches[1:3]) for rank, step in steps.items()})
     return fewer.extended(found, microbatches - MICROBATCHES + 1)
+
+
+def step_of(number: int, first: int, record: RankRecord, ranks: Sequence[int]) -> StepRecord:
+    """The last step of pipeline rank ``number``, which is ``first``, whose record this is, or one of its kind."""
+    step = record.ledger.steps[-1]
+    return step if number == first else stand_in(step, first, number, record.orders[number], ranks)
 
 
 def without(operations: list[Operation], first: int, last: int) -> list[Operation]:
@@ -268,11 +279,13 @@ def estimate(
     efficiency: Efficiency | None = None,
     *,
     all_layers: bool = False,
+    stand_ins: bool = False,
 ) -> Estimate:
     """Rehearse one rank of each kind, and time them together.
 
     ``config`` must be one that ``build.check_run`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
-    the smallest pipeline stage, then with one more in each, and extended from these.
+    the smallest pipeline stage, then with one more in each, and extended from these. With ``stand_ins``, of the ranks
+    in the middle of a pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     clock = Clock(gpu, config.estimate.gpus_per_node, efficiency or Efficiency(), config)
@@ -284,19 +297,24 @@ def estimate(
         run = config
         if len(stages) > 1:
             run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
-        rehearsed[:] = [
-            rehearse(
+        ranks, firsts = ranks_of_each_kind(degrees), list(range(degrees.pipeline))
+        if stand_ins:
+            firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
+        records = {
+            first: rehearse(
                 run,
                 replace(shape, n_layers=sum(stages)),
                 degrees,
-                rank,
+                ranks[first],
                 rows=min(microbatches, MICROBATCHES) * config.training.local_batch_size,
                 document_start=0 if config.data.document_mask else None,
                 capability=gpu.capability,
             )
-            for rank in ranks_of_each_kind(degrees)
-        ]
-        return figures_of(rehearsed, clock, microbatches)
+            for first in sorted(set(firsts))
+        }
+        rehearsed[:] = records.values()
+        steps = {ranks[i]: step_of(i, first, records[first], ranks) for i, first in enumerate(firsts)}
+        return figures_of(rehearsed, steps, clock, microbatches)
 
     left_out = min(stages) - LAYERS
     # Where every so many layers are checkpointed, layers are not alike.

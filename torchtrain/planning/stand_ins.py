@@ -1,0 +1,132 @@
+"""Ranks in the middle of a pipeline, whose stages do what those of another rank do, in an order of their own.
+
+The rank that is rehearsed in the place of others is the first of its kind: it has the most microbatches under way, so
+none of the others needs more memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchtrain.planning.ledger import StepRecord
+from torchtrain.planning.operations import Operation
+
+if TYPE_CHECKING:
+    from torchtrain.parallelisms.pipeline_llama import Pipeline
+
+Action = tuple[str, int, int]
+"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch."""
+COMPUTES = ("FORWARD", "FULL_BACKWARD")
+# What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next).
+MESSAGES = {
+    "SEND_F": ("send", True),
+    "RECV_F": ("recv", False),
+    "SEND_B": ("send", False),
+    "RECV_B": ("recv", True),
+}
+
+
+def first_of_each_kind(stages: Sequence[int], ranks: int, schedule: str) -> list[int]:
+    """For each rank of a pipeline, the one that is rehearsed in its place, or itself.
+
+    ``stages``: their numbers of layers. The ends have an embedding or an output, and so do not stand for others.
+    """
+    firsts: dict[tuple[int, ...], int] = {}
+    known = schedule in ("1F1B", "Interleaved1F1B")
+    return [
+        firsts.setdefault(tuple(stages[rank::ranks]), rank) if known and 0 < rank < ranks - 1 else rank
+        for rank in range(ranks)
+    ]
+
+
+def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[Action]]:
+    """By rank of the pipeline, what it does in one run of ``count`` microbatches."""
+    if pipeline is None:
+        return {}
+    ranks, table = pipeline.mesh.size(), getattr(pipeline.schedule, "pipeline_order_with_comms", None)
+    if table is None:
+        return {rank: one_forward_one_backward(rank, ranks, count) for rank in range(ranks)}
+    return {
+        rank: [
+            (a.computation_type.name, a.stage_index // ranks, a.microbatch_index)
+            for a in actions
+            if a.computation_type.name in (*COMPUTES, *MESSAGES)
+        ]
+        for rank, actions in table.items()
+    }
+
+
+def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
+    """As ``Schedule1F1B`` does it on a rank that is at neither end, for ``count`` microbatches."""
+    ahead = min(count, ranks - rank)  # forwards before the first backward
+    found: list[tuple[str, int]] = []
+    for i in range(ahead):
+        found += [("RECV_F", i), ("FORWARD", i), ("SEND_F", i)]
+    found.pop()  # sent with the first backward's message
+    for i in range(count):
+        if ahead + i <= count:
+            found.append(("SEND_F", ahead + i - 1))
+        found += [("RECV_B", i), ("FULL_BACKWARD", i), ("SEND_B", i)]
+        if ahead + i < count:
+            found += [("RECV_F", ahead + i), ("FORWARD", ahead + i)]
+    return [(name, 0, i) for name, i in found]
+
+
+def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action], ranks: Sequence[int]) -> StepRecord:
+    """The operations of pipeline rank ``number``, from ``step`` of ``first``.
+
+    ``order``: what it does in a run. ``ranks``: of the pipeline, as numbered in the world.
+    """
+    shift = ranks[number] - ranks[first]
+    found = StepRecord()
+    found.operations += moved(step.operations[: step.microbatches[0]], shift)
+    for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
+        found.microbatches.append(len(found.operations))
+        run = _Run(step, range(start, stop), ranks[first], len(ranks))
+        for operations in (run.head, *(run.parts[action] for action in named(order)), run.tail):
+            found.operations += moved(operations, shift)
+    return found
+
+
+def named(order: Sequence[Action]) -> list[Action]:
+    """Messages are all alike."""
+    return [(name, 0, 0) if name in MESSAGES else (name, stage, number) for name, stage, number in order]
+
+
+def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
+    """By ``shift`` ranks, but for groups that go through all stages."""
+    found = []
+    for operation in operations:
+        if operation.peer is not None:
+            found.append(replace(operation, peer=operation.peer + shift))
+        elif operation.axis in WITHIN_STAGE:
+            found.append(replace(operation, ranks=tuple(rank + shift for rank in operation.ranks)))
+        else:
+            found.append(operation)
+    return found
+
+
+WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
+
+
+class _Run:
+    """The operations of one run of the schedule by what they are for."""
+
+    def __init__(self, step: StepRecord, within: range, own: int, ranks: int):
+        self.head: list[Operation] = []  # before its first message or computation
+        self.tail: list[Operation] = []  # after its last one
+        self.parts: dict[Action, list[Operation]] = {}
+        marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
+        directions = {meaning: name for name, meaning in MESSAGES.items()}
+        current = self.head
+        for i in within:
+            operation = step.operations[i]
+            if i in marks:
+                # What comes between, such as gathering parameters, belongs to the computation after it.
+                self.parts[marks[i]] = current = self.tail if current is self.tail else []
+                self.tail = []
+            if operation.peer is not None:
+                self.parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
+                current = self.tail
+            else:
+                current.append(operation)
