@@ -67,11 +67,7 @@ def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int
         shape,
         Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
         device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
+        config,
     )
     initialize(model.parts, 0, device)
     with patch("torchtrain.optimizers.groups.Muon", WAYS[way]):

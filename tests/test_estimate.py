@@ -24,6 +24,7 @@ from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
@@ -33,8 +34,7 @@ from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import collective, moved_bytes
 from torchtrain.planning.summary import estimate
-from torchtrain.run_plan import resolve_global_batch_size
-from torchtrain.train_step import TrainStep
+from torchtrain.steps.train_step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20

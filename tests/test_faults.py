@@ -433,7 +433,7 @@ def stop_before(method: Any, name: str, call: int = 4) -> Any:
 
 
 def stop_before_update() -> Any:
-    from torchtrain.train_step import TrainStep
+    from torchtrain.steps.train_step import TrainStep
 
     return stop_before(TrainStep, "_update")
 

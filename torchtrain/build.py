@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtrain.attention.backends import attention_backend_name
 from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import STATES, ModelState, OptimizerState
@@ -20,28 +21,29 @@ from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Loader
+from torchtrain.devices import peak_flops
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
 from torchtrain.errors import FaultError
 from torchtrain.faults.hangs import HangWatch
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.float8 import compute_scales_after_updates, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.metrics import MetricsRecorder
 from torchtrain.models.llama import Transformer
-from torchtrain.models.llama.attention_backend import attention_backend_name
-from torchtrain.models.llama.flops import flops_per_token, peak_flops
+from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.float8 import compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.train_step import TrainStep, step_maker
+from torchtrain.steps.fingerprinted_step import step_maker
+from torchtrain.steps.train_step import TrainStep
 from torchtrain.validation import Validator
 
 
@@ -97,11 +99,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         plan.model,
         mesh,
         plan.device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
+        config,
     )
     parts = model.parts
     tied = plan.model.tied_embeddings

@@ -32,6 +32,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
 from torchtrain.planning.ledger import Ledger
+from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -39,7 +40,6 @@ from torchtrain.torch_internals import (
     _clear_sharding_prop_cache,
     _PipelineSchedule,
 )
-from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
 _numbers = count(1)  # of rehearsals
@@ -211,11 +211,7 @@ def rehearse(
                 shape,
                 mesh,
                 device,
-                training=config.training,
-                parallelism=config.parallelism,
-                activation_checkpoint=config.activation_checkpoint,
-                compile=config.compile,
-                float8=config.float8,
+                config,
             )
         with mode:
             initialize_buffers(model.parts, device)

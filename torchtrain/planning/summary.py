@@ -11,7 +11,7 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_llama import plan_stages
+from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
