@@ -27,7 +27,7 @@ from torchtrain.checkpoint.states import flatten, load_tensors, local_part, save
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
-from torchtrain.distributed.process_group import new_gloo_group
+from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
 from torchtrain.reading import names_in

@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
@@ -219,3 +221,18 @@ def _described(error: CheckpointException) -> str:
     """The first failure in DCP's error, in one line."""
     cause = cause_of(error)
     return str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {next(iter(error.failures))})"
+
+
+class LoaderState(Stateful):
+    """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
+
+    def __init__(self, loader: Loader, mesh: Mesh):
+        self.loader = loader
+        self.mesh = mesh
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = self.loader.state_dict()["rows"]
+        return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict({"rows": state_dict["rows"].to_local().cpu()})

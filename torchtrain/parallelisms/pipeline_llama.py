@@ -71,13 +71,36 @@ class ReducingStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
+def boundaries(
+    model: TransformerConfig, mesh: Mesh, rows: int, seq: int, training: Training, parallelism: Parallelism
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a microbatch is before the first stage, between stages and after the last: tensors on the meta device.
+
+    torch's stages are told these shapes, so that no stage must be run to find them out.
+    """
+    dtype = getattr(torch, training.mixed_precision_param)
+    between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    hidden, last_hidden = (
+        torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
+    )
+    return tokens, hidden, last_hidden
+
+
 def _hidden_states(h: Tensor, output: nn.Module) -> Tensor:  # noqa: ARG001
     """The last stage's head: the schedule hands the labels to its loss function alone."""
     return h
 
 
 class Pipeline:
-    """Runs this rank's stages together with those of the other ranks."""
+    """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
+
+        rank 0   tokens -> stage 0 -> send hidden states         receive their gradient -> backward of stage 0
+        rank 1     receive them -> stage 1 -> ``_loss`` -> backward of both -> send the gradient
+
+    In which order the microbatches do so, torch's schedule says. It hands labels to its loss function alone: so the
+    last stage ends with hidden states, and ``_loss`` applies the output layer to them.
+    """
 
     def __init__(
         self,
@@ -85,7 +108,6 @@ class Pipeline:
         mesh: Mesh,
         device: torch.device,
         loss: OutputLoss,
-        *,
         training: Training,
         parallelism: Parallelism,
     ):
@@ -95,47 +117,38 @@ class Pipeline:
         self.loss = loss
         self.losses = torch.zeros(2, device=device)
         self.global_tokens = torch.ones((), device=device)
+        self.stages = dict(sorted(stages.items()))
         model = next(iter(stages.values())).config
         count = len(plan_stages(model, parallelism))
+        self.first, self.last = stages.get(0), stages.get(count - 1)
+        self.tied = model.tied_embeddings
+        if self.last is not None:
+            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
+            self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
-        # What crosses the boundaries, so that no stage must be run to find out.
-        bs, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
-        hidden_seq = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
-        with torch.device("meta"):
-            tokens = torch.empty(bs, seq, dtype=torch.int64)
-            dtype = getattr(torch, training.mixed_precision_param)
-            hidden = torch.empty(bs, hidden_seq, model.dim, dtype=dtype, requires_grad=True)
-            last_hidden = torch.empty(bs, seq, model.dim, dtype=dtype, requires_grad=True)
+        rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
+        tokens, self.hidden, last_hidden = boundaries(model, mesh, rows, seq, training, parallelism)
         stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
-        pipeline_stages = [
+        self.pipeline_stages = [
             stage_type(
                 stage,
                 i,
                 count,
                 device,
-                input_args=tokens if i == 0 else hidden,
-                output_args=last_hidden if i == count - 1 else hidden,
+                input_args=tokens if i == 0 else self.hidden,
+                output_args=last_hidden if i == count - 1 else self.hidden,
                 group=self.mesh.get_group(),
             )
             for i, stage in stages.items()
         ]
+        self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
         schedule: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = schedule(
-            pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else pipeline_stages[0],
+            self.pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else self.pipeline_stages[0],
             n_microbatches=microbatches,
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
-        self.pipeline_stages = pipeline_stages
-        self.stages = dict(sorted(stages.items()))
-        self.rank_of: dict[int, int] = pipeline_stages[0].stage_index_to_group_rank
-        self.hidden = hidden
-        self.first = stages.get(0)
-        self.last = stages.get(count - 1)
-        self.tied = model.tied_embeddings
-        if self.last is not None:
-            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
-            self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
 
     def forward_backward(
         self,
@@ -186,7 +199,7 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
-        self.last.unshard()  # its forward is over
+        self.last.unshard()  # gather the output layer once more: FSDP may have freed it after the stage's forward
         assert self.last.output is not None
         losses = self.loss(hidden, self.last.output, labels)
         self.losses += exact_nats(losses.detach())
