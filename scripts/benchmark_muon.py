@@ -29,9 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.muon import Muon, orthogonalize
 from torchtrain.parallelisms.parallel_model import build_parallel_model

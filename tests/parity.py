@@ -132,7 +132,7 @@ def train(
             z_losses.append(global_mean(loss._replace(total=loss.z), model.mesh))
     moments = {}
     if model.sums is not None:
-        state = OptimizerState(model.parts, optimizer, shape.tied_embeddings).state_dict()
+        state = OptimizerState(model.parts, optimizer).state_dict()
         moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
     last = full_weights(model.parts)
     averaged_loss, averaged = 0.0, {}

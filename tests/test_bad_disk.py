@@ -209,6 +209,26 @@ def test_a_full_disk_does_not_end_the_run_that_reports(disk: DiskFaults, tmp_pat
     assert sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*")) > curves
 
 
+@contextmanager
+def unreadable_code() -> Iterator[None]:
+    """The disk that holds the package fails."""
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.suffix == ".py":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path)
+
+    with patch.object(Path, "read_bytes", read):
+        yield
+
+
+def test_code_that_cannot_be_hashed_does_not_end_the_run(tmp_path: Path) -> None:
+    output = finish(tmp_path, "--training.steps", "2", hook=unreadable_code)
+    assert "the first line of metrics.jsonl: [Errno 5] Input/output error" in output
+    assert [line["step"] for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())] == [1, 2]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
     command = [sys.executable, "-m", "torchtrain.train", "--parallelism.tensor_parallel_degree", "3"]

@@ -18,10 +18,9 @@ from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.distributed.mesh import local, resolve_degrees
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.limits.layout import resolve_global_batch_size

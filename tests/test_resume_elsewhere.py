@@ -18,6 +18,7 @@ from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import (
     Checkpoint,
     Data,
+    Ema,
     Job,
     JobConfig,
     LRScheduler,
@@ -74,6 +75,7 @@ def train(config: JobConfig, tied: bool) -> Part:
         admit_all(config),
         max_norm=config.training.max_norm,
         before_update=run.checkpoint.before_update,
+        averages=run.averages,
     )
     losses, tokens = [], []
     for number in range(run.step + 1, LAST + 1):
@@ -97,7 +99,10 @@ def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:
 def run_layout(
     gloo: GlooPool, folder: Path, layout: str, tied: bool, optimizer: Optimizer = ADAMW
 ) -> tuple[list[float], list[list[list[int]]]]:
-    """Losses, and the rows of each global batch, put together from the ranks, which must agree."""
+    """Losses, and the rows of each global batch, put together from the ranks, which must agree.
+
+    ``tied`` embeddings, which pipeline stages may have a copy each of, come with averaged weights.
+    """
     ranks, parallelism = LAYOUTS[layout]
     documents = folder / "documents.jsonl"
     code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
@@ -110,6 +115,7 @@ def run_layout(
             local_batch_size=2, global_batch_size=8, seq_len=16, steps=LAST, mixed_precision_param="float32"
         ),
         data=Data(path=str(documents)),
+        ema=Ema(enable=tied),
         parallelism=Parallelism(**parallelism),
         checkpoint=Checkpoint(enable=True, interval=SAVED),
     )
@@ -136,7 +142,8 @@ def test_resumed_on_another_layout_the_path_is_the_same(
 ) -> None:
     losses, batches = run_layout(gloo, tmp_path, saved_on, tied)
     saved = bytes_of_tensors(tmp_path / "checkpoint")
-    assert {name.split(".")[0] for name in saved} == {"model", "optimizer", "loader"}
+    states = {"model", "optimizer", "loader"} | ({"ema"} if tied else set())
+    assert {name.split(".")[0] for name in saved} == states
     assert len(losses) == LAST
     assert len({tuple(row) for batch in batches for row in batch}) == LAST * 8  # no two rows alike, to tell them apart
     for layout in resumed_on:

@@ -4,17 +4,21 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from forked_door import checked_door
 from gloo_pool import GlooPool
 from parity import TINY, joinery_of
 
 from torchtrain.build import build_run
-from torchtrain.config.schema import Data, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.checkpoint.states import flatten
+from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.run_plan import plan_run
 from torchtrain.validation import Validator
@@ -132,6 +136,52 @@ def test_every_layout_gives_the_same(
         for (step, results), (expected_step, expected) in zip(reports, reference, strict=True):
             assert step == expected_step
             assert results == pytest.approx(expected, rel=1e-6)
+
+
+def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
+    """Whether parameters and averages are what they were after a validation of the averages that ends in its midst."""
+    with joinery_of(TINY):
+        plan = plan_run(config)
+        run = build_run(config, plan)
+    assert run.averages is not None
+    for average in run.averages.averages.values():
+        average += 1.0
+    before = {name: local(tensor).clone() for name, tensor in flatten(run.checkpoint.states).items()}
+    calls = count()
+
+    def asked_in_the_second_batch() -> bool:
+        second = next(calls) == 1
+        if second and ends_by_error:
+            raise DataError("no more data")
+        return second
+
+    validator = Validator(
+        config.validation,
+        plan.validation_loaders,
+        run.model,
+        run.microbatches,
+        TOKENIZER.token_bytes,
+        lambda *_: None,
+        averaged=run.averaged,
+        must_stop=asked_in_the_second_batch,
+        watch=lambda _: nullcontext(),
+    )
+    with pytest.raises(DataError) if ends_by_error else nullcontext():
+        validator.maybe_run(1, last=True)
+    assert next(calls) == 2
+    after = flatten(run.checkpoint.states)
+    plan.loader.close()
+    run.checkpoint.close()
+    return all(torch.equal(local(after[name]), tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("ends_by_error", [False, True], ids=["stop", "error"])
+def test_a_validation_of_averages_that_ends_early_gives_the_weights_back(
+    gloo: GlooPool, folder: Path, ends_by_error: bool
+) -> None:
+    config = config_of(folder, rows=1)
+    config = replace(config, ema=Ema(enable=True), validation=replace(config.validation, weights="ema"))
+    assert gloo.run(2, weights_come_back, config, ends_by_error) == [True, True]
 
 
 def test_validation_needs_data_and_labels_of_its_own() -> None:

@@ -92,7 +92,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
     model = build_parallel_model(plan.model, mesh, plan.device, config)
-    parts, tied = model.parts, plan.model.tied_embeddings
+    parts = model.parts
     # The global batch in numbers, and the revisions: -1 with other ranks, and the newest later, would be others.
     training = replace(config.training, global_batch_size=plan.global_batch_size)
     config_toml = to_toml(replace(config, training=training, data=plan.data, validation=plan.validation))
@@ -107,8 +107,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         if averages is not None:
             averages.after_exchange = compute_scales
     states: dict[str, Stateful | None] = {
-        "model": ModelState(parts, tied),
-        "optimizer": OptimizerState(parts, optimizer, tied),
+        "model": ModelState(parts, plan.model.tied_embeddings),
+        "optimizer": OptimizerState(parts, optimizer),
         "ema": averages,
         "sums": model.sums,
         "loader": LoaderState(plan.loader, mesh),

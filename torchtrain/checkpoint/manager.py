@@ -23,11 +23,12 @@ from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Origin
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.states import flatten, load_tensors, local_part, save_tensors, unflatten
+from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors, unflatten
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.connections import new_gloo_group
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
 from torchtrain.reading import names_in
@@ -218,7 +219,7 @@ class CheckpointManager:
         self._newest = step
         tensors = flatten(self.states)
         if self.config.async_mode == "disabled" or last:
-            staged = {name: local_part(tensor) for name, tensor in tensors.items()}
+            staged = {name: local(tensor) for name, tensor in tensors.items()}
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()

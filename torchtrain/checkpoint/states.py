@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
-from torchtrain.distributed.mesh import Mesh
+from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
@@ -39,7 +39,7 @@ from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
 OPTIONAL = ("sums.", "ema.")
 STATES = {"trained": "model", "ema": "ema"}
 """The state that holds these weights, under the parameters' names."""
-# With tied embeddings, a last pipeline stage holds this parameter as a copy of that of the first stage.
+# With tied embeddings, two names of one parameter; a last pipeline stage has a copy of both.
 TIED, ORIGINAL = "output.weight", "tok_embeddings.weight"
 
 
@@ -77,8 +77,7 @@ class OptimizerState(Stateful):
     Hyperparameters are not in it: the config and the step give them.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, tied: bool = False) -> None:
-        self.tied = tied
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         # One optimizer for all parts, but torch takes one module: it puts the part's number before each name.
         self.parts = nn.ModuleList(parts)
         self.optimizer = optimizer
@@ -90,7 +89,7 @@ class OptimizerState(Stateful):
             section, name = key.split(".", 1)
             if section == "state":
                 parameter, entry = name.split(".", 1)[1].rsplit(".", 1)
-                tensors[f"{ORIGINAL if self.tied and parameter == TIED else parameter}.{entry}"] = value
+                tensors[f"{parameter}.{entry}"] = value
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,11 +110,6 @@ def unflatten(tensors: Mapping[str, Tensor], state_name: str) -> dict[str, Tenso
     """The part of ``flatten``'s result that belongs to ``state_name``."""
     prefix = state_name + "."
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorSavePlanner(DefaultSavePlanner):
@@ -150,7 +144,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
     def unwritten(self) -> Iterator[str]:
         """Names of tensors of which this rank's part was not written in full."""
         for name, tensor in self.state_dict.items():
-            if self._written.get(name, 0) != local_part(tensor).numel():
+            if self._written.get(name, 0) != local(tensor).numel():
                 yield name
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchtrain.config.schema import Metrics
 from torchtrain.datasets.loader import Batch, Loader
-from torchtrain.log import logger
+from torchtrain.log import BestEffort, logger
 from torchtrain.loss import TokenLoss
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import Writers
@@ -90,7 +90,8 @@ class MetricsRecorder:
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
             self.writers = self.stack.enter_context(Writers(config, folder, config_toml, first_step))
-            self.record_event(first_step, "start", {"ranks": dist.get_world_size(), **where(device)})
+            with BestEffort("the first line of metrics.jsonl"):
+                self.record_event(first_step, "start", {"ranks": dist.get_world_size(), **where(device)})
 
     def __enter__(self) -> "MetricsRecorder":
         return self

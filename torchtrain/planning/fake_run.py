@@ -18,12 +18,11 @@ from torch.optim import adam
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.distributed.mesh import Degrees, Mesh, local
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from torchtrain.distributed.mesh import local
 from torchtrain.loss import OutputLoss
-from torchtrain.optimizers.adamw import local
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.planning.ledger import Ledger
 from torchtrain.planning.operations import Operation
