@@ -14,15 +14,27 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
-NAMES = ("loss", "gradient norm")
-
 
 class _Verdict(NamedTuple):
     """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
 
     step: int
-    numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, bad, bad losses, ranks stopping
+    numbers: Tensor  # (9,), in the order of ``_Numbers``
     ready: torch.cuda.Event | None
+
+
+class _Numbers(NamedTuple):
+    """A verdict's numbers on the host: of the step, of the window of good steps before it, and counts."""
+
+    loss: float
+    grad_norm: float
+    mean_loss: float
+    mean_grad_norm: float
+    deviation_loss: float
+    deviation_grad_norm: float
+    bad: float  # 1 or 0
+    bad_losses: float  # ranks whose loss is not finite
+    stopping: float  # ranks that were asked to stop
 
 
 class UpdateGuard:
@@ -97,24 +109,26 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        *found, bad, bad_losses, stopping_ranks = numbers.tolist()
-        self.stop.agreed = self.stop.agreed or stopping_ranks > 0
-        if not bad:
+        found = _Numbers(*numbers.tolist())
+        self.stop.agreed = self.stop.agreed or found.stopping > 0
+        if not found.bad:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
-        values, means, deviations = (dict(zip(NAMES, found[i : i + 2], strict=True)) for i in (0, 2, 4))
-        if bad_losses:
-            problem = f"loss not finite on {bad_losses:.0f} rank(s)"
-        elif not math.isfinite(values["gradient norm"]):
+        if found.bad_losses:
+            problem = f"loss not finite on {found.bad_losses:.0f} rank(s)"
+        elif not math.isfinite(found.grad_norm):
             problem = "gradient not finite"
         else:
-            name = next(n for n in NAMES if values[n] > means[n] + self.config.spike_threshold * deviations[n])
+            loss = ("loss", found.loss, found.mean_loss, found.deviation_loss)
+            grad_norm = ("gradient norm", found.grad_norm, found.mean_grad_norm, found.deviation_grad_norm)
+            loss_is_high = found.loss > found.mean_loss + self.config.spike_threshold * found.deviation_loss
+            name, value, mean, deviation = loss if loss_is_high else grad_norm
             problem = (
-                f"{name} {values[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
-                f"{means[name]:.4g} +- {deviations[name]:.2g}"
+                f"{name} {value:.4g} is a spike: the last {self.config.spike_window} steps had {mean:.4g} "
+                f"+- {deviation:.2g}"
             )
-        self._refused(step, problem, values)
+        self._refused(step, problem, {"loss": found.loss, "gradient norm": found.grad_norm})
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""
