@@ -1,7 +1,5 @@
 """What is known of a run before its ranks meet: everything is checked and opened here, or refused."""
 
-import errno
-import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +9,7 @@ import torch
 from torchtrain.attention.backends import choose_attention_backend
 from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.weights import find_weights
-from torchtrain.config.schema import (
-    Data,
-    JobConfig,
-    Source,
-    Validation,
-)
+from torchtrain.config.schema import Data, JobConfig, Source, Validation
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
@@ -25,7 +18,7 @@ from torchtrain.distributed.agreement import of_first_rank_in_its_time
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.writers import check_writers
+from torchtrain.metrics.writers import check_writers, make_dump_folder
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
 from torchtrain.shape import model_shape
@@ -118,17 +111,3 @@ def _with_revisions(config: JobConfig) -> JobConfig:
     if validation.enable:
         validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
     return replace(config, data=data, validation=validation)
-
-
-def make_dump_folder(folder: Path) -> None:
-    """ConfigError where there can be no such folder, or this user may not write to it."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            problem = "it cannot be written to"
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
-            problem = error.strerror or str(error)
-    if problem:
-        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")

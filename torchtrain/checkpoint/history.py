@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify_file
+from torchtrain.checkpoint.manifest import Manifest, problem_in, read_manifest
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
@@ -131,8 +131,7 @@ class History:
             return f"{folder} is the checkpoint of step {origin.step} under another name"
         if origin.run and self.run and origin.run != self.run:
             return f"{folder} is that of another run"
-        found = (verify_file(folder, record) for record in manifest.files[self.rank :: self.ranks])
-        return next((problem for problem in found if problem is not None), None)
+        return problem_in(folder, manifest.files[self.rank :: self.ranks])
 
     def config_toml(self, step: int) -> str:
         """The config of the run that has made the checkpoint of ``step``; CheckpointError where it has none."""

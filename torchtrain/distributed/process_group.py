@@ -85,12 +85,6 @@ def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()
             set_group_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def on_one_machine(group: dist.ProcessGroup) -> bool:
-    """Whether torchrun started all ranks of ``group`` on the same machine."""
-    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return len({rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}) == 1
-
-
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce``, skipped where ``group`` has one rank."""
     if dist.get_world_size(group) > 1:

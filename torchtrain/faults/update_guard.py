@@ -14,27 +14,23 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
+NAMES = ("loss", "gradient norm")
+# Of the step, and of the window of good steps before it; whether it is bad; on how many ranks.
+NUMBERS = (
+    *NAMES,
+    *(f"{what} {name}" for what in ("mean", "deviation") for name in NAMES),
+    "bad",
+    "bad losses",
+    "stopping",
+)
+
 
 class _Verdict(NamedTuple):
     """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
 
     step: int
-    numbers: Tensor  # (9,), in the order of ``_Numbers``
+    numbers: Tensor  # of ``NUMBERS``
     ready: torch.cuda.Event | None
-
-
-class _Numbers(NamedTuple):
-    """A verdict's numbers on the host: of the step, of the window of good steps before it, and counts."""
-
-    loss: float
-    grad_norm: float
-    mean_loss: float
-    mean_grad_norm: float
-    deviation_loss: float
-    deviation_grad_norm: float
-    bad: float  # 1 or 0
-    bad_losses: float  # ranks whose loss is not finite
-    stopping: float  # ranks that were asked to stop
 
 
 class UpdateGuard:
@@ -109,26 +105,24 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        found = _Numbers(*numbers.tolist())
-        self.stop.agreed = self.stop.agreed or found.stopping > 0
-        if not found.bad:
+        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
+        self.stop.agreed = self.stop.agreed or found["stopping"] > 0
+        if not found["bad"]:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
-        if found.bad_losses:
-            problem = f"loss not finite on {found.bad_losses:.0f} rank(s)"
-        elif not math.isfinite(found.grad_norm):
+        if found["bad losses"]:
+            problem = f"loss not finite on {found['bad losses']:.0f} rank(s)"
+        elif not math.isfinite(found["gradient norm"]):
             problem = "gradient not finite"
         else:
-            loss = ("loss", found.loss, found.mean_loss, found.deviation_loss)
-            grad_norm = ("gradient norm", found.grad_norm, found.mean_grad_norm, found.deviation_grad_norm)
-            loss_is_high = found.loss > found.mean_loss + self.config.spike_threshold * found.deviation_loss
-            name, value, mean, deviation = loss if loss_is_high else grad_norm
+            threshold = self.config.spike_threshold
+            name = next(n for n in NAMES if found[n] > found[f"mean {n}"] + threshold * found[f"deviation {n}"])
             problem = (
-                f"{name} {value:.4g} is a spike: the last {self.config.spike_window} steps had {mean:.4g} "
-                f"+- {deviation:.2g}"
+                f"{name} {found[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
+                f"{found[f'mean {name}']:.4g} +- {found[f'deviation {name}']:.2g}"
             )
-        self._refused(step, problem, {"loss": found.loss, "gradient norm": found.grad_norm})
+        self._refused(step, problem, {name: found[name] for name in NAMES})
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""

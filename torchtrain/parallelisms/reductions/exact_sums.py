@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtrain.devices import device_kind
-from torchtrain.distributed.process_group import all_reduce, on_one_machine
-from torchtrain.parallelisms.reductions.stand_ins import PairedAllocation, summands_of_all_ranks
+from torchtrain.distributed.connections import on_one_machine
+from torchtrain.distributed.process_group import all_reduce
+from torchtrain.parallelisms.reductions.stand_ins import StandIn, summands_of_all_ranks
 from torchtrain.torch_internals import DefaultReduceScatter
 
 HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
@@ -79,7 +80,7 @@ class ExactSums(Stateful):
         return True
 
 
-class ExactReduceScatter(PairedAllocation):
+class ExactReduceScatter(StandIn):
     """Takes gradients in ``dtype`` from FSDP, and gives it their sums over ``ranks`` in multiples of the spacing.
 
     ``all_to_all``: gradients are sent as they are, and rounded where they arrive; else rounded before, 8 bytes each.
@@ -100,18 +101,13 @@ class ExactReduceScatter(PairedAllocation):
             filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
-        assert op == dist.ReduceOp.SUM
-        assert not async_op
+    def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
         if not self.all_to_all:
-            DefaultReduceScatter()(output_tensor, self.sums.rounded(input_tensor), group, op)
+            DefaultReduceScatter()(output, self.sums.rounded(summands), group, dist.ReduceOp.SUM)
             return
-        block = CPU_BLOCK if output_tensor.device.type == "cpu" else BLOCK
-        columns = torch.split(summands_of_all_ranks(input_tensor, group), block, dim=1)
-        for total, column in zip(torch.split(output_tensor, block), columns, strict=True):
+        block = CPU_BLOCK if output.device.type == "cpu" else BLOCK
+        columns = torch.split(summands_of_all_ranks(summands, group), block, dim=1)
+        for total, column in zip(torch.split(output, block), columns, strict=True):
             torch.sum(self.sums.rounded(column), dim=0, out=total)
 
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torchtrain.torch_internals import ReduceScatter
 
 
-class PairedAllocation(ReduceScatter):
-    """Tells FSDP's two calls of ``allocate`` apart. For each group of parameters FSDP does in turn:
+class StandIn(ReduceScatter):
+    """A reduce-scatter of our own. For each group of parameters FSDP does in turn:
 
     allocate(whole size)     -> the input, into which FSDP copies the gradients of the group
     allocate(a shard's size) -> the output
@@ -22,7 +22,7 @@ class PairedAllocation(ReduceScatter):
                                 copies the input to the output instead
     """
 
-    input: Tensor | None = None  # between the two calls
+    input: Tensor | None = None  # between the two calls of ``allocate``, which it tells apart
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.input is None:
@@ -34,25 +34,7 @@ class PairedAllocation(ReduceScatter):
     def make_input(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        raise NotImplementedError
-
-
-class NoReduceScatter(PairedAllocation):
-    """On one rank: the input is the output, and FSDP's copy from one to the other costs nothing."""
-
-    def make_output(self, filled: Tensor, *_: Any) -> Tensor:
-        return filled
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Never called by FSDP on one rank."""
-        raise NotImplementedError
-
-
-class AllToAllReduceScatter(ReduceScatter):
-    """For gloo, whose own takes longer: every rank gets all summands of its shard and adds them itself."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -61,14 +43,31 @@ class AllToAllReduceScatter(ReduceScatter):
         """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
         assert op == dist.ReduceOp.SUM
         assert not async_op
-        torch.sum(summands_of_all_ranks(input_tensor, group), dim=0, out=output_tensor)
+        self.reduce(output_tensor, input_tensor, group)
+
+    def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
+        raise NotImplementedError
 
 
-def summands_of_all_ranks(input_tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+class NoReduceScatter(StandIn):
+    """On one rank: the input is the output, and FSDP's copy from one to the other costs nothing."""
+
+    def make_output(self, filled: Tensor, *_: Any) -> Tensor:
+        return filled
+
+
+class AllToAllReduceScatter(StandIn):
+    """For gloo, whose own takes longer: every rank gets all summands of its shard and adds them itself."""
+
+    def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
+        torch.sum(summands_of_all_ranks(summands, group), dim=0, out=output)
+
+
+def summands_of_all_ranks(summands: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What all ranks have for this rank's shard: (ranks, elements of the shard)."""
-    summands = torch.empty_like(input_tensor)
-    dist.all_to_all_single(summands, input_tensor, group=group)
-    return summands.view(group.size(), -1)
+    gathered = torch.empty_like(summands)
+    dist.all_to_all_single(gathered, summands, group=group)
+    return gathered.view(group.size(), -1)
 
 
 def fit_to_cpu(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
