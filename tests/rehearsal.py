@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from call_order import disagreements
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
@@ -17,7 +18,6 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.ledger import KINDS
-from torchtrain.planning.order import disagreements
 from torchtrain.shape import model_shape
 
 CAPABILITY = (9, 0)

@@ -72,12 +72,7 @@ class HangWatch:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        doing: Callable[[], str] = str,
+        self, folder: Path, rank: int, world_size: int, timeout_seconds: float, doing: Callable[[], str] = str
     ) -> None:
         """``doing``: says what is under way on this rank beside the main thread."""
         self.folder = folder

@@ -87,11 +87,6 @@ def boundaries(
     return tokens, hidden, last_hidden
 
 
-def _hidden_states(h: Tensor, output: nn.Module) -> Tensor:  # noqa: ARG001
-    """The last stage's head: the schedule hands the labels to its loss function alone."""
-    return h
-
-
 class Pipeline:
     """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
 
@@ -124,7 +119,8 @@ class Pipeline:
         self.tied = model.tied_embeddings
         if self.last is not None:
             # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
-            self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
+            to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
+            self.last.forward = to_hidden_states  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
         tokens, self.hidden, last_hidden = boundaries(model, mesh, rows, seq, training, parallelism)
