@@ -66,8 +66,7 @@ class CheckpointManager:
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    G is the generation of this incarnation of the run: each start takes the next one (``claim.py``), and one that finds
-    a newer generation in the folder raises SupersededError in place of the rename.
+    G is the generation: each start of the run takes the next one (``claim.py``), and an earlier one may not rename.
     """
 
     def __init__(
