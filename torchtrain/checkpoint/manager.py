@@ -59,7 +59,7 @@ class CheckpointManager:
         main thread                         thread "save"                          on disk
         maybe_save(100): wait for the
           save before, copy the state,
-          start the thread                  write this rank's tensors              step-100.partial-G
+          start the thread                  write this rank's tensors              step-100.G.partial
         steps 101, 102, ...                 wait for all ranks' tensors
                                             rank 0: manifest; claim still ours?    step-100 (renamed)
                                             the future ``_pending`` is done
