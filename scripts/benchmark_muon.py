@@ -9,21 +9,15 @@ the formula in docs/performance.md.
 """
 
 import argparse
-import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from benchmark import LAUNCHER_ENVIRONMENT
+from benchmark_sums import in_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -133,22 +127,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
-    model = next(
-        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    print(
-        f"{model or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True
-    )
-    with TemporaryDirectory() as folder:
-        os.environ.update(LAUNCHER_ENVIRONMENT)
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=measure, args=(r, f"{folder}/store", args)) for r in range(args.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    with suppress(StopIteration):
-        raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+    in_processes(measure, args)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ tells more on a busy machine.
 import argparse
 import multiprocessing
 import os
-import platform
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from benchmark import LAUNCHER_ENVIRONMENT
+from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
 from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Training
@@ -111,6 +110,21 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def in_processes(measure: Callable[[int, str, argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Say what machine this is, and call ``measure(rank, file of the store, args)`` in ``args.ranks`` processes."""
+    print(f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True)
+    with TemporaryDirectory() as folder:
+        os.environ.update(LAUNCHER_ENVIRONMENT)
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=measure, args=(r, f"{folder}/store", args)) for r in range(args.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    with suppress(StopIteration):
+        raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -123,22 +137,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"with {FAST!r}")
     args = parser.parse_args()
-    model = next(
-        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    print(
-        f"{model or platform.processor()}, {os.cpu_count()} cores, torch {torch.__version__}; {vars(args)}", flush=True
-    )
-    with TemporaryDirectory() as folder:
-        os.environ.update(LAUNCHER_ENVIRONMENT)
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=measure, args=(r, f"{folder}/store", args)) for r in range(args.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    with suppress(StopIteration):
-        raise SystemExit(next(process.exitcode for process in ranks if process.exitcode))
+    in_processes(measure, args)
 
 
 if __name__ == "__main__":

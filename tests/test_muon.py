@@ -147,7 +147,7 @@ def test_bytes_sent(gloo: GlooPool, replicas: int) -> None:
 def test_owners_have_alike_much_work() -> None:
     blocks = [torch.empty(shape, device="meta") for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2]
     blocks += [torch.empty(shape, device="meta") for shape in [(14336, 4096)] * 2 + [(4096, 14336)]]
-    matrices = [Matrix(parameter, Degrees()) for parameter in blocks * 32]
+    matrices = [Matrix(parameter, Degrees(), {}) for parameter in blocks * 32]
     for ranks in (1, 2, 8, 24, 32):
         owned = deal(matrices, ranks)
         assert len({id(matrix) for matrix in chain.from_iterable(owned)}) == len(matrices)

@@ -83,8 +83,7 @@ def build_optimizer(
         foreach=config.implementation == "foreach",
     )
     if config.name == "muon":
-        matrices = [parameter for some in parameters["matrices"].values() for parameter in some]
-        optimizer.step_of_other_rules = Muon(optimizer, matrices, config, mesh).step
+        optimizer.step_of_other_rules = Muon(optimizer, config, mesh).step
     return optimizer
 
 

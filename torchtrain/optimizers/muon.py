@@ -7,9 +7,10 @@ back, so that every layout makes the same update of the same numbers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,10 +58,11 @@ def block_of(shape: tuple[int, int], axis: int, degrees: Degrees, rank: int) -> 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of two dimensions, split over the ranks of a pipeline stage."""
+    """A parameter of two dimensions, split over the ranks of a pipeline stage, and the options of its group."""
 
     parameter: Tensor
     degrees: Degrees
+    options: Mapping[str, Any]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,16 +131,9 @@ class Transfer:
 
 
 class Muon:
-    """The rule of the matrices among the parameters of ``optimizer``."""
+    """The rule "muon" of groups of ``optimizer``, whose parameters are DTensors on ``mesh``; None: plain tensors."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[Tensor],
-        config: Optimizer,
-        mesh: Mesh | None,
-    ) -> None:
-        """``parameters``: the matrices; DTensors, unless ``mesh`` is None. Collective over all ranks."""
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Optimizer, mesh: Mesh | None) -> None:
         self.optimizer = optimizer
         degrees = mesh.degrees if mesh is not None else Degrees()
         self.group = mesh.stage.get_group() if mesh is not None else None
@@ -147,15 +142,16 @@ class Muon:
         of_replica = degrees.fsdp * degrees.tensor
         # Ranks that together have one copy of all gradients, this one among them. An owner hears of no others.
         self.replica = range(self.rank // of_replica * of_replica, (self.rank // of_replica + 1) * of_replica)
+        groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
+        matrices = [Matrix(parameter, degrees, group) for group in groups for parameter in group["params"]]
         # Where ranks talk to each other and compute. Under CPU offload the parameters lie elsewhere.
-        device = torch.device(mesh.world.device_type) if mesh is not None else parameters[0].device
+        device = torch.device(mesh.world.device_type) if mesh is not None else matrices[0].parameter.device
         dtype = config.muon_dtype
         if dtype == "auto":
             dtype = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
         self.nothing = torch.empty(0, dtype=getattr(torch, dtype), device=device)
         self.momentum, self.iterations = config.muon_momentum, config.muon_iterations
         self.state_dtype = getattr(torch, config.state_dtype)
-        matrices = [Matrix(parameter, degrees) for parameter in parameters]
         for matrix in matrices:
             assert matrix.elements(self.rank) == local(matrix.parameter).numel()
         self.buckets = in_buckets(deal(matrices, self.ranks), self.nothing.itemsize)
@@ -238,11 +234,9 @@ class Muon:
 
     def _add(self, matrix: Matrix, update: Tensor) -> None:
         """Add to this rank's part of ``matrix`` that of its ``update``."""
-        groups = self.optimizer.param_groups
-        options = next(group for group in groups if any(own is matrix.parameter for own in group["params"]))
-        rate, part = options["lr"], local(matrix.parameter)
+        rate, part = matrix.options["lr"], local(matrix.parameter)
         change = update.reshape(part.shape).to(part) * (-rate * ADAMW_RMS * math.sqrt(max(matrix.shape)))
-        self._write(part, (part * (1 - rate * options["weight_decay"])).add_(change))
+        self._write(part, (part * (1 - rate * matrix.options["weight_decay"])).add_(change))
 
     def _write(self, tensor: Tensor, new: Tensor) -> None:
         """``tensor`` becomes ``new``, unless the update is refused (see ``groups.update``)."""
