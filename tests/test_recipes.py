@@ -1,0 +1,78 @@
+"""scripts/recipes.py: what it would run, in which order, and what it says of what has been run."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recipes import DECAYS, RATES, SEEDS, Recipe, Results, reaches, recipes_of, report
+
+from torchtrain.config.parse import parse
+
+START = Recipe("adamw", 0.0, dim=128, layers=4, tokens=100 * 2048)
+CHOSEN = argparse.Namespace(rates=RATES, optimizers=("adamw", "muon"))
+
+
+def curve_to(loss: float) -> list[dict[str, float]]:
+    return [{"step": 50, "loss": loss + 1, "ema": loss + 1}, {"step": 100, "loss": loss, "ema": loss - 0.5}]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    results = Results(tmp_path / "results.jsonl")
+    for recipe in recipes_of("rates", START, results, CHOSEN):
+        loss = 100 * abs(recipe.lr - {"adamw": 1e-3, "muon": 4e-3}[recipe.optimizer])
+        results.add(recipe, curve_to(4 + loss), 0.5, 1)
+    return results
+
+
+def test_every_recipe_is_a_config_that_the_trainer_takes(results: Results, tmp_path: Path) -> None:
+    for part in ("rates", "decays", "seeds", "schedules", "z", "mup"):
+        recipes = list(recipes_of(part, START, results, CHOSEN))
+        for recipe in (recipes[0], recipes[-1]):
+            config = parse(recipe.options(tmp_path, tmp_path))
+            assert (config.optimizer.name, config.optimizer.lr) == (recipe.optimizer, recipe.lr)
+            assert config.training.z_loss_weight == recipe.z
+            assert config.mup.base_dim == recipe.base_dim
+            assert config.training.steps * 2048 == recipe.tokens
+
+
+def test_later_parts_take_the_best_rate_and_then_the_best_decay(results: Results) -> None:
+    decays = list(recipes_of("decays", START, results, CHOSEN))
+    assert [(r.optimizer, r.lr, r.decay) for r in decays] == [
+        (name, lr, decay) for name, lr in (("adamw", 1e-3), ("muon", 4e-3)) for decay in DECAYS
+    ]
+    results.add(replace(START, lr=1e-3, decay=0.3), curve_to(3.5), 0.5, 1)
+    seeds = [r for r in recipes_of("seeds", START, results, CHOSEN) if r.optimizer == "adamw"]
+    assert [(r.lr, r.decay, r.seed) for r in seeds] == [(1e-3, 0.3, seed) for seed in SEEDS]
+
+
+def test_a_part_without_the_one_before_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="part z needs the best rate of adamw: run --parts rates with it first"):
+        list(recipes_of("z", START, Results(tmp_path / "results.jsonl"), CHOSEN))
+
+
+def test_what_has_been_run_is_read_again(results: Results) -> None:
+    again = Results(results.file)
+    assert again.lines == results.lines
+    assert len(again.lines) == 10
+    json.loads(results.file.read_text().splitlines()[0])
+
+
+def test_tokens_to_a_loss_lie_on_straight_lines_between_validations() -> None:
+    assert reaches(curve_to(4.0), 4.25, 10) == 875
+    assert reaches(curve_to(4.0), 6.0, 10) == 500
+    assert reaches(curve_to(4.0), 3.9, 10) is None
+
+
+def test_the_report_says_what_was_not_run(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    report(results, START, tmp_path / "curves.png")
+    text = capsys.readouterr().out
+    assert "| muon | 4.350 | 4.300 | 4.200 | 4.000 | 4.400 |" in text
+    assert "muon at its best rate, 0.004, by decay: 0: not run, 0.1: 4.000, 0.3: not run" in text
+    assert "| muon | 1 | 4.000 (4.000 to 4.000; 1) | 3.500 (3.500 to 3.500; 1) | not run | not run |" in text
+    assert "muon, seed 0: AdamW's last loss, 4.000: after 204,800 tokens, 50 s of 0.50 a step" in text
+    assert "| width 256, [mup] | not run | not run | not run | not run | not run |" in text
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
