@@ -31,6 +31,7 @@ WAITING = (
     "distributed/pipelining/stage.py",
     "distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "torchtrain/distributed/connections.py",
     "torchtrain/distributed/process_group.py",
     "torchtrain/distributed/agreement.py",
 )
