@@ -19,16 +19,10 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Configuration
 
-Every option with its text, type and default:
-
-```bash
-python -m torchtrain.train --help
-```
-
-The same texts are in [torchtrain/config/schema.py](../torchtrain/config/schema.py). This page, made by
-`python scripts/document_config.py`, lists names and defaults.
-
-Options come from three places, the later winning: the defaults, the TOML file of `--job.config_file`, the command line.
+`python -m torchtrain.train --help` explains every option, as
+[torchtrain/config/schema.py](../torchtrain/config/schema.py) does; here are names and defaults, written by
+`python scripts/document_config.py`. The command line wins over the TOML file of `--job.config_file`, and that over the
+defaults.
 
 | in the TOML file | on the command line |
 | --- | --- |
@@ -36,23 +30,20 @@ Options come from three places, the later winning: the defaults, the TOML file o
 | `enable = true` under `[compile]` | `--compile.enable` |
 | `enable = false` under `[compile]` | `--compile.no-enable` |
 
-An option that does not exist, a value of the wrong type and an impossible combination are errors that name the option,
-before any work starts. The resolved config of a run is `config.toml` in its dump folder.
+An unknown option, a wrong type or an impossible combination is an error before any work starts.
 
-Below, the first value is the default, and the others of a choice follow it. An option without a value is not set.
+The first value is the default, the others are further choices. An option without a value is not set.
 """
 
 FROM_TORCHTITAN_HEAD = """\
 # Coming from torchtitan
 
-A TOML file of torchtitan 0.1 or 0.2, or of the months before, is refused with one message: it names every key that has
-another name here, and every key that does not exist here, with the reason. Other keys are the same. **Look at the
-defaults that differ**: a key that the file does not have changes a run silently.
+A TOML file of torchtitan 0.1, 0.2 or shortly before is refused with one message, which names every key that has another
+name here or does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: a key that the
+file does not set changes a run silently.
 
-Checkpoints of torchtitan are not read. Their Hugging Face export is: `checkpoint.initial_load_path`.
-
-`python scripts/document_config.py` makes this page of
-[torchtrain/assets/from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml); a test says when it is out of date.
+Of torchtitan's checkpoints the Hugging Face export can be read: `checkpoint.initial_load_path`. This page is made of
+[from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml) by `python scripts/document_config.py`.
 """
 
 
@@ -120,7 +111,7 @@ def render_from_torchtitan() -> str:
     """The page."""
     values = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
     differ: list[str] = []
-    renamed: dict[str, list[str]] = {}
+    meaning: list[str] = []
     for name, (here, default, note) in FROM_TORCHTITAN.items():
         there = tomli.loads(f"x = {default or 0}")["x"]
         mine = "the same" if here == name else f"`{here}`"
@@ -128,17 +119,17 @@ def render_from_torchtitan() -> str:
             continue
         if default and here in values and type(there) is type(values[here]) and there != values[here]:
             differ.append(f"| `{name}` | {mine} | **`{default}`** | **`{toml(values[here])}`** | {note} |")
-        elif here != name or note:
-            renamed.setdefault(f"{mine} | {note}", []).append(f"`{name}`")
+        elif here == name and note:
+            meaning.append(f"| `{name}` | {note} |")
     return "\n".join(
         [
             FROM_TORCHTITAN_HEAD,
             "## Defaults that differ\n",
             "| torchtitan | here | default there | default here | |\n" + "|" + " --- |" * 5,
             *differ,
-            "\n## Another name, or another meaning\n",
-            "| torchtitan | here | |\n" + "|" + " --- |" * 3,
-            *(f"| {', '.join(names)} | {what} |" for what, names in renamed.items()),
+            "\n## The same name, another meaning\n",
+            "| key | |\n| --- | --- |",
+            *meaning,
             "",
         ]
     )

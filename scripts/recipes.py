@@ -33,7 +33,7 @@ import torch
 
 from torchtrain.datasets.files import open_standard_library
 
-RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 DECAYS = (0.0, 0.1, 0.3)
 SEEDS = (0, 1, 2)
 OPTIMIZERS = ("adamw", "muon")

@@ -71,11 +71,11 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
 
 # The workers of pytest-xdist take whole files: the longest first, or one worker has them left when the others are done.
 LONGEST_FILES = [
-    *("test_parallelism.py", "test_slurm.py", "test_rehearsal.py", "test_estimate.py", "test_exact_sums.py"),
-    *("test_hub.py", "test_hf_to_hf.py", "test_compare.py"),
-    *("test_faults.py", "test_compile.py", "test_data_parallel.py"),
-    *("test_resume_elsewhere.py", "test_train.py", "test_speed_options.py", "test_bad_disk.py", "test_prepare.py"),
-    *("test_hf.py", "test_evaluate.py", "test_generation.py", "test_validation.py", "test_multinode.py"),
+    *("test_parallelism.py", "test_faults.py", "test_slurm.py", "test_rehearsal.py", "test_estimate.py"),
+    *("test_compile.py", "test_exact_sums.py", "test_learning.py", "test_train.py", "test_data_parallel.py"),
+    *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_elsewhere.py", "test_bad_disk.py"),
+    *("test_multinode.py", "test_checkpoint_elastic.py", "test_hf_to_hf.py", "test_documents.py", "test_prepare.py"),
+    *("test_validation.py", "test_hf.py", "test_generation.py", "test_launch.py", "test_evaluate.py", "test_hub.py"),
 ]
 
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import MappingProxyType
@@ -34,19 +35,9 @@ def run_door(
     The exit code is that of the first rank that fails. ``hook`` is called in each process before.
     """
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        of_rank: list[dict[str, str]] = [{}]
-        if ranks > 1:
-            common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-            of_rank = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        processes = [
-            context().Process(target=_run, args=(module, arguments, {**environment, **own}, hook, files))
-            for own in of_rank
-        ]
+        processes, files = start_door(Path(folder), module, *arguments, ranks=ranks, environment=environment, hook=hook)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
-            for process in processes:
-                process.start()
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             assert all(process.exitcode is not None for process in processes), files[1].read_text()
@@ -56,6 +47,28 @@ def run_door(
                 process.join()
         code = next(filter(None, (process.exitcode for process in processes)), 0)
         return CompletedProcess([module, *arguments], code, *(file.read_text() for file in files))
+
+
+def start_door(
+    output: Path,
+    module: str,
+    *arguments: str,
+    ranks: int = 1,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    hook: Callable[[], object] = _nothing,
+) -> tuple[list[BaseProcess], list[Path]]:
+    """The same, started: its processes, and the files in the folder ``output`` that they write."""
+    files = [output / name for name in ("stdout", "stderr")]
+    of_rank: list[dict[str, str]] = [{}]
+    if ranks > 1:
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        of_rank = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes: list[BaseProcess] = [
+        context().Process(target=_run, args=(module, arguments, {**environment, **own}, hook, files)) for own in of_rank
+    ]
+    for process in processes:
+        process.start()
+    return processes, files
 
 
 def checked_door(module: str, *arguments: str, **options: Any) -> "CompletedProcess[str]":

@@ -14,6 +14,8 @@ for name in (
     "torchtrain.profiling",
     "torchtrain.validation",
     "parity",
+    "psutil",
+    "pytest",  # with the module of a test, when one of its functions is called
 ):
     import_module(name)
 with suppress(ImportError):  # no dependency of ours

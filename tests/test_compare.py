@@ -1,5 +1,6 @@
 """torchtrain.compare names the first tensor that differs, and raises no alarm where only the layout does."""
 
+import errno
 import functools
 import io
 import itertools
@@ -16,11 +17,14 @@ import pytest
 from forked_door import checked_door, run_door
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from torchtrain import reading
 from torchtrain.compare import main
+from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.fingerprints.judge import differing_rows, read, walk
 
 ROOT = Path(__file__).parent.parent
@@ -42,23 +46,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 QUICK = ("1", "T2", "C2", "P2")
 
 
-def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dtype: str) -> None:
+def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dtype: str, steps: int) -> None:
     config = config_of(**changes)
     config = replace(
         config,
         training=replace(config.training, mixed_precision_param=dtype),
-        debug=replace(config.debug, fingerprint_steps=(1, 2, 3)),
+        debug=replace(config.debug, fingerprint_steps=tuple(range(1, steps + 1))),
         job=replace(config.job, dump_folder=str(folder)),
     )
-    train(config, TINY, steps=3)
+    train(config, TINY, steps=3, until=steps)
 
 
-def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...]) -> int:
+def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:
     """Compare each layout with each other; returns how many pairs these are."""
     for name in layouts:
         ranks, changes = LAYOUTS[name]
-        gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype)
-    runs = {n: [read(folder / n / f"fingerprints/step-{step}") for step in (1, 2, 3)] for n in layouts}
+        gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype, steps)
+    runs = {n: [read(folder / n / f"fingerprints/step-{step}") for step in range(1, steps + 1)] for n in layouts}
     pairs = list(itertools.combinations(layouts, 2))
     for a, b in pairs:
         before = 0.0
@@ -75,14 +79,14 @@ def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tup
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK)
+    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK, steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_pairs_of_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS)) >= 20
+    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS), steps=3) >= 20
 
 
 @dataclass(frozen=True)
@@ -317,7 +321,7 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
-        ([str(tmp_path), str(tmp_path / "none")], "config.toml' is not a file"),
+        ([str(tmp_path), str(tmp_path / "none")], "it has no config.toml"),
         ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
         ([str(tmp_path)], "compare needs one of RUN_B and --against"),
         ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
@@ -362,6 +366,56 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     assert "lacks what rank(s) 1 of 2 wrote" in report["computed"]["lines"][2]
     assert report["computed"]["lines"][3].startswith("steps 1, 2, 3: ")
     assert code == 0
+
+
+def test_a_file_that_is_no_ranks_is_damage(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(1, train_with_fingerprints, tmp_path, LAYOUTS["1"][1], "float32")
+    folder = tmp_path / "fingerprints/step-1"
+    good = folder / "rank-0.safetensors"
+    arrays = load_file(good)
+    with safe_open(good, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    save_file(arrays, folder / "rank-0 (copy).safetensors", {"about": json.dumps(about)})
+    for name in about:
+        if name != "step":
+            lacking = {key: value for key, value in about.items() if key != name}
+            save_file(arrays, folder / f"rank-{10 + len(name)}.safetensors", {"about": json.dumps(lacking)})
+    without = {key: x for key, x in arrays.items() if not key.endswith("figures")}
+    save_file(without, folder / "rank-1.safetensors", {"about": json.dumps(about)})
+    step = read(folder)
+    assert len(step.problems) == 5
+    assert all("is damaged (" in problem for problem in step.problems)
+    assert len(step.tensors) > 50
+    assert walk(step, step, 1) == (None, 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(to_toml(config_of()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return tmp_path
+
+
+def test_lines_that_are_no_numbers_of_a_step_are_passed_over(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": "low"}\n{"step": 3, "lr": []}\n[4]\n5\n{"step": 6, "loss": null}\n{"ste')
+    run = open_run(folder)
+    assert run.lines == {1: {"step": 1, "loss": 2.0}, 6: {"step": 6, "loss": None}}
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(reading.time, "sleep", lambda _: None)
+    with pytest.raises(StorageError, match=rf"{name} cannot be read: Input/output error, in 4 attempts"):
+        open_run(folder)
 
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One compilation serves all blocks for a whole run, and the compiled run is the eager one."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,47 +11,54 @@ from parity import TINY, Curve, assert_same_run, config_of, train
 from torch._dynamo.utils import counters
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.models.llama import TransformerConfig
 
-STEPS = 20
+STEPS = 10
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows
 
 
-def train_and_count(config: JobConfig, document_start: int | None = None) -> tuple[Curve, dict[str, Any]]:
+def train_and_count(
+    config: JobConfig, shape: TransformerConfig = TINY, document_start: int | None = None
+) -> tuple[Curve, dict[str, Any]]:
     """Any compilation after the first of its kind raises."""
     torch._dynamo.reset()
     counters.clear()
     # The compiler warns of what it does itself, and shows it to nobody unless warnings are errors.
     with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
         warnings.simplefilter("ignore")
-        curve = train(config, steps=STEPS, document_start=document_start)
+        curve = train(config, shape, STEPS, document_start)
     return curve, {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
 
 
+@pytest.fixture(scope="module")
+def eager(gloo: GlooPool) -> Curve:
+    return gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, mode: str) -> None:
+def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, eager: Curve, mode: str) -> None:
     config = config_of(training=TRAINING, compile={"enable": True}, activation_checkpoint={"mode": mode})
     [(compiled, counts)] = gloo.run(1, train_and_count, config)
     assert counts == {"graphs": 2, "breaks": {}}
-    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
     assert_same_run([compiled], eager)
 
 
-def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool) -> None:
+def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool, eager: Curve) -> None:
     config = config_of(training=TRAINING, compile={"enable": True})
-    [(compiled, counts)] = gloo.run(1, train_and_count, config, DOCUMENT_START)
+    [(compiled, counts)] = gloo.run(1, train_and_count, config, TINY, DOCUMENT_START)
     assert counts == {"graphs": 2, "breaks": {}}
-    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS, DOCUMENT_START)
-    assert_same_run([compiled], eager)
-    [apart_from_nothing] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
-    assert eager.losses != apart_from_nothing.losses
+    [apart] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS, DOCUMENT_START)
+    assert_same_run([compiled], apart)
+    assert apart.losses != eager.losses
 
 
 def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
+    shape = replace(TINY, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # of Qwen3
     config = config_of(
         training={"local_batch_size": 4}, parallelism={"tensor_parallel_degree": 2}, compile={"enable": True}
     )
-    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)
-    for compiled, counts in gloo.run(2, train_and_count, config):
+    [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), shape, STEPS)
+    for compiled, counts in gloo.run(2, train_and_count, config, shape):
         assert counts == {"graphs": 1, "breaks": {}}  # the loss of split logits is not compiled
         assert_same_run([compiled], eager)

@@ -35,8 +35,7 @@ PATH = [
     "./run_llama_train.sh --data.path my_texts.jsonl --data.text_column text --job.dump_folder outputs/my_texts",
     "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
     "./run_llama_train.sh --data.path prepared --job.dump_folder outputs/prepared",
-    "python -m torchtrain.prepare --data.path 'books/*.jsonl' --prepare.output prepared/books",
-    "python -m torchtrain.prepare --prepare.output prepared/books --prepare.verify",
+    "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
     "python scripts/document_config.py",
 ]
 PLANNED = "takes half a minute; tests/test_estimate.py runs its like"
@@ -98,7 +97,6 @@ LISTED = {
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
     "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has its short form",
     "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has its short form",
-    "python -m torchtrain.train --data.path prepared/books ...": "... stands for options",
     "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
     'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,
     "python -m torchtrain.convert outputs/my_run my_run_mean --average 5": AVERAGED,
@@ -208,8 +206,6 @@ def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n" * 40, "prompt": f"def f{i}"} for i in range(60)]
     for name in ("my_texts.jsonl", "prompts.jsonl"):
         (clone / name).write_text("".join(json.dumps(line) + "\n" for line in texts[: 60 if name[0] == "m" else 3]))
-    (clone / "books").mkdir()
-    shutil.copy(clone / "my_texts.jsonl", clone / "books")
     programs = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(clone)}
     outputs = {}

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forked_door import ROOT, checked_door, run_door
+from forked_door import checked_door, run_door
 from test_llama import SHAPES, reference_of
 
 from torchtrain.generation import Sampling, choose, generate
@@ -136,8 +135,7 @@ def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trai
     alone, together, two_ranks = map(write, (1, 1, 2), (1, 8, 8))
     assert [line["prompt"] for line in together] == prompts
     assert together == alone == two_ranks
-    command = [sys.executable, "-m", "torchtrain.generate", str(trained_run), "--prompt", prompts[0], *options]
-    streamed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    streamed = generate_door(str(trained_run), "--prompt", prompts[0], *options)
     assert streamed.stdout == prompts[0] + together[0]["text"] + "\n"
 
 

@@ -83,7 +83,7 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
             "tensor_parallel_degree": 2,
             "context_parallel_degree": 2,
             "pipeline_parallel_degree": 2,
-            "pipeline_parallel_microbatches": 4,
+            "pipeline_parallel_microbatches": 2,
         },
     ),
 }

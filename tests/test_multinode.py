@@ -16,6 +16,8 @@ from slurm import free_port
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
     *("--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "32"),
+    *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128"),
     *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
 ]
@@ -102,7 +104,7 @@ def test_a_cut_link_ends_both_sides_and_the_run_goes_on_when_it_is_back(spaces: 
     assert "takes more than 20 s" in said[0] + said[1]
     for text in said:
         assert "Timed out waiting" in text or "Connection closed by peer" in text
-    assert "the node where all meet does not answer" in said[1]
+    assert "the rendezvous node does not answer" in said[1]
     ip("-n", SPACES[0], "link", "set", "veth0", "up")
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
     more = ["--training.steps", str(saved + 3)]

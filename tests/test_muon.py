@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, train
 from test_exact_sums import assert_same_bits, config_with
 from test_exact_sums import run as run_exactly
-from test_parallelism import LAYOUTS, MODELS, run
+from test_parallelism import LAYOUTS, MODELS, run, steps_of
 from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from torchtrain.optimizers.muon import Matrix, deal
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # Rows of matrices that ranks do not divide: one of eight has nothing of wk and wv.
-ODD = replace(TINY, head_dim=6, ffn_dim=54)
+ODD = replace(TINY, n_layers=2, head_dim=6, ffn_dim=54)
 HERE = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
 # The others take as long again as tests/test_parallelism.py.
 FAST = {("S2", "odd"), ("R2 S2", "tied"), ("T4", "tied-odd"), ("P2 Interleaved1F1B", "deep-tied"), ("S2 T2", "qwen2")}
@@ -36,13 +36,14 @@ FAST |= {("S2 T2 P2", "tied"), ("S2 C2 T2", "odd matrices")}
 
 
 @pytest.fixture(scope="module")
-def reference(gloo: GlooPool) -> Callable[[str], Curve]:
-    """One rank, the whole batch at once, by model."""
+def reference(gloo: GlooPool) -> Callable[[str, int | None], Curve]:
+    """One rank, the whole batch at once, by model and by the step after which it stops."""
     models = {**MODELS, "odd matrices": ODD}
 
     @cache
-    def one_rank(model: str) -> Curve:
-        curve: Curve = gloo.run(1, train, config_of(training={"local_batch_size": 8}, **MUON), models[model])[0]
+    def one_rank(model: str, until: int | None) -> Curve:
+        config = config_of(training={"local_batch_size": 8}, **MUON)
+        curve: Curve = gloo.run(1, partial(train, until=until), config, models[model])[0]
         return curve
 
     return one_rank
@@ -52,9 +53,11 @@ def reference(gloo: GlooPool) -> Callable[[str], Curve]:
     ("text", "model"), [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in HERE]
 )
 def test_every_layout_gives_the_run_of_one_rank(
-    gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str
+    gloo: GlooPool, reference: Callable[[str, int | None], Curve], text: str, model: str
 ) -> None:
-    alone, curves = reference(model), run(gloo, text, MODELS.get(model, ODD), **MUON)
+    until = steps_of(text)
+    alone = reference(model, until)
+    curves = run(gloo, text, MODELS.get(model, ODD), partial(train, until=until), **MUON)
     assert_same_run(curves, alone)
     for name, weights in chain.from_iterable(curve.last.items() for curve in curves):
         if group_of(name, weights) == "matrices":

@@ -56,7 +56,7 @@ def test_a_part_without_the_one_before_is_a_clear_error(tmp_path: Path) -> None:
 def test_what_has_been_run_is_read_again(results: Results) -> None:
     again = Results(results.file)
     assert again.lines == results.lines
-    assert len(again.lines) == 10
+    assert len(again.lines) == 12
     json.loads(results.file.read_text().splitlines()[0])
 
 
@@ -70,9 +70,9 @@ def test_the_report_says_what_was_not_run(results: Results, tmp_path: Path, caps
     pytest.importorskip("matplotlib")
     report(results, START, tmp_path / "curves.png")
     text = capsys.readouterr().out
-    assert "| muon | 4.350 | 4.300 | 4.200 | 4.000 | 4.400 |" in text
+    assert "| muon | 4.350 | 4.300 | 4.200 | 4.000 | 4.400 | 5.200 |" in text
     assert "muon at its best rate, 0.004, by decay: 0: not run, 0.1: 4.000, 0.3: not run" in text
     assert "| muon | 1 | 4.000 (4.000 to 4.000; 1) | 3.500 (3.500 to 3.500; 1) | not run | not run |" in text
     assert "muon, seed 0: AdamW's last loss, 4.000: after 204,800 tokens, 50 s of 0.50 a step" in text
-    assert "| width 256, [mup] | not run | not run | not run | not run | not run |" in text
+    assert "| width 256, [mup] | not run | not run | not run | not run | not run | not run |" in text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -30,7 +30,7 @@ from torchtrain.lr_schedule import LRSchedule
 from torchtrain.run_plan import plan_run
 from torchtrain.steps.train_step import TrainStep
 
-SAVED, LAST = 5, 10
+SAVED, LAST = 3, 6
 ADAMW = Optimizer(lr=3e-3)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 40
 OPTIONS = [
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
-    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "5"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "20"),
     *("--training.steps", str(STEPS)),
 ]
 
@@ -52,15 +52,6 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of two nodes that nothing befell."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    job = submit(cluster, folder)
-    assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
-    return folder
-
-
 def output_of(folder: Path) -> str:
     return (folder / "job.out").read_text()
 
@@ -71,6 +62,14 @@ def train_here(folder: Path, *options: str) -> None:
     checked_door("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two ranks of one machine that nothing befell."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train_here(folder)
+    return folder
+
+
 def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
     theirs = saved_tensors(undisturbed, step)
     ours = saved_tensors(folder, step)
@@ -79,17 +78,7 @@ def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def test_two_nodes_train_as_two_ranks_of_one_machine_do(undisturbed: Path, tmp_path: Path) -> None:
-    output = output_of(undisturbed)
-    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
-    assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
-    logs = {path.relative_to(undisturbed / "logs").parts[1] for path in undisturbed.rglob("stderr.log")}
-    assert logs == {"node-0", "node-1"}
-    train_here(tmp_path)
-    assert losses(undisturbed) == pytest.approx(losses(tmp_path), rel=1e-6)
-
-
-def test_a_job_that_is_warned_saves_is_requeued_and_completes(
+def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_one_machine_do(
     cluster: Slurm, undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -100,9 +89,14 @@ def test_a_job_that_is_warned_saves_is_requeued_and_completes(
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
+    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
     assert "SIGUSR1 received" in output
     assert "srun ended with 75" in output
     assert "resumed from" in output
+    assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
+    logs = {path.relative_to(folder / "logs").parts[1] for path in folder.rglob("stderr.log")}
+    assert logs == {"node-0", "node-1"}
+    assert losses(folder) == losses(undisturbed)
     assert_same_end(folder, undisturbed)
 
 
@@ -154,7 +148,7 @@ def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, undisturbed: Path
 @pytest.mark.timeout(600)
 def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder)
+    job = submit(cluster, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
@@ -166,7 +160,7 @@ def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path,
 @pytest.mark.timeout(900)
 def test_a_killed_slurmstepd_is_survived(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder)
+    job = submit(cluster, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     # Both nodes are this machine: the step's daemons of job J name themselves "slurmstepd: [J.0]".
     daemons = [

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_door import checked_door, run_door
+from forked_door import checked_door, run_door, start_door
 from forked_run import ForkedRun, finish
 
 from torchtrain.train import main
@@ -21,21 +22,12 @@ from torchtrain.train import main
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "train_configs" / "debug_model.toml")
 # A model and steps that take a moment, whatever the config file says.
+STEPS = 60
 SMALL = [
-    "--job.config_file",
-    CONFIG,
-    "--training.seq_len",
-    "32",
-    "--training.local_batch_size",
-    "2",
-    "--training.global_batch_size",
-    "4",
-    "--training.steps",
-    "18",
-    "--checkpoint.interval",
-    "3",
-    "--metrics.log_freq",
-    "1",
+    *("--job.config_file", CONFIG, "--training.seq_len", "32", "--training.steps", str(STEPS)),
+    *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128", "--metrics.log_freq", "1"),
+    *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--checkpoint.interval", "10"),
 ]
 
 
@@ -68,18 +60,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in found if "event" not in line]
 
 
-def kill_after(step: int, ranks: int, folder: Path, *arguments: str) -> None:
-    """Start a run and send SIGKILL to all of it once it has logged ``step``."""
-    process = launch(ranks, "--job.dump_folder", str(folder), *arguments)
+def wait_for_step(step: int, folder: Path, is_alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not any(line["step"] >= step for line in lines(folder)):
-        assert process.poll() is None, process.communicate()[0]
+        assert is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # torchrun puts its workers into sessions of their own.
-    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
-        victim.send_signal(signal.SIGKILL)
-    process.communicate()
 
 
 def tensors(folder: Path) -> dict[str, str]:
@@ -117,13 +103,24 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
     train = partial(checked_door, "torchtrain.train", ranks=2)
     with ThreadPoolExecutor() as beside:
         other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
-        for step in (4, 10):
-            kill_after(step, 2, killed, *arguments)
-            assert not (killed / "checkpoint" / "step-18").exists()
-        output = train(*arguments, "--job.dump_folder", str(killed))
+        arguments += ["--job.dump_folder", str(killed)]
+        process = launch(2, *arguments)
+        wait_for_step(12, killed, lambda: process.poll() is None)
+        # torchrun puts its workers into sessions of their own.
+        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+            victim.send_signal(signal.SIGKILL)
+        process.communicate()
+        ranks, _ = start_door(tmp_path, "torchtrain.train", *arguments, ranks=2)
+        wait_for_step(24, killed, ranks[0].is_alive)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        assert not (killed / "checkpoint" / f"step-{STEPS}").exists()
+        output = train(*arguments)
         other.result()
     assert "resumed from" in output.stderr
-    assert tensors(killed / "checkpoint" / "step-18") == tensors(undisturbed / "checkpoint" / "step-18")
+    ends = [folder / "checkpoint" / f"step-{STEPS}" for folder in (undisturbed, killed)]
+    assert tensors(ends[0]) == tensors(ends[1])
     losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
     assert losses == {line["step"]: line["loss"] for line in lines(killed)}
 

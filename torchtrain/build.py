@@ -38,8 +38,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.steps.fingerprinted_step import step_maker
-from torchtrain.steps.train_step import TrainStep
+from torchtrain.steps.fingerprinted_step import StepFunction, step_maker
 from torchtrain.validation import Validator
 
 
@@ -146,7 +145,7 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
 class Loop:
     """What the training loop calls."""
 
-    train_step: TrainStep
+    train_step: StepFunction
     schedule: LRSchedule
     guard: UpdateGuard
     validator: Validator

@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     ):
         """``batch_size`` and ``device`` come from the harness's own options of these names; "auto" is 8."""
         super().__init__()
-        # The harness says cuda where it was told nothing, and its own models then take what there is.
+        # Without an option the harness asks for cuda, and its own models then take what there is.
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
         self.batch_size = 8 if batch_size == "auto" else int(batch_size)

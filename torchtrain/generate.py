@@ -31,7 +31,7 @@ class Options:
     output_file: str = ""
     """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
     batch_size: int = 8
-    """Prompts of a file that are worked on at once."""
+    """Prompts of a file in one batch."""
     max_new_tokens: int = 128
     """Tokens to generate at most, after each prompt."""
     temperature: float = 0.8
@@ -192,7 +192,7 @@ def complete(
     first_prompt: int,
     stream: TextWriter | None,
 ) -> list[dict[str, Any]]:
-    """What becomes of each prompt, as an object of the output file. ``stream`` is told of the first one's tokens."""
+    """The result of each prompt, as an object of the output file. ``stream`` gets the first one's tokens."""
     from torchtrain.generation import generate
 
     tokenizer = trained.tokenizer

@@ -28,10 +28,10 @@ class Sampling:
 
 
 class CachedAttention(nn.Module):
-    """Puts the keys and values of earlier calls before those of this one, and hands over to ``inner``.
+    """Puts the keys and values of earlier calls before those of this one, and calls ``inner``.
 
-    A call continues at position ``start``; ``capacity`` positions fit. The first call makes the buffers, since only
-    then it is known how many heads this rank holds.
+    A call continues at position ``start``; ``capacity`` positions fit. The first call makes the buffers, because the
+    number of heads on this rank is not known before.
     """
 
     def __init__(self, inner: nn.Module, capacity: int):
@@ -68,8 +68,8 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the next token of each prompt; None for a prompt that has ended with ``eos_id``.
 
-    What a prompt gets depends on it, on ``sampling`` and on its number (``first_prompt`` onwards) alone, not on what
-    else is in the batch. The RoPE tables of ``model`` must reach over the longest prompt and ``max_new_tokens``. All
+    A prompt's tokens depend on it, on ``sampling`` and on its number (``first_prompt`` onwards), not on the rest of the
+    batch. The RoPE tables of ``model`` must reach over the longest prompt and ``max_new_tokens``. All
     ranks of a tensor-parallel model call this together and get the same.
     """
     assert all(prompts), "each prompt needs a token to begin with"
@@ -80,7 +80,7 @@ def generate(
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # (bs,)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     places = torch.arange(capacity, device=device)
-    # A generator a prompt: neighbors in the batch do not show.
+    # One generator for each prompt, so that its text does not depend on the rest of the batch.
     generators = [
         torch.Generator().manual_seed((sampling.seed * 1_000_003 + first_prompt + i) % 2**63)
         for i in range(len(prompts))
@@ -93,7 +93,7 @@ def generate(
         for _ in range(max_new_tokens):
             end = start + tokens.shape[1]
             queries, keys = places[start:end, None], places[:end]
-            # What came before and is no padding; padding sees itself, since a softmax over nothing is not a number.
+            # Earlier tokens that are no padding; padding sees itself, because a softmax over nothing gives NaN.
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
             positions = (places[start:end] - padding[:, None]).clamp(min=0)  # (bs, seq)
             logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)

@@ -1,4 +1,4 @@
-"""torchrun with the trainer's own endings: ``python -m torchtrain.launch [its options] -m torchtrain.train ...``.
+"""torchrun with the trainer's exit codes: ``python -m torchtrain.launch [its options] -m torchtrain.train ...``.
 
 torchrun ends with 1 whatever a rank ended with, under a page of traceback, and dies of SIGUSR1, SLURM's warning. This
 ends with the exit code of the rank that failed first (128 + number for a signal) and leaves SIGUSR1 to the ranks.
@@ -21,11 +21,11 @@ from torch.distributed.run import parse_args, run
 
 from torchtrain.log import init_logging, logger
 
-# Endings that come to all ranks within moments: an error that all of them know, and a stop (docs/faults.md).
+# Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
 SHARED_ENDINGS = (2, 74, 75)
 SHARED_ENDING_SECONDS = 5
-# torchrun, cut off from the node where all meet, waits for it for ever once its ranks have ended. Less than that, and a
-# node would not wait for the first rank of another one to finish what it does last.
+# Once its ranks have ended, a torchrun that cannot reach the rendezvous node waits for it for ever. It is ended after
+# this time, in which another node's first rank can finish its last work.
 LONELY_SECONDS = 120
 SHUTDOWN_SECONDS = 30  # as torchrun's own
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_a_failure(record: logging.LogRecord) -> bool:
-    """Not that a rank has ended with a code which it has explained itself."""
+    """False for the message that a rank has ended with a code which it has explained itself."""
     code = re.search(r"\(exitcode: (\d+)\)", record.getMessage())
     return code is None or int(code[1]) not in SHARED_ENDINGS
 
@@ -85,18 +85,18 @@ def end_ranks_left(number: int) -> None:
 
 
 def end_when_lonely() -> None:
-    """End this process if it has had ranks, and for ``LONELY_SECONDS`` none, or one that ended and was not noticed."""
+    """End this process when it has had ranks, and for ``LONELY_SECONDS`` none, or one whose end torchrun ignores."""
     last_seen = None
     while last_seen is None or time.monotonic() < last_seen + LONELY_SECONDS:
         time.sleep(1)
         try:
-            # Looks, and takes nothing from torchrun, which looks ten times a second unless it hangs.
+            # WNOWAIT leaves the exit code to torchrun, which asks for it ten times a second unless it hangs.
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             continue
         if ended is None:
             last_seen = time.monotonic()
-    logger.error("error: the ranks of this node have ended, and the node where all meet does not answer")
+    logger.error("error: the ranks of this node have ended, and the rendezvous node does not answer")
     os._exit(1)
 
 

@@ -58,7 +58,7 @@ def read_file(path: Path) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in ``folder``; none where it does not exist. Not ``Path.glob``, which passes errors over."""
+    """Names of what lies in ``folder``; none where it does not exist. Not ``Path.glob``, which hides errors."""
     try:
         return sorted(patiently(lambda: os.listdir(folder), folder))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Tokenizers: Hugging Face's tokenizer.json, SentencePiece models and tiktoken rank files, behind one small interface.
 
-Which of them a file is, is seen by looking into it: two go by the name ``tokenizer.model``.
+The content of a file tells its kind: two kinds have the name ``tokenizer.model``.
 """
 
 import base64
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
     """SHA-256, in hex, of all that ids depend on: data prepared with one tokenizer is never read with another."""
 
     token_bytes: list[int]
-    """For each id the bytes of UTF-8 that it stands for; 0 for special tokens."""
+    """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of ``text``. Text that spells a special token is plain text: it never yields that token's id."""
@@ -260,7 +260,7 @@ class TiktokenTokenizer:
 
 
 def _short_parts(text: str) -> Iterator[str]:
-    """Cut ``text`` where tiktoken could not take it whole: nowhere, but for rare texts."""
+    """``text`` in parts that tiktoken can take: a single one, but for rare texts."""
     for start in range(0, len(text), _LONGEST_TEXT):
         part = text[start : start + _LONGEST_TEXT]
         begin = length = 0

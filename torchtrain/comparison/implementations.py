@@ -75,7 +75,8 @@ def fingerprint_of(
     """Of forward and backward of ``batch``, on this process alone, by our names."""
     rows, seq = batch.tokens.shape
     with tempfile.TemporaryDirectory() as folder:
-        prints = Fingerprints(Path(folder), (), config, Place(rows, seq, range(rows)), "float32")
+        place = Place(range(rows), rows, torch.arange(seq), seq)
+        prints = Fingerprints(Path(folder), config, place, "float32")
         prints.add_parameters("", parameters)
         prints.begin(batch.tokens)
         with prints.watching({model: modules}):

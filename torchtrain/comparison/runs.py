@@ -17,16 +17,17 @@ from torchtrain.checkpoint.contract import Kind, differences
 from torchtrain.checkpoint.hf import parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import problem_in, read_manifest
-from torchtrain.checkpoint.states import load_tensors
+from torchtrain.checkpoint.states import STATES, load_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
-from torchtrain.config.parse import from_file
+from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.fingerprints.judge import Step, differing_rows, read, steps_in, walk
+from torchtrain.fingerprints.judge import Step, differing_rows, read, walk
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizers.groups import group_of
+from torchtrain.reading import names_in, read_file
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import load_tokenizer
 
@@ -36,12 +37,13 @@ KINDS = {
     Kind.LAYOUT: "changes its speed alone",
     Kind.HARMLESS: "changes nothing",
 }
+CURVES = ("loss", "grad_norm", "lr")
 JUMP = 10  # times as far apart as ever before
 
 
 @dataclass
 class Section:
-    """What there is to say of one question. ``alike``: None where there is nothing to compare."""
+    """The answer to one question. ``alike``: None where there is nothing to compare."""
 
     title: str
     alike: bool | None = None
@@ -49,7 +51,7 @@ class Section:
     found: list[dict[str, Any]] = field(default_factory=list)
 
     def say(self, line: str, alike: bool | None = None, **found: Any) -> None:
-        """``alike``: what this adds to the answer. ``found``: the same for programs, where it is a difference."""
+        """Add a line. ``alike``: whether it says so, if it says either. ``found``: a difference, for programs."""
         self.lines.append(line)
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # for JSON
         self.found += [finite] if found else []
@@ -62,7 +64,6 @@ class RunFolder:
     """What a run has left in ``path`` so far."""
 
     path: Path
-    config_toml: str
     config: JobConfig
     lines: dict[int, dict[str, Any]]  # numbers by step
     start: dict[str, Any]  # the last event of this name
@@ -74,41 +75,44 @@ class RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """ConfigError where ``path`` is no run's folder. Lines that are cut short are passed over."""
-    file, start = path / "metrics.jsonl", {}
+    """ConfigError where ``path`` is no run's folder, StorageError. Lines that are cut short are passed over."""
+    names = names_in(path) if path.is_dir() else []
+    if "config.toml" not in names:
+        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
+    start: dict[str, Any] = {}
     lines: dict[int, dict[str, Any]] = {}
-    config = from_file(str(path / "config.toml")) if path.is_dir() else None
-    if config is None:
-        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model")
-    for text in file.read_bytes().splitlines() if file.is_file() else ():
+    for text in read_file(path / "metrics.jsonl").splitlines() if "metrics.jsonl" in names else ():
         try:
             line = json.loads(text)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
             continue
+        if any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
+            continue
         if line.get("event") == "start":
             start = line
         elif "event" not in line:
             lines.setdefault(step, {}).update(line)
-    return RunFolder(path, (path / "config.toml").read_text(encoding="utf-8"), config, lines, start)
+    return RunFolder(path, from_file(str(path / "config.toml")), lines, start)
 
 
 def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
-    """All questions in order. What of a run is damaged is said, and ends no other question."""
+    """The answers in order. Where files are damaged the answer says so, and the other questions are asked."""
     a, b = open_run(folder_a), open_run(folder_b)
     questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
-    sections = {title: Section(title) for title in questions}
+    report = []
     for title, ask in questions.items():
+        report.append(section := Section(title))
         try:
-            ask(a, b, sections[title])
+            ask(a, b, section)
         except TorchtrainError as error:
-            sections[title].say(str(error))
-    return list(sections.values())
+            section.say(str(error))
+    return report
 
 
 def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
     """Options by what they mean for a run, and where the two ran."""
-    found = differences(a.config_toml, b.config_toml)
+    found = differences(to_toml(a.config), to_toml(b.config))
     section.alike = True
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
@@ -127,7 +131,8 @@ def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
     if not steps:
         return section.say("no step that both have logged")
     tolerance = max(a.rounding, b.rounding) / 4
-    for key, limit in (("loss", tolerance), ("grad_norm", tolerance), ("lr", 1e-12)):
+    for key in CURVES:
+        limit = 1e-12 if key == "lr" else tolerance
         apart = {step: relative(a.lines[step].get(key), b.lines[step].get(key)) for step in steps}
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
@@ -150,18 +155,24 @@ def relative(x: float | None, y: float | None) -> float:
     return abs(x - y) / max(abs(x), abs(y), 1e-300)
 
 
-def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
-    """From the newest checkpoints of the same step back to the first that are not alike, or to some that are."""
-    folders = [run.path / "checkpoint" for run in (a, b)]
+def in_both(a: RunFolder, b: RunFolder, kind: str) -> dict[int, list[Path]]:
+    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs."""
+    folders = [run.path / kind for run in (a, b)]
     steps = sorted(set(saved_steps(folders[0])) & set(saved_steps(folders[1])))
+    return {step: [step_folder(folder, step) for folder in folders] for step in steps}
+
+
+def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
+    """From the newest step that both have saved back to the first at which the checkpoints differ."""
+    steps = in_both(a, b, "checkpoint")
     if not steps:
         return section.say("no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     first: tuple[int, list[str]] | None = None
-    for step in reversed(steps):
+    for step, folders in reversed(steps.items()):
         try:
-            found = list(saved_differences(a, [step_folder(folder, step) for folder in folders], step))
+            found = list(saved_differences(a, folders, step))
         except CheckpointError as error:
             section.say(f"step {step}: {error}")
             continue
@@ -180,7 +191,10 @@ def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
-    """For each parameter, with its moments, or other tensor that is not bitwise the same: how, and if to rounding."""
+    """For each parameter, moments and average included, that is not bitwise the same: how, and if rounding explains it.
+
+    The last may be the place in the data. CheckpointError: a file is damaged.
+    """
     readers = []
     for folder in folders:
         if problem := problem_in(folder, read_manifest(folder).files):
@@ -189,41 +203,41 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
 
     def both(name: str) -> list[Tensor]:
-        tensors = []
+        """The tensor of both, or nothing where one lacks it."""
+        tensors: list[Tensor] = []
         for entries, reader, folder in zip(saved, readers, folders, strict=True):
-            tensors.append(torch.zeros(entries[name].size, dtype=entries[name].properties.dtype))
+            if name not in entries:
+                return []
+            tensors.append(torch.empty(entries[name].size, dtype=entries[name].properties.dtype))
             load_tensors({name: tensors[-1]}, reader, folder, None)
         return tensors
 
     optimizer = run.config.optimizer
     rate = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps).rate(step)
+    betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
     for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
-        if any(f"model.{name}" not in tensors for tensors in saved):
+        weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
+        moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
+        if not weights:
             yield f"{name}: not in both checkpoints", False
             continue
-        ours, theirs = both(f"model.{name}")
+        ours, theirs = weights[0]
         if ours.shape != theirs.shape:
             yield f"{name}: shape {tuple(ours.shape)} in A, {tuple(theirs.shape)} in B", False
             continue
-        names = [f"optimizer.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
-        moments = {entry: both(entry) for entry in names if all(entry in tensors for tensors in saved)}
-        averages = both(f"ema.{name}") if all(f"ema.{name}" in tensors for tensors in saved) else [ours, ours]
-        if all(torch.equal(x, y) for x, y in ((ours, theirs), averages, *moments.values())):
+        if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
             continue
         # Of Muon, and of weights alone, the size that its updates have at most.
         update = rate * getattr(optimizer, group_of(name, ours)).lr_factor
-        if f"optimizer.{name}.exp_avg_sq" in moments:
-            mean, square = (
-                moments[f"optimizer.{name}.{moment}"][0].double() / (1 - beta**step)
-                for moment, beta in (("exp_avg", optimizer.beta1), ("exp_avg_sq", optimizer.beta2))
-            )
+        if moments.keys() >= betas.keys():
+            mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
             update *= size(mean / (square.sqrt() + optimizer.eps))
-        apart = max(size(x.double() - y.double()) for x, y in ((ours, theirs), averages))
+        apart = max(size(x.double() - y.double()) for x, y in weights)
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
         alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts, default=0) <= 4 * run.rounding
         line = f"{name}: {apart:.1e} apart, where its update is {update:.1e}"
         yield f"{line}; moments {' and '.join(f'{part:.1e}' for part in parts) or 'none'} of their size", alike
-    rows = both("loader.rows") if all("loader.rows" in tensors for tensors in saved) else []
+    rows = both("loader.rows")
     if rows and not torch.equal(*rows):
         yield f"place in the data: {rows[0][0].tolist()} in A, {rows[1][0].tolist()} in B, for the first row", False
 
@@ -235,13 +249,12 @@ def size(x: Tensor) -> float:
 
 def fingerprints(a: RunFolder, b: RunFolder, section: Section) -> None:
     """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
-    folders = [run.path / "fingerprints" for run in (a, b)]
-    steps = sorted(set(steps_in(folders[0])) & set(steps_in(folders[1])))
+    steps = in_both(a, b, "fingerprints")
     if not steps:
         return section.say("no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2")
     before, count = 0.0, 0
-    for step in steps:
-        ours, theirs = (read(folder / f"step-{step}") for folder in folders)
+    for step, folders in steps.items():
+        ours, theirs = map(read, folders)
         for problem in (*ours.problems, *theirs.problems):
             section.say(f"step {step}: {problem}")
         for fault in (*ours.faults, *theirs.faults):
@@ -279,14 +292,12 @@ def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> st
 def draw(folder_a: Path, folder_b: Path, path: Path) -> None:
     """Both losses, and how far they are apart."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"--picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
     runs = [open_run(folder) for folder in (folder_a, folder_b)]
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 7), sharex=True)
+    figure = Figure(figsize=(10, 7))
+    above, below = figure.subplots(2, 1, sharex=True)
     for run in runs:
         above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
     steps = sorted(runs[0].lines.keys() & runs[1].lines.keys())
@@ -297,4 +308,3 @@ def draw(folder_a: Path, folder_b: Path, path: Path) -> None:
     below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -18,6 +18,7 @@ import tomli_w
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
+from torchtrain.reading import MISSING, read_file
 
 Section = TypeVar("Section")
 
@@ -67,10 +68,10 @@ def config_file(argv: Sequence[str]) -> str:
 
 def from_file(path: str) -> JobConfig:
     """The config in the TOML file ``path``, defaults where it says nothing."""
-    if not Path(path).is_file():
-        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)}")
     try:
-        table = tomli.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomli.loads(read_file(Path(path)).decode())
+    except MISSING:
+        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:

@@ -1,7 +1,7 @@
 """Every option there is: one frozen dataclass per section of the TOML file.
 
 The text under a field is its documentation, shown by ``--help``. A section's ``__post_init__`` refuses values that are
-wrong by themselves; ``build.plan_run`` refuses what depends on several sections or on the number of ranks.
+wrong by themselves; ``run_plan.plan_run`` refuses what depends on several sections or on the number of ranks.
 """
 
 import math
@@ -42,24 +42,24 @@ class RopeScaling:
     type: Literal["none", "llama3", "linear", "yarn"] | None = None
     """How RoPE is stretched beyond the length first trained. Default: the flavor's, or llama3 where others are set."""
     factor: float | None = None
-    """By how much. Default, as of the following: the flavor's, or 8."""
+    """By how much. Default, here and below: the flavor's; where it has none, 8."""
     low_freq_factor: float | None = None
-    """llama3: full turns in the original length up to which a frequency is slowed by all of the factor. Default: 1."""
+    """llama3: a frequency of at most so many turns in the original length is divided by the factor. Default: 1."""
     high_freq_factor: float | None = None
-    """llama3: full turns from which it is kept. Default: 4."""
+    """llama3: a frequency of at least so many turns is kept. Default: 4."""
     original_max_seq_len: int | None = None
     """llama3 and yarn: the length that was first trained. Default: 8192."""
     beta_fast: float | None = None
-    """yarn: full turns from which a frequency is kept. Default: 32."""
+    """yarn: a frequency of at least so many turns in the original length is kept. Default: 32."""
     beta_slow: float | None = None
-    """yarn: full turns up to which it is slowed by all of the factor. Default: 1."""
+    """yarn: a frequency of at most so many turns is divided by the factor. Default: 1."""
     attention_factor: float | None = None
-    """yarn: by how much queries and keys grow. Default: 0.1 ln(factor) + 1."""
+    """yarn: queries and keys are multiplied by it. Default: 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the model's shape is not as model.flavor or model.hf_folder has it."""
+    """The model's shape, where it differs from that of model.flavor or model.hf_folder."""
 
     dim: int | None = None
     """Width of the residual stream."""
@@ -80,7 +80,7 @@ class Shape:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """[model.shape.rope_scaling]"""
     tied_embeddings: bool | None = None
-    """The output layer is the embedding."""
+    """Use the embedding as the output layer, too."""
     qk_norm: bool | None = None
     """Normalize queries and keys, each head by itself, as Qwen3 does."""
     qkv_bias: bool | None = None
@@ -109,7 +109,7 @@ class Model:
 @dataclass(frozen=True)
 class ParameterGroup:
     lr_factor: float = 1.0
-    """By which optimizer.lr is multiplied for these parameters, and the schedule with it."""
+    """The learning rate of these parameters is so many times that of the others."""
     weight_decay: float | None = None
     """Their decoupled weight decay. Default: optimizer.weight_decay; of vectors 0."""
 
@@ -117,7 +117,7 @@ class ParameterGroup:
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal["adamw", "muon"] = "adamw"
-    """Rule for the blocks' matrices; all else is AdamW's (docs/optimizers.md)."""
+    """Optimizer of the blocks' matrices; other parameters always take AdamW (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -132,7 +132,7 @@ class Optimizer:
     """Kernel of the update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
-    computed in float32. With it a beta2 above 0.99 hardly moves the second mean."""
+    computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
     muon_momentum: float = 0.95
     """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
     muon_iterations: int = 5
@@ -162,9 +162,9 @@ class Ema:
     enable: bool = False
     """Keep averaged weights, an exponential moving average of the parameters: 4 bytes for each parameter."""
     decay: float = 0.999
-    """Share of the average that is left after a step; in step n at most (1 + n) / (10 + n)."""
+    """Weight of the old average in an update; in step n at most (1 + n) / (10 + n)."""
     interval: int = 1
-    """Steps between updates of the average, each of which then counts for as many: decay to the power of interval."""
+    """Steps between updates of the average; an update then uses decay to the power of interval."""
     offload: bool = False
     """Keep the averages in CPU memory; each update waits for a copy of the parameters."""
 
@@ -178,9 +178,9 @@ class Mup:
     """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
 
     base_dim: int | None = None
-    """model.shape's dim of the small one. Initial weights and learning rates go by the width over it (muP)."""
+    """Width (dim) of the small model. Initial weights and learning rates are scaled by width / base_dim (muP)."""
     base_layers: int | None = None
-    """Its layers, where it is not as deep: what blocks add to the residual stream goes by 1 / depth (CompleteP)."""
+    """Its layers, if it is less deep: what blocks add to the residual stream is scaled by 1 / depth (CompleteP)."""
 
     def __post_init__(self) -> None:
         require_at_least("mup", 1, **{key: value for key, value in vars(self).items() if value is not None})
@@ -213,8 +213,8 @@ class Training:
     local_batch_size: int = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: int = -1
-    """Sequences in one optimizer step over all ranks. -1: local_batch_size times the data-parallel ranks; more than
-    that accumulates gradients."""
+    """Sequences in one optimizer step over all ranks. -1: local_batch_size times the data-parallel ranks; a
+    larger one accumulates gradients."""
     seq_len: int = 2048
     """Tokens in a sequence."""
     steps: int = 10000
@@ -222,7 +222,7 @@ class Training:
     max_norm: float = 1.0
     """Largest norm of the whole gradient; above it the gradient is scaled down."""
     seed: int = 0
-    """The one seed: initial weights and data order depend on it, and on nothing of the layout."""
+    """Seed of the initial weights and of the data order, which are the same on every layout."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of parameters and activations in forward and backward; master weights are float32."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
@@ -235,10 +235,10 @@ class Training:
     many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
     z_loss_weight: float = 0.0
     """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the logits' softmax normalizer Z near 1; PaLM
-    has 1e-4. It is trained on, but no part of the loss that is reported."""
+    has 1e-4. It is trained on, but not part of the loss that is reported."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of scaled_dot_product_attention. auto: the fastest that PyTorch finds fit; in bfloat16 on a CPU its flash
-    kernel with a faster backward. The log names it."""
+    """Kernel of scaled_dot_product_attention. auto: PyTorch's choice; in bfloat16 on a CPU its flash kernel with a
+    faster backward. The log names the kernel."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
     deterministic: bool = False
@@ -284,7 +284,10 @@ class Source:
             not (self.path and self.name),
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
         )
-        require(self.weight > 0, f"weight = {self.weight} of a data source must be above 0; leave out what has none")
+        require(
+            self.weight > 0,
+            f"weight = {self.weight} of a data source must be above 0, or leave the source out",
+        )
         require(self.weight < math.inf, f"weight = {self.weight} of a data source must be a finite number")
 
     @property
@@ -326,10 +329,10 @@ class Data(Sources):
     when_exhausted: Literal["repeat", "stop"] = "repeat"
     """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
     document_mask: bool = False
-    """Tokens attend within their own document, and its positions begin at 0. Else: to all before them in the window."""
+    """Tokens attend to their own document alone, and its positions begin at 0. false: to all before in the window."""
     streams: int = 64
-    """Streams that read streamed data side by side; the data-parallel ranks must divide their number, which is the
-    largest divisor of the global batch up to this. It is part of the order: another number, another run."""
+    """Files of streamed data that are read at once: the largest divisor of the global batch up to this, which the
+    data-parallel ranks must divide. Another number gives another order."""
     prefetch: int = 2
     """Batches to read ahead in the background; 0 reads when the step needs them."""
     verify_gib: float = 1.0
@@ -345,13 +348,13 @@ class Data(Sources):
 @dataclass(frozen=True)
 class Validation(Sources):
     enable: bool = False
-    """Take the loss on other data now and then. Of several sources each has its own numbers, and all together."""
+    """Compute the loss on held-out data. With several sources, of each and of all together."""
     interval: int = 500
     """Steps between validations; there is always one after the last step."""
     steps: int = -1
-    """Batches of each source to take; -1: all of it, once."""
+    """Batches of each source; -1: all of it, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
-    """Which weights' loss to take. Names of results of averaged ones (ema.enable) begin with validation_ema_."""
+    """Weights to validate. The names of averaged weights' results (ema.enable) begin with validation_ema_."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -374,11 +377,11 @@ class Prepare:
     """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
 
     output: str = ""
-    """Folder for the prepared data; of several sources each gets a folder in it, 0, 1, ..."""
+    """Folder for the prepared data; with several sources, folders 0, 1, ... in it."""
     processes: int = 0
     """Processes that tokenize. 0: one for each core."""
     verify: bool = False
-    """Instead, compare the hashes of all that lies in the output folder with those of its manifest."""
+    """Only compare the hashes of all files in the output folder with those in its manifest."""
 
     def __post_init__(self) -> None:
         require_at_least("prepare", 0, processes=self.processes)
@@ -391,13 +394,13 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward. default: of all but the last, whose backward is next; with
-    pipeline stages of none, since every microbatch would gather them again; on one rank of none, and on a CPU all
-    blocks are then one group, which takes less time and more memory."""
+    """Free a block's gathered parameters after its forward. default: as always, but for the last block, whose backward
+    is next; as never with pipeline stages, where every microbatch would gather them again, and on one rank. There, on
+    a CPU, all blocks are then one group, which takes less time and more memory."""
     fsdp_gradient_accumulation: Literal["sharded", "unsharded"] = "sharded"
-    """What the microbatches of a step, those of a pipeline too, add their gradients to. sharded: each reduces them into
-    the shards, and no gradient is kept whole. unsharded: whole float32 gradients are kept until the last microbatch,
-    which alone reduces: 4 bytes a parameter of this rank's layers, for small models and slow links."""
+    """How the microbatches of a step, also those of a pipeline, add up their gradients. sharded: each reduces its own
+    into the shards. unsharded: in whole float32 gradients, reduced once, after the last microbatch: 4 bytes a
+    parameter of this rank's layers, for small models and slow links."""
     fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
     """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
     in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
@@ -499,10 +502,10 @@ class Checkpoint:
     async_with_pinned_mem: go on at once, copying beside the next forward and backward (CUDA; elsewhere the same as
     async). Both async modes keep one copy of the state in CPU memory."""
     allow_changes: tuple[str, ...] = ()
-    """Options, such as "optimizer.lr", that a resumed run may have otherwise than its checkpoint although they change
-    the run. docs/checkpoints.md has the table of what needs this."""
+    """Options, such as "optimizer.lr", that may differ from the checkpoint's although they change the run.
+    docs/checkpoints.md has the table of what needs this."""
     max_failed_saves: int = 3
-    """Failed saves in a row, as on a full disk, after which the run stops; up to then it goes on without."""
+    """Failed saves in a row, as on a full disk, after which the run stops."""
 
     def __post_init__(self) -> None:
         require_at_least("checkpoint", 1, interval=self.interval, max_failed_saves=self.max_failed_saves)
@@ -517,9 +520,8 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Faults:
     on_bad_numbers: Literal["skip", "rollback", "stop"] = "skip"
-    """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: go
-    back to the newest good checkpoint, and on with the data after the step then under way. stop: end the run with an
-    error."""
+    """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: load
+    the newest good checkpoint from before it, and go on with the next data. stop: end the run with an error."""
     max_bad_steps: int = 5
     """Bad steps in a row that are skipped, or rollbacks without getting past them, before the run stops."""
     spike_threshold: float = 0.0
@@ -563,7 +565,7 @@ class Metrics:
     wandb_project: str = "torchtrain"
     """Project there."""
     straggler_freq: int = 100
-    """Steps between looks for ranks that keep the others waiting; 0: never."""
+    """Steps between checks for ranks that keep the others waiting; 0: never."""
     straggler_factor: float = 2.0
     """A rank is slow if its data wait or its computation takes more than so many times the median of all ranks."""
 
@@ -588,7 +590,7 @@ class Profiling:
 @dataclass(frozen=True)
 class Debug:
     fingerprint_steps: tuple[int, ...] = ()
-    """Steps of which to write what every tensor is like, to fingerprints/, for python -m torchtrain.compare. They take
+    """Steps whose tensors are described in fingerprints/, for python -m torchtrain.compare (docs/compare.md). They take
     longer, and memory for a second copy of the parameters."""
 
     def __post_init__(self) -> None:
@@ -601,8 +603,8 @@ class Comm:
     init_timeout_seconds: int = 300
     """Time-out of collectives up to the end of the first step, which may compile and load."""
     train_timeout_seconds: int = 100
-    """After the first step, time in which a step must be done: then each rank writes its stacks to hangs/ in the dump
-    folder, and a few seconds later collectives still under way fail."""
+    """Time for a step after the first one. When it is over, each rank writes its stacks to hangs/ in the dump folder,
+    and a few seconds later collectives still under way fail."""
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -628,7 +630,7 @@ class Estimate:
     network_gigabits: float = 0.0
     """Speed of a GPU's network card in Gb/s, if it is not that of its kind."""
     all_layers: bool = False
-    """Rehearse every layer, not a few that stand for all: slower, to check with."""
+    """Rehearse every layer, not a few that stand for all: slower, to check the estimate."""
     search: bool = False
     """Look for the layout with the most tokens a second that fits."""
     output: str = ""
@@ -699,8 +701,8 @@ class JobConfig:
             require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
         require(
             not (self.debug.fingerprint_steps and self.compile.enable),
-            "debug.fingerprint_steps needs compile.enable = false: a compiled block shows none of what lies within it; "
-            "compare the runs without, and then one with against one without by its curve",
+            "debug.fingerprint_steps needs compile.enable = false: what lies within a compiled block cannot be seen; "
+            "compare runs that are not compiled, and then one of them with a compiled one by their curves",
         )
         for name in self.checkpoint.allow_changes:
             section, _, key = name.partition(".")

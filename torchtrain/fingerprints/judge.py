@@ -1,4 +1,4 @@
-"""Fingerprints of two runs, put together from those of their ranks: the first tensor that rounding does not explain."""
+"""Fingerprints of two runs, each put together from its ranks: the first tensor that rounding does not explain."""
 
 import json
 import math
@@ -15,21 +15,25 @@ from safetensors import SafetensorError, safe_open
 from torchtrain.reading import names_in
 
 Numbers = npt.NDArray[Any]
-# Rounding explains so many times what is there before and the dtype's eps, and whatever is less than the last number.
+# Rounding explains GAIN times the sum of the dtype's eps and the distance of earlier tensors, and always LEAST.
 GAIN, LEAST = 4, 1e-5
 
 
 @dataclass
 class Fingerprint:
-    """Of a whole tensor. ``note``: what is wrong with how its parts fit together."""
+    """Of a tensor, or of a rank's part of it. ``note``: what is wrong with how the parts fit together."""
 
     dtype: str
-    shape: list[int]
+    shape: list[int]  # of the whole
     figures: Numbers  # sum, sum of absolutes, largest absolute
-    places: Numbers
-    values: Numbers  # at the places, which are sorted
+    places: Numbers  # in the flattened whole
+    values: Numbers  # at these places
     note: str = ""
     complete: bool = True
+
+    def __post_init__(self) -> None:
+        order = np.argsort(self.places, kind="stable")
+        self.places, self.values = self.places[order], self.values[order]
 
     @property
     def eps(self) -> float:
@@ -50,7 +54,7 @@ class Step:
 
 
 class Finding(NamedTuple):
-    """What differs: how far, where all before it is ``before`` apart at most and rounding explains ``allowed``."""
+    """A tensor that differs: its distance, the largest one before it, and how much of it rounding explains."""
 
     step: int
     key: str
@@ -60,7 +64,7 @@ class Finding(NamedTuple):
     dtype: str
     note: str = ""
     also: tuple[str, ...] = ()
-    """What else leaves these bounds, in order."""
+    """Keys of further tensors that differ, in order."""
 
     def __str__(self) -> str:
         apart = self.note or f"{self.distance:.1e} apart"
@@ -73,71 +77,75 @@ class Finding(NamedTuple):
         return text
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps that have fingerprints in ``folder``."""
-    return sorted(int(n.removeprefix("step-")) for n in names_in(folder) if n.removeprefix("step-").isdigit())
+class Part(NamedTuple):
+    """What a rank holds: along each dimension of the whole the ranges in ``box``, each a start and a stop."""
+
+    rank: int
+    box: list[list[list[int]]]
+    fingerprint: Fingerprint
 
 
 def read(folder: Path) -> Step:
     """Put together what the ranks have written into ``folder``; what of it is missing or damaged is a problem."""
     step, expected, ranks = Step(), 0, set()
-    parts: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    parts: dict[tuple[int, str], list[Part]] = {}
     for name in names_in(folder):
         if not name.endswith(".safetensors"):
             continue
         try:
+            rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
             with safe_open(folder / name, "np") as file:
                 about = json.loads(file.metadata()["about"])
                 arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            rows = dict(enumerate(np.stack((arrays["tokens"], arrays["labels"]), axis=1), about["first_row"]))
+            held = {}
+            for entry in about["entries"]:
+                number, key = entry["number"], entry["key"]
+                numbers = [arrays[f"{number} {kind}"] for kind in ("figures", "places", "values")]
+                held[number, key] = Part(rank, entry["box"], Fingerprint(entry["dtype"], entry["shape"], *numbers))
+            of_run = int(about["ranks"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             step.problems.append(f"{folder / name} is damaged ({error})")
             continue
-        rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
-        expected = expected or about["ranks"]
+        expected = expected or of_run
         if rank >= expected:
             continue  # of an earlier start, on more ranks
         ranks.add(rank)
-        for number, row in enumerate(np.stack((arrays["tokens"], arrays["labels"]), axis=1), about["first_row"]):
+        for number, row in rows.items():
             if not np.array_equal(step.rows.setdefault(number, row), row):
                 step.faults.append(f"rank {rank} has another row {number} of the batch than a rank before it")
-        first = 0
-        for entry, figures in zip(about["entries"], arrays["figures"], strict=True):
-            samples = slice(first, first := first + entry["samples"])
-            entry |= {"rank": rank, "figures": figures}
-            entry |= {"places": arrays["places"][samples], "values": arrays["values"][samples]}
-            parts.setdefault((entry["at"], entry["key"]), []).append(entry)
+        for where, part in held.items():
+            parts.setdefault(where, []).append(part)
     if missing := sorted(set(range(expected)) - ranks):
         step.problems.append(f"{folder} lacks what rank(s) {', '.join(map(str, missing))} of {expected} wrote")
-    tensors = {key: whole(parts[at, key]) for at, key in sorted(parts)}
+    tensors = {key: whole(parts[number, key]) for number, key in sorted(parts)}
     step.tensors = {key: tensor for key, tensor in tensors.items() if tensor.complete or not missing}
     return step
 
 
-def whole(parts: list[dict[str, Any]]) -> Fingerprint:
-    """The tensor that ``parts`` of ranks make. What several ranks hold alike counts once."""
-    by_box: dict[str, dict[str, Any]] = {}
+def whole(parts: list[Part]) -> Fingerprint:
+    """The tensor that ``parts`` make. What several ranks hold alike counts once."""
+    by_box: dict[str, Part] = {}
     note = ""
-    dtype, shape = parts[0]["dtype"], parts[0]["shape"]
     for part in parts:
-        part["values"] = part["values"][np.argsort(part["places"], kind="stable")]
-        part["places"] = np.sort(part["places"])
-        first = by_box.setdefault(json.dumps(part["box"]), part)
-        one, other = (Fingerprint(dtype, shape, p["figures"], p["places"], p["values"]) for p in (first, part))
-        apart = distance(one, other)
+        first = by_box.setdefault(json.dumps(part.box), part)
+        apart = distance(first.fingerprint, part.fingerprint)
         if apart > LEAST:
-            note = f"ranks {first['rank']} and {part['rank']} should hold the same of it, and are {apart:.1e} apart"
-    kept = list(by_box.values())
-    held = sum(math.prod(sum(stop - start for start, stop in ranges) for ranges in part["box"]) for part in kept)
-    if held != math.prod(shape):
-        rows = {row for part in kept for start, stop in part["box"][0] for row in range(start, stop)}
-        gone = sorted(set(range(shape[0])) - rows)
+            note = f"ranks {first.rank} and {part.rank} should hold the same of it, and are {apart:.1e} apart"
+    boxes = [part.box for part in by_box.values()]
+    kept = [part.fingerprint for part in by_box.values()]
+    dtype, shape = kept[0].dtype, kept[0].shape
+    size = math.prod(shape)
+    held = sum(math.prod(sum(stop - start for start, stop in along) for along in box) for box in boxes)
+    if held != size:
+        there = {row for box in boxes for start, stop in box[0] for row in range(start, stop)}
+        gone = sorted(set(range(shape[0])) - there)
         what = f"rows {gone[0]} to {gone[-1]} of {shape[0]} are missing" if gone else "parts are missing or come twice"
-        note = f"{held / math.prod(shape):.0%} of it is there: {what}"
-    figures = np.array([part["figures"] for part in kept])
-    places, values = (np.concatenate([part[name] for part in kept]) for name in ("places", "values"))
-    order = np.argsort(places, kind="stable")
+        note = f"{held / size:.0%} of it is there: {what}"
+    figures = np.array([part.figures for part in kept])
     together = np.array([*figures[:, :2].sum(axis=0), figures[:, 2].max()])
-    return Fingerprint(dtype, shape, together, places[order], values[order], note, held == math.prod(shape))
+    places, values = np.concatenate([p.places for p in kept]), np.concatenate([p.values for p in kept])
+    return Fingerprint(dtype, shape, together, places, values, note, held == size)
 
 
 def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
@@ -147,6 +155,9 @@ def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
     """
     if a.shape != b.shape or not np.array_equal(a.places, b.places):
         return math.inf
+    same = a.values.tobytes() == b.values.tobytes() and a.figures.tobytes() == b.figures.tobytes()
+    if same or not (a.figures[1] or b.figures[1]):  # NaN in both is alike, and so are zeros
+        return 0.0
     with np.errstate(all="ignore"):
         apart, size = np.abs(a.values - b.values), np.maximum(np.abs(a.values), np.abs(b.values))
         summed, absolute, largest = np.abs(a.figures - b.figures) / np.maximum(a.figures, b.figures)[[1, 1, 2]]
@@ -154,10 +165,7 @@ def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
             found = [np.median(apart) / np.sqrt(np.mean(size**2)), absolute]
         else:
             found = [np.sqrt(np.sum(apart**2) / np.sum(size**2)), summed, absolute, largest]
-    same = a.values.tobytes() == b.values.tobytes() and a.figures.tobytes() == b.figures.tobytes()
-    if same or not (a.figures[1] or b.figures[1]):  # NaN in both is alike, and so are zeros
-        return 0.0
-    return max(math.inf if math.isnan(x) else float(x) for x in found if len(a.places) or x is not found[0])
+    return max(math.inf if math.isnan(x) else float(x) for x in (found if len(a.places) else found[1:]))
 
 
 def walk(a: Step, b: Step, number: int, before: float = 0.0) -> tuple[Finding | None, float]:
@@ -194,7 +202,7 @@ def walk(a: Step, b: Step, number: int, before: float = 0.0) -> tuple[Finding | 
 
 
 def ratio(a: Fingerprint, b: Fingerprint) -> str:
-    """Says so where one tensor is a multiple of the other."""
+    """A note where one tensor is a multiple of the other, else nothing."""
     known = np.abs(a.values) > 0.1 * np.abs(a.values).max(initial=0)
     ratios = b.values[known] / a.values[known] if a.places.shape == b.places.shape else np.array([])
     if len(ratios) > 1 and np.ptp(ratios) < max(1e-3, GAIN * a.eps) * abs(float(np.median(ratios))):
@@ -203,7 +211,7 @@ def ratio(a: Fingerprint, b: Fingerprint) -> str:
 
 
 def differing_rows(a: Step, b: Step) -> Iterator[int]:
-    """Rows of the batch that the two do not have alike; of what files are missing, none."""
+    """Rows of the batch that differ, or that one lacks although none of its files is missing."""
     damaged = a.problems or b.problems
     for row in sorted(a.rows.keys() & b.rows.keys() if damaged else a.rows.keys() | b.rows.keys()):
         if row not in a.rows or row not in b.rows or not np.array_equal(a.rows[row], b.rows[row]):

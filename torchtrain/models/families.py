@@ -31,7 +31,7 @@ class Family:
     architecture: str
     flavors: Mapping[str, TransformerConfig]
     fixed: Mapping[str, Any]
-    """Keys of ``config.json`` that must have these values, and no others, for the computation to be ours."""
+    """Keys of ``config.json`` that must have these values: with others the model computes something else."""
     defaults: Mapping[str, Any]
     """What transformers takes for a key that ``config.json`` lacks, where families differ."""
     qk_norm: bool = False
@@ -137,7 +137,7 @@ def flavor_config(name: str, flavor: str) -> TransformerConfig:
 
 
 def export_family(config: TransformerConfig) -> Family:
-    """The family as which a model is written: its own, or one that computes the same; ValueError: there is none."""
+    """The family under which a model is exported: its own, or one that computes the same; ValueError: there is none."""
     for family in (FAMILIES[config.family], *FAMILIES.values()):
         if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
             return family

@@ -33,7 +33,7 @@ class TrainStep:
         before_update: Callable[[], None],
         averages: Averages | None = None,
     ):
-        """``max_norm``: of the gradient, which is scaled down to it; ``before_update``: parameters are to change."""
+        """``max_norm``: of the gradient, which is scaled down to it; ``before_update``: called before the update."""
         self.model = model
         self.microbatches = microbatches
         self.optimizer = optimizer
