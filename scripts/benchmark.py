@@ -195,8 +195,8 @@ def run_bare(entrant: Entrant, steps_per_turn: int) -> None:
     import torch
     import torch.nn.functional as F
 
+    from torchtrain.attention.backends import apply_attention_backend
     from torchtrain.models.llama import Transformer
-    from torchtrain.models.llama.attention_backend import apply_attention_backend
 
     model = Transformer(shape(entrant)).to(entrant.device)
     apply_attention_backend(model, "auto", getattr(torch, entrant.dtype), torch.device(entrant.device))
@@ -419,7 +419,8 @@ def measure(group: Group, processes: int, rounds: int, threads: int) -> list[dic
 
 
 def row(group: Group, entrant: Entrant, result: Result, first: Result) -> dict[str, Any]:
-    from torchtrain.models.llama.flops import flops_per_token, peak_flops
+    from torchtrain.devices import peak_flops
+    from torchtrain.models.llama.flops import flops_per_token
 
     tokens_per_second = entrant.batch_size * entrant.seq_len / statistics.median(result.seconds)
     mfu = None

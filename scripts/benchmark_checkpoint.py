@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.states import ModelState, OptimizerState, TensorSavePlanner, flatten, local_part
+from torchtrain.checkpoint.states import ModelState, OptimizerState, TensorSavePlanner, flatten
 from torchtrain.config.schema import Checkpoint
+from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import init_process_group
 
 STEPS_AFTER = 10
@@ -68,13 +69,13 @@ class Benchmark:
 
     def torch_save(self) -> None:
         with (self.folder / f"plain-{dist.get_rank()}.pt").open("wb") as file:
-            torch.save({name: local_part(tensor) for name, tensor in flatten(self.states).items()}, file)
+            torch.save({name: local(tensor) for name, tensor in flatten(self.states).items()}, file)
             file.flush()
             os.fsync(file.fileno())
 
     def plain_dcp(self) -> None:
         tensors = flatten(self.states)
-        planner = TensorSavePlanner({name: local_part(tensor) for name, tensor in tensors.items()})
+        planner = TensorSavePlanner({name: local(tensor) for name, tensor in tensors.items()})
         writer = dcp.FileSystemWriter(self.folder / "plain")
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.managers["disabled"].group)
 

@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
+from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.muon import Muon, orthogonalize
 from torchtrain.parallelisms.parallel_model import build_parallel_model
@@ -61,11 +60,7 @@ def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int
         shape,
         Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
         device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
+        config,
     )
     initialize(model.parts, 0, device)
     with patch("torchtrain.optimizers.groups.Muon", WAYS[way]):

@@ -33,7 +33,7 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import build_parallel_model
-from torchtrain.train_step import TrainStep
+from torchtrain.steps.train_step import TrainStep
 
 SEQ_LEN = 256
 FAST = "fast"
@@ -69,11 +69,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         shape,
         Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
         device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
+        config,
     )
     initialize(model.parts, 0, device)
     return TrainStep(

@@ -22,18 +22,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import torchtrain.loss
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import resolve_degrees
-from torchtrain.loss import OutputLoss
+from torchtrain.loss import OutputLoss, output_loss
 from torchtrain.models.llama import model
 from torchtrain.parallelisms import activation_checkpoint
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.timing import Clock, replay
-from torchtrain.run_plan import resolve_global_batch_size
 from torchtrain.shape import model_shape
 
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
@@ -103,13 +102,13 @@ def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def in_eager_mode(_: OutputLoss, logits: Tensor, labels: Tensor) -> Tensor:
-    return torchtrain.loss.cross_entropy_sum(logits, labels)
+    return output_loss.cross_entropy_sum(logits, labels)
 
 
 @contextmanager
 def their_policies(row: Row) -> Iterator[None]:
     held: list[Tensor] = []
-    cross_entropy = torchtrain.loss.cross_entropy_sum
+    cross_entropy = output_loss.cross_entropy_sum
 
     def holding(logits: Tensor, labels: Tensor) -> Tensor:
         held[:] = [logits.detach().float()]
@@ -119,7 +118,7 @@ def their_policies(row: Row) -> Iterator[None]:
         stack.enter_context(patch.object(activation_checkpoint, "KEPT_PRODUCTS", row.kept))
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         if row.holds_logits:
-            stack.enter_context(patch.object(torchtrain.loss, "cross_entropy_sum", holding))
+            stack.enter_context(patch.object(output_loss, "cross_entropy_sum", holding))
         if not row.compiled_loss:
             stack.enter_context(patch.object(OutputLoss, "token_losses", in_eager_mode))
         yield

@@ -30,7 +30,7 @@ from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
-from torchtrain.train_step import step_maker
+from torchtrain.steps.fingerprinted_step import step_maker
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
@@ -87,11 +87,7 @@ def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
         shape,
         Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
         device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
+        config,
     )
     initialize(model.parts, config.training.seed, device)
     return model

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from call_order import calls_of, difference, disagreements
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
@@ -14,10 +15,9 @@ from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.ledger import KINDS
-from torchtrain.planning.order import calls_of, difference, disagreements
-from torchtrain.run_plan import check_run, resolve_global_batch_size
 from torchtrain.shape import model_shape
 
 CAPABILITY = (9, 0)
@@ -80,7 +80,7 @@ def checked(
     resolve_global_batch_size(config, degrees)
     model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
     with planned_for_gpu(CAPABILITY):
-        check_run(config, torch.device("cuda"), degrees, model)
+        check_layout(config, torch.device("cuda"), degrees, model)
     return config, model, degrees
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
-from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, Compile, Float8, Optimizer, Parallelism, Training
+from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, JobConfig, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.initialization import layout_independent_init
 from torchtrain.models.families import flavor_config
@@ -47,11 +47,11 @@ class Run:
         parallelize_llama(
             self.model,
             self.mesh,
-            training=Training(mixed_precision_param="float32"),
-            parallelism=parallelism,
-            activation_checkpoint=ActivationCheckpoint(mode="full"),
-            compile=Compile(),
-            float8=Float8(),
+            JobConfig(
+                training=Training(mixed_precision_param="float32"),
+                parallelism=parallelism,
+                activation_checkpoint=ActivationCheckpoint(mode="full"),
+            ),
         )
         self.model.to_empty(device="cpu")
         with layout_independent_init([self.model], seed):

@@ -14,15 +14,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtrain.config.schema import JobConfig, Optimizer, Parallelism
+from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Optimizer, Parallelism
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer, update
+from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.parallelisms.pipeline_llama import build_stages, plan_stages
+from torchtrain.parallelisms.pipeline_llama import build_stages
 
 
 @pytest.fixture(scope="module")
@@ -195,19 +196,11 @@ def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: 
     world = math.prod(astuple(degrees))
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        config = JobConfig()
+        config = JobConfig(activation_checkpoint=ActivationCheckpoint(mode="full"))
         mesh = Mesh(torch.device("cpu"), degrees)
         with torch.device("meta"):
             model = Transformer(replace(flavor_config("llama3", flavor), max_seq_len=8192))
-        parallelize_llama(
-            model,
-            mesh,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=replace(config.activation_checkpoint, mode="full"),
-            compile=config.compile,
-            float8=config.float8,
-        )
+        parallelize_llama(model, mesh, config)
         assert all(isinstance(block, FSDPModule) for block in model.layers.values())
         parameters = list(model.parameters())
         total = sum(parameter.numel() for parameter in parameters)
@@ -253,15 +246,7 @@ def test_the_largest_model_on_all_axes_at_once(rank: int) -> None:
             assert list(part.layers) == [str(i) for i in range(bounds[number], bounds[number + 1])]
             assert (part.tok_embeddings is not None) == (number == 0)
             assert (part.output is not None) == (number == 15)
-            parallelize_llama(
-                part,
-                mesh,
-                training=config.training,
-                parallelism=parallelism,
-                activation_checkpoint=config.activation_checkpoint,
-                compile=config.compile,
-                float8=config.float8,
-            )
+            parallelize_llama(part, mesh, config)
             parameters = list(part.parameters())
             assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
             local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))

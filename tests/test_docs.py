@@ -178,6 +178,20 @@ def test_the_pages_that_are_made_are_current() -> None:
         assert (script.ROOT / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
 
 
+def test_the_core_is_small_and_whole() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    core = dict(re.findall(r"^\| \[([^]]+\.py)\]\(torchtrain/\S+\) \| (\d+) \|", readme, re.MULTILINE))
+    assert len(core) == 20
+    assert sum(int(lines) for lines in core.values()) <= 2400
+    architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = re.findall(r"`([^`]+)`", architecture.split("| room |")[1].split("\n\n")[0])
+    for folder in ("distributed", "loss", "models/llama", "optimizers", "parallelisms", "steps"):
+        for path in sorted((ROOT / "torchtrain" / folder).rglob("*.py")):
+            name = path.relative_to(ROOT / "torchtrain").as_posix()
+            known = name in core or any(name.startswith(room) for room in rooms) or path.name == "__init__.py"
+            assert known, f"{name} is neither in the README's core nor in a room of docs/architecture.md"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:

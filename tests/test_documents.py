@@ -10,8 +10,8 @@ from parity import TINY, Curve, assert_same_run, config_of, train
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
+from torchtrain.attention.documents import document_mask, document_numbers, document_positions
 from torchtrain.models.llama import Transformer
-from torchtrain.models.llama.documents import document_mask, document_numbers, document_positions
 
 BOS = 1
 # Two rows, each of documents of other lengths; the second begins within one.

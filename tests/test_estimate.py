@@ -18,14 +18,14 @@ from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.distributed.mesh import local, resolve_degrees
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
+from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
@@ -34,8 +34,7 @@ from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.summary import estimate
-from torchtrain.run_plan import resolve_global_batch_size
-from torchtrain.train_step import TrainStep
+from torchtrain.steps.train_step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20

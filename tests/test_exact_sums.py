@@ -27,8 +27,8 @@ from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.clipping import exact_sum, row_norms
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
-from torchtrain.train_step import TrainStep
+from torchtrain.parallelisms.reductions.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
+from torchtrain.steps.train_step import TrainStep
 
 STEPS = 3
 SCALES = [1e-30, 1e-20, 1e-8, 1.0, 1e8, 1e20, 1e30]

@@ -433,7 +433,7 @@ def stop_before(method: Any, name: str, call: int = 4) -> Any:
 
 
 def stop_before_update() -> Any:
-    from torchtrain.train_step import TrainStep
+    from torchtrain.steps.train_step import TrainStep
 
     return stop_before(TrainStep, "_update")
 
@@ -466,7 +466,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     [
         (stop_before_update, r"all_reduce at clipping\.py", ()),
         (stop_before_batch, r"all_reduce at train_step\.py", ()),
-        (stop_in_a_block, r"(\w+ at model|all_to_all_single at fsdp)\.py", ()),
+        (stop_in_a_block, r"(\w+ at model|all_to_all_single at stand_ins)\.py", ()),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
     ],
     ids=["step", "batch", "shards", "pipeline"],

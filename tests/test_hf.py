@@ -22,7 +22,7 @@ from torchtrain import generate
 from torchtrain.checkpoint.hf import files_by_size, save_hf, write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
 from torchtrain.conversion import convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError
@@ -108,11 +108,11 @@ def shard(shape: TransformerConfig, parallelism: Parallelism) -> Transformer:
     parallelize_llama(
         model,
         mesh,
-        training=Training(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        activation_checkpoint=ActivationCheckpoint(mode="full"),
-        compile=Compile(),
-        float8=Float8(),
+        JobConfig(
+            training=Training(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=ActivationCheckpoint(mode="full"),
+        ),
     )
     model.to_empty(device="cpu")
     model.init_buffers()

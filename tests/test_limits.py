@@ -12,8 +12,8 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.parallelisms.limits import check_layout
-from torchtrain.parallelisms.pipeline_llama import layers_per_stage, plan_stages
+from torchtrain.parallelisms.limits.layout import check_layout
+from torchtrain.parallelisms.limits.pipeline import layers_per_stage, plan_stages
 from torchtrain.run_plan import plan_run
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
@@ -28,18 +28,16 @@ def check(
     document_mask: bool = False,
     **parallelism: Any,
 ) -> None:
-    config = Parallelism(**parallelism)
-    world = config.pipeline_parallel_degree * config.context_parallel_degree * config.tensor_parallel_degree
-    check_layout(
-        model,
-        resolve_degrees(config, world),
+    layout = Parallelism(**parallelism)
+    world = layout.pipeline_parallel_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
+    config = JobConfig(
         training=Training(**{"seq_len": 8192, "local_batch_size": 8, **(training or {})}),
-        parallelism=config,
+        parallelism=layout,
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=compile),
-        device_type=device_type,
-        document_mask=document_mask,
+        data=Data(document_mask=document_mask),
     )
+    check_layout(config, torch.device(device_type), resolve_degrees(layout, world), model)
     assert not dist.is_initialized()
 
 

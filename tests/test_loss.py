@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.config.schema import JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.initialization import layout_independent_init
-from torchtrain.loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
+from torchtrain.loss.output_loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.planning.following import following
@@ -156,11 +156,10 @@ def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
         parallelize_llama(
             model,
             Mesh(torch.device("cpu"), resolve_degrees(Parallelism(), 2)),
-            training=Training(mixed_precision_param="float32"),
-            parallelism=Parallelism(fsdp_reshard_after_forward="always"),
-            activation_checkpoint=ActivationCheckpoint(),
-            compile=Compile(),
-            float8=Float8(),
+            JobConfig(
+                training=Training(mixed_precision_param="float32"),
+                parallelism=Parallelism(fsdp_reshard_after_forward="always"),
+            ),
         )
         model.to_empty(device="cpu")
         with layout_independent_init([model], 0):

@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
 
-from torchtrain.distributed.process_group import (
-    OTHER_FILES,
-    init_process_group,
-    new_gloo_group,
-    raise_file_limit,
-    set_timeout,
-)
+from torchtrain.distributed.connections import OTHER_FILES, new_gloo_group, raise_file_limit
+from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.errors import ConfigError
 
 RANKS = 16

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK
+from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import fake_run
-from torchtrain.train_step import TrainStep
+from torchtrain.steps.train_step import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
 

@@ -28,7 +28,7 @@ from torchtrain.config.schema import (
 )
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.run_plan import plan_run
-from torchtrain.train_step import TrainStep
+from torchtrain.steps.train_step import TrainStep
 
 SAVED, LAST = 3, 6
 ADAMW = Optimizer(lr=3e-3)

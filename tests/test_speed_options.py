@@ -16,21 +16,21 @@ from parity import TINY, assert_same_run, build, config_of, full_weights, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from torchtrain.config.schema import Float8, JobConfig, Optimizer
-from torchtrain.errors import ConfigError
-from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.llama.attention_backend import (
-    BatchedBackwardAttention,
+from torchtrain.attention.backends import (
     apply_attention_backend,
     attention_backend_name,
     choose_attention_backend,
 )
+from torchtrain.attention.batched_backward import BatchedBackwardAttention
+from torchtrain.config.schema import Float8, JobConfig, Optimizer
+from torchtrain.errors import ConfigError
+from torchtrain.float8 import apply_float8, check_float8
+from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
-from torchtrain.parallelisms.float8 import apply_float8, check_float8
 from torchtrain.run_plan import plan_run
 
 CPU = torch.device("cpu")

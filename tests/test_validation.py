@@ -16,8 +16,9 @@ from gloo_pool import GlooPool
 from parity import TINY, joinery_of
 
 from torchtrain.build import build_run
-from torchtrain.checkpoint.states import flatten, local_part
+from torchtrain.checkpoint.states import flatten
 from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.run_plan import plan_run
 from torchtrain.validation import Validator
@@ -145,7 +146,7 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
     assert run.averages is not None
     for average in run.averages.averages.values():
         average += 1.0
-    before = {name: local_part(tensor).clone() for name, tensor in flatten(run.checkpoint.states).items()}
+    before = {name: local(tensor).clone() for name, tensor in flatten(run.checkpoint.states).items()}
     calls = count()
 
     def asked_in_the_second_batch() -> bool:
@@ -171,7 +172,7 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
     after = flatten(run.checkpoint.states)
     plan.loader.close()
     run.checkpoint.close()
-    return all(torch.equal(local_part(after[name]), tensor) for name, tensor in before.items())
+    return all(torch.equal(local(after[name]), tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("ends_by_error", [False, True], ids=["stop", "error"])

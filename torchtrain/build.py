@@ -3,45 +3,42 @@
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
-from torchtrain.checkpoint.states import STATES, ModelState, OptimizerState
+from torchtrain.checkpoint.states import STATES, LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.datasets.loader import Loader
+from torchtrain.devices import peak_flops
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
 from torchtrain.errors import FaultError
 from torchtrain.faults.hangs import HangWatch
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.float8 import compute_scales_after_updates, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.metrics import MetricsRecorder
 from torchtrain.models.llama import Transformer
-from torchtrain.models.llama.attention_backend import attention_backend_name
-from torchtrain.models.llama.flops import flops_per_token, peak_flops
+from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.float8 import compute_scales_after_updates, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.train_step import StepFunction, step_maker
+from torchtrain.steps.fingerprinted_step import StepFunction, step_maker
 from torchtrain.validation import Validator
 
 
@@ -93,60 +90,55 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if not dist.is_initialized():
         init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
-    model = build_parallel_model(
-        plan.model,
-        mesh,
-        plan.device,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.float8,
-    )
+    model = build_parallel_model(plan.model, mesh, plan.device, config)
     parts = model.parts
-    states: dict[str, Stateful] = {
-        "model": ModelState(parts, plan.model.tied_embeddings)
-    }  # the others follow, before a load or a save
-    folder = Path(config.job.dump_folder) / "checkpoint"
     # The global batch in numbers, and the revisions: -1 with other ranks, and the newest later, would be others.
     training = replace(config.training, global_batch_size=plan.global_batch_size)
     config_toml = to_toml(replace(config, training=training, data=plan.data, validation=plan.validation))
-    checkpoint = CheckpointManager(config.checkpoint, folder, states, config_toml, plan.loader.identity, stop)
+    folder = Path(config.job.dump_folder) / "checkpoint"
+    checkpoint = CheckpointManager(config.checkpoint, folder, {}, config_toml, plan.loader.identity, stop)
     step = checkpoint.step_to_load()
-    initial = config.checkpoint.initial_load_path
-    if step is None and not initial:
-        initialize(parts, config.training.seed, plan.device)
-    else:
-        initialize_buffers(parts, plan.device)  # the load overwrites all else
-    if initial and step is None:
-        # These make no other tensors: a run may go on with others, for longer sequences and the like.
-        wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
-        load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
-        logger.info("starts from the weights in %s", initial)
-    elif initial:
-        logger.info(
-            "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d", initial, step
-        )
+    fill(parts, config, plan, step)
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
-    states["optimizer"] = OptimizerState(parts, optimizer)
     averages = Averages(parts, config.ema) if config.ema.enable else None
-    if averages is not None:
-        states["ema"] = averages
     if gathers_float8(config.float8, plan.degrees.fsdp):
         compute_scales = compute_scales_after_updates(parts, optimizer)
         if averages is not None:
             averages.after_exchange = compute_scales
-    if model.sums is not None:
-        states["sums"] = model.sums
+    states: dict[str, Stateful | None] = {
+        "model": ModelState(parts, plan.model.tied_embeddings),
+        "optimizer": OptimizerState(parts, optimizer),
+        "ema": averages,
+        "sums": model.sums,
+        "loader": LoaderState(plan.loader, mesh),
+    }
+    checkpoint.states = {name: state for name, state in states.items() if state is not None}
     side = side_group(plan.device, config.comm.init_timeout_seconds)
     if world_size() > 1:
         for loader in (plan.loader, *plan.validation_loaders.values()):
             loader.connect(side)
-    states["loader"] = LoaderState(plan.loader, mesh)
     if step is not None:
         checkpoint.load(step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
     return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, step or 0, step or 0)
+
+
+def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int | None) -> None:
+    """Give ``parts`` their first values; only their buffers where the checkpoint of ``step`` overwrites all else."""
+    initial = config.checkpoint.initial_load_path
+    if step is None and not initial:
+        initialize(parts, config.training.seed, plan.device)
+        return
+    initialize_buffers(parts, plan.device)
+    if step is not None:
+        if initial:
+            given_up = "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d"
+            logger.info(given_up, initial, step)
+        return
+    # These make no other tensors: a run may go on with others, for longer sequences and the like.
+    wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
+    load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
+    logger.info("starts from the weights in %s", initial)
 
 
 @dataclass
@@ -225,42 +217,3 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
         for part in parts:
             part.init_weights()
     initialize_buffers(parts, device)
-
-
-class LoaderState(Stateful):
-    """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
-
-    def __init__(self, loader: Loader, mesh: Mesh):
-        self.loader = loader
-        self.mesh = mesh
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = self.loader.state_dict()["rows"]
-        return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loader.load_state_dict({"rows": state_dict["rows"].to_local().cpu()})
-
-
-def describe(plan: Plan, config: JobConfig) -> None:
-    """Log what is about to be trained, and on what."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Transformer(plan.model).parameters())
-    axes = [f"{axis} {degree}" for axis, degree in asdict(plan.degrees).items() if degree > 1]
-    logger.info(
-        "%s parameters, vocabulary %d; %d rank(s) on %s%s; %d sequences a step",
-        f"{parameters:,}",
-        plan.model.vocab_size,
-        world_size(),
-        plan.device.type,
-        f" ({' x '.join(axes)})" if axes else "",
-        plan.global_batch_size,
-    )
-    dtype = config.training.mixed_precision_param
-    numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
-    logger.info(
-        "%s, %s; attention: %s",
-        numbers,
-        "compiled" if config.compile.enable else "not compiled",
-        attention_backend_name(config.training.attention_backend, plan.model, getattr(torch, dtype), plan.device),
-    )

@@ -1,7 +1,7 @@
 """Reading weights of any format that we know, one tensor at a time, and writing them in another."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.hf import (
+    LazyTensors,
     expected_tensors,
     ignored_tensors,
     is_hf_folder,
@@ -17,7 +18,7 @@ from torchtrain.checkpoint.hf import (
     write_hf,
 )
 from torchtrain.checkpoint.hf_files import find_tensors, read_tensor
-from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.manifest import problem_in, read_manifest
 from torchtrain.checkpoint.states import load_weight_tensors, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
@@ -56,7 +57,7 @@ def convert(
         source = open_source(source_folder, tokenizer_path, weights, average)
         dtype = getattr(torch, dtype_name)
         shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
-        values = Lazy(shapes, lambda name: source.read(name).to(dtype))
+        values = LazyTensors(shapes, lambda name: source.read(name).to(dtype))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,7 +66,7 @@ def convert(
             write_hf(target, shapes, values, source.model, dtype_name, source.tokenizer_path)
         else:
             prefixed = {f"model.{name}": tensor for name, tensor in shapes.items()}
-            prefixed_values = Lazy(prefixed, lambda name: values[name.removeprefix("model.")])
+            prefixed_values = LazyTensors(prefixed, lambda name: values[name.removeprefix("model.")])
             writer = VerifiedWriter(target, source.config_toml())
             try:
                 save_tensors(prefixed, prefixed_values, writer, target, None)
@@ -78,7 +79,7 @@ def convert(
 
 
 @dataclass(frozen=True)
-class Source:
+class Weights:
     """Weights to be read by our names. ``shapes``: meta tensors; ``read``: one of them, of that shape."""
 
     model: TransformerConfig
@@ -92,24 +93,7 @@ class Source:
         return to_toml(JobConfig(model=model, training=Training(seq_len=self.model.max_seq_len)))
 
 
-class Lazy(Mapping[str, Tensor]):
-    """A dict whose values are made when they are asked for, and not kept."""
-
-    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        self.names = list(names)
-        self.make = make
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Source:
+def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Weights:
     """See what ``path`` is, and open it."""
     is_hf = is_hf_folder(path)
     if not is_hf and not (path / "params.json").is_file():
@@ -118,12 +102,11 @@ def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> 
     return hf_source(path, tokenizer_path) if is_hf else meta_source(path, tokenizer_path)
 
 
-def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Source:
+def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
     for folder in folders:
-        for record in read_manifest(folder).files:
-            if problem := verify_file(folder, record):
-                raise CheckpointError(problem)
+        if problem := problem_in(folder, read_manifest(folder).files):
+            raise CheckpointError(problem)
     config = from_file(str(folders[-1] / CONFIG))
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
@@ -142,10 +125,10 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> So
         return (total / len(folders)).to(shapes[name].dtype)
 
     shapes = parameter_shapes(shape)
-    return Source(shape, shapes, read, tokenizer_path)
+    return Weights(shape, shapes, read, tokenizer_path)
 
 
-def hf_source(folder: Path, tokenizer_path: str) -> Source:
+def hf_source(folder: Path, tokenizer_path: str) -> Weights:
     """A Hugging Face folder."""
     shape = read_hf_config(folder)
     found = find_tensors(folder, expected_tensors(shape), ignored_tensors(shape))
@@ -153,10 +136,10 @@ def hf_source(folder: Path, tokenizer_path: str) -> Source:
     def read(name: str) -> Tensor:
         return read_tensor(found[hf_name(name)], hf_name(name))
 
-    return Source(shape, parameter_shapes(shape), read, source_tokenizer(folder, tokenizer_path))
+    return Weights(shape, parameter_shapes(shape), read, source_tokenizer(folder, tokenizer_path))
 
 
-def meta_source(folder: Path, tokenizer_path: str) -> Source:
+def meta_source(folder: Path, tokenizer_path: str) -> Weights:
     """A folder as Meta gives it out: the files each hold a tensor-parallel part of every matrix."""
     paths = sorted(folder.glob("consolidated.*.pth"))
     if not paths:
@@ -182,7 +165,7 @@ def meta_source(folder: Path, tokenizer_path: str) -> Source:
     shapes = parameter_shapes(shape)
     if missing := [name for name in shapes if name not in files[0]]:
         raise CheckpointError(f"{paths[0]} lacks {', '.join(missing[:5])}")
-    return Source(shape, shapes, read, tokenizer_path)
+    return Weights(shape, shapes, read, tokenizer_path)
 
 
 def source_tokenizer(folder: Path, tokenizer_path: str) -> str:

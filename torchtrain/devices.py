@@ -1,4 +1,4 @@
-"""The kind of device to choose for: that of the tensors, or the GPU that the planner plans for.
+"""How fast devices are, and the kind to choose for: that of the tensors, or the GPU that the planner plans for.
 
 The planner (``planning/``) runs without a GPU, on fake tensors whose device is the CPU. Code that does something else
 on a GPU asks here.
@@ -8,6 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+# Dense bfloat16 FLOP/s from the vendors' data sheets, by a part of the device's name; the first that fits counts.
+PEAK_FLOPS_BFLOAT16 = {
+    "A100": 312e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2.25e15,
+    "MI300X": 1307e12,
+    "L40S": 362e12,
+}
 
 _planned_capability: tuple[int, int] | None = None
 
@@ -31,3 +43,8 @@ def planned_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         _planned_capability = before
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of the device, or None where it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS_BFLOAT16.items() if name in device_name), None)

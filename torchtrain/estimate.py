@@ -53,8 +53,8 @@ def print_out(text: str) -> None:
 
 def estimate_of(config: JobConfig) -> "Estimate":
     """Refuse what the trainer refuses; then rehearse."""
+    from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
     from torchtrain.planning.summary import estimate
-    from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
 
     gpu = gpu_of(config)
@@ -72,13 +72,13 @@ def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degree
 
     from torchtrain.devices import planned_for_gpu
     from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
     from torchtrain.planning.summary import world_size_of
-    from torchtrain.run_plan import check_run, resolve_global_batch_size
 
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
     resolve_global_batch_size(config, degrees)
     with planned_for_gpu(gpu.capability):
-        check_run(config, torch.device("cuda"), degrees, shape)
+        check_layout(config, torch.device("cuda"), degrees, shape)
     return degrees
 
 
@@ -179,10 +179,10 @@ def search(config: JobConfig) -> int:
         ConfigError: none fits.
     """
     from torchtrain.distributed.mesh import resolve_degrees
+    from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
     from torchtrain.planning.hardware import Efficiency
     from torchtrain.planning.search import forwards, guess, layouts, ranking, worth_trying
     from torchtrain.planning.summary import world_size_of
-    from torchtrain.run_plan import resolve_global_batch_size
     from torchtrain.shape import model_shape
 
     gpu, size = gpu_of(config), world_size_of(config)

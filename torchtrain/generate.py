@@ -106,7 +106,7 @@ def run(options: Options, writes: bool) -> None:
             output = stack.enter_context(Path(options.output_file).open("w", encoding="utf-8"))
         for first in range(0, len(prompts), options.batch_size):
             batch = slice(first, first + options.batch_size)
-            stream = TextStream(trained.tokenizer, encoded[0], prompts[0], output) if streams and output else None
+            stream = TextWriter(trained.tokenizer, encoded[0], prompts[0], output) if streams and output else None
             results = complete(trained, prompts[batch], encoded[batch], sampling, options.max_new_tokens, first, stream)
             if output is not None and stream is None:
                 output.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
@@ -159,7 +159,7 @@ def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int) -> list[in
     return tokens
 
 
-class TextStream:
+class TextWriter:
     """Writes the text of one prompt while its tokens come."""
 
     def __init__(self, tokenizer: "Tokenizer", before: list[int], prompt: str, output: TextIO):
@@ -190,7 +190,7 @@ def complete(
     sampling: "Sampling",
     max_new_tokens: int,
     first_prompt: int,
-    stream: TextStream | None,
+    stream: TextWriter | None,
 ) -> list[dict[str, Any]]:
     """The result of each prompt, as an object of the output file. ``stream`` gets the first one's tokens."""
     from torchtrain.generation import generate

@@ -46,6 +46,9 @@ def full_name(name: str) -> str:
 def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[None]:
     """Within it, ``torch.nn.init`` fills the parameters of ``parts`` by the contract above.
 
+    So ``init_weights`` is written as for one rank. Meanwhile the functions are replaced, in the whole process,
+    by ones that know a parameter's name by its identity; a tensor that is no parameter of ``parts`` fails.
+
     ``normal_``, ``trunc_normal_`` and ``uniform_`` follow it; those that draw no random numbers are what they were; the
     other random ones raise NotImplementedError. ``parts``: a model, or the pipeline stages of one that this rank holds.
     """

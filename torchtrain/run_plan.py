@@ -1,21 +1,15 @@
 """What is known of a run before its ranks meet: everything is checked and opened here, or refused."""
 
-import errno
-import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from torchtrain.attention.backends import choose_attention_backend
 from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.weights import find_weights
-from torchtrain.config.schema import (
-    Data,
-    JobConfig,
-    Source,
-    Validation,
-)
+from torchtrain.config.schema import Data, JobConfig, Source, Validation
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
@@ -24,11 +18,9 @@ from torchtrain.distributed.agreement import of_first_rank_in_its_time
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.writers import check_writers
+from torchtrain.metrics.writers import check_writers, make_dump_folder
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.models.llama.attention_backend import choose_attention_backend
-from torchtrain.parallelisms.float8 import check_float8
-from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
@@ -63,7 +55,7 @@ def plan_run(config: JobConfig) -> Plan:
     global_batch_size = resolve_global_batch_size(config, degrees)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     model = replace(model_shape(config.model, tokenizer, config.training.seq_len), **asdict(config.mup))
-    check_run(config, device, degrees, model)
+    check_layout(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
             "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
@@ -119,55 +111,3 @@ def _with_revisions(config: JobConfig) -> JobConfig:
     if validation.enable:
         validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
     return replace(config, data=data, validation=validation)
-
-
-def check_run(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
-    """ConfigError where ``device`` or the layout cannot do what ``config`` asks."""
-    if config.training.enable_cpu_offload and device.type == "cpu":
-        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
-    check_layout(
-        model,
-        degrees,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        device_type=device.type,
-        document_mask=config.data.document_mask,
-    )
-    check_float8(config.float8, model, device, degrees.tensor)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
-            "another mode, such as 'selective'"
-        )
-
-
-def make_dump_folder(folder: Path) -> None:
-    """ConfigError where there can be no such folder, or this user may not write to it."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            problem = "it cannot be written to"
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
-            problem = error.strerror or str(error)
-    if problem:
-        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")
-
-
-def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
-    local, wanted = config.training.local_batch_size, config.training.global_batch_size
-    at_once = local * degrees.batch
-    if wanted == -1:
-        return at_once
-    if wanted % at_once:
-        below = wanted // at_once * at_once
-        choices = f"{below} or {below + at_once}" if below else f"{at_once}"
-        raise ConfigError(
-            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times "
-            f"{degrees.batch} data-parallel ranks = {at_once}; try {choices}, or a local_batch_size that fits"
-        )
-    return wanted

@@ -9,7 +9,8 @@ from torchtrain.config.schema import Model, Shape
 from torchtrain.config.schema import RopeScaling as RopeSection
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import export_family, flavor_config, read_hf_config
-from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.llama.rope_scaling import RopeScaling
 from torchtrain.tokenizers import Tokenizer
 
 

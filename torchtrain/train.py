@@ -57,10 +57,11 @@ def train(config: JobConfig) -> int:
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
 
-    from torchtrain.build import build_loop, build_run, describe, export_hf
+    from torchtrain.build import build_loop, build_run, export_hf
     from torchtrain.distributed.process_group import rank
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
+    from torchtrain.metrics.beginning import describe
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
 
@@ -73,7 +74,7 @@ def train(config: JobConfig) -> int:
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
-    describe(plan, config)
+    describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
     if run.step >= (steps := config.training.steps):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
         dist.destroy_process_group()

@@ -10,19 +10,13 @@ from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file
-from torchtrain.config.schema import (
-    ActivationCheckpoint,
-    Comm,
-    Compile,
-    Parallelism,
-    Training,
-)
+from torchtrain.config.schema import Comm, JobConfig, Parallelism
 from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer
-from torchtrain.parallelisms.limits import check_layout
+from torchtrain.parallelisms.limits.layout import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.shape import check_vocabulary, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
@@ -69,16 +63,8 @@ def load_model(
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
     # A step of generation has one token: nothing that sequence parallelism could split.
-    layout, ranks = Parallelism(enable_sequence_parallel=False), Degrees(tensor=world_size())
-    check_layout(
-        shape,
-        ranks,
-        training=Training(),
-        parallelism=layout,
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(),
-        device_type=place.type,
-    )
+    layout, ranks = JobConfig(parallelism=Parallelism(enable_sequence_parallel=False)), Degrees(tensor=world_size())
+    check_layout(layout, place, ranks, shape)
     init_process_group(place, Comm().init_timeout_seconds)
     with torch.device("meta"):
         model = Transformer(shape)

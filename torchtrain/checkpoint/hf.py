@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.hf_files import HFReader, find_tensors
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
-from torchtrain.checkpoint.states import ModelState, load_tensors, local_part, save_tensors
+from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
 from torchtrain.distributed.agreement import of_first_rank
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
@@ -98,7 +99,7 @@ def save_hf(
         CheckpointError: the folder cannot be written.
     """
     cast = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    staged = {name: local_part(tensor) for name, tensor in cast.items()}
+    staged = {name: local(tensor) for name, tensor in cast.items()}
     write_hf(folder, cast, staged, model, dtype, tokenizer_path, group=group)
 
 
@@ -129,12 +130,14 @@ def write_hf(
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
 
-    files = _files({hf_name(name): tensor for name, tensor in shapes.items()}, group)
+    names = {hf_name(name): name for name in shapes}
+    tensors = {theirs: shapes[name] for theirs, name in names.items()}
+    files = _files(tensors, group)
     try:
         of_first_rank(begin, group)
         save_tensors(
-            {hf_name(name): tensor for name, tensor in shapes.items()},
-            _Renamed(values, {hf_name(name): name for name in shapes}),
+            tensors,
+            LazyTensors(names, lambda name: values[names[name]]),
             HuggingFaceStorageWriter(str(partial), files, save_distributed=not alone, enable_consolidation=not alone),
             folder,
             group,
@@ -156,15 +159,15 @@ def _failing_as_checkpoint_error(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """``values`` under the keys of ``names``, looked up when they are asked for."""
+class LazyTensors(Mapping[str, Tensor]):
+    """A dict whose values are made when they are asked for, and not kept."""
 
-    def __init__(self, values: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self.values_by_own_name = values
-        self.names = names
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        self.names = list(names)
+        self.make = make
 
-    def __getitem__(self, key: str) -> Tensor:
-        return self.values_by_own_name[self.names[key]]
+    def __getitem__(self, name: str) -> Tensor:
+        return self.make(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -1,13 +1,15 @@
 """The checkpoints in a run's folder: which exist, which are good, and the renaming of damaged ones."""
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import tomli
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify_file
+from torchtrain.checkpoint.manifest import Manifest, problem_in, read_manifest
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
@@ -65,6 +67,38 @@ class History:
                 damaged[step] = problem
         return None
 
+    def newest_since(self, load_step: int) -> int:
+        """``load_step``, or the newest step that a run with the same ``load_step`` has come to from there."""
+
+        def made_since(step: int) -> bool:
+            if step <= load_step:
+                return False
+            try:
+                saved = tomli.loads(self.config_toml(step))
+            except (CheckpointError, tomli.TOMLDecodeError):
+                return True  # damaged, as will be found
+            return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
+
+        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
+        # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
+        since = set(itertools.takewhile(made_since, reversed(steps)))
+        step = self.newest_good(since.__contains__)
+        if step is not None:
+            logger.info(
+                f"checkpoint.load_step = {load_step}: goes on from step {step}, which a run with this load_step has "
+                f"come to. To go back to step {load_step} once more, move the checkpoints of later steps away"
+            )
+            return step
+        if load_step not in steps:
+            saved = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(
+                f"checkpoint.load_step = {load_step} cannot be loaded: {step_folder(self.folder, load_step)} does not "
+                f"exist (steps in that folder: {saved})"
+            )
+        if problem := self.problem(load_step):
+            raise CheckpointError(f"checkpoint.load_step = {load_step} cannot be loaded: {problem}")
+        return load_step
+
     def require_none(self) -> None:
         """Raise CheckpointError if the folder holds anything that is or was a checkpoint: a run began here before."""
         names = of_first_rank(lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group)
@@ -97,8 +131,7 @@ class History:
             return f"{folder} is the checkpoint of step {origin.step} under another name"
         if origin.run and self.run and origin.run != self.run:
             return f"{folder} is that of another run"
-        found = (verify_file(folder, record) for record in manifest.files[self.rank :: self.ranks])
-        return next((problem for problem in found if problem is not None), None)
+        return problem_in(folder, manifest.files[self.rank :: self.ranks])
 
     def config_toml(self, step: int) -> str:
         """The config of the run that has made the checkpoint of ``step``; CheckpointError where it has none."""

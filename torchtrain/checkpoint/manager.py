@@ -1,6 +1,5 @@
 """Saving, finding and loading the checkpoints of a run: ``<dump folder>/checkpoint/step-N``."""
 
-import itertools
 import shutil
 import threading
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import tomli
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,11 +21,12 @@ from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Origin
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.states import flatten, load_tensors, local_part, save_tensors, unflatten
+from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors, unflatten
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
-from torchtrain.distributed.process_group import new_gloo_group
+from torchtrain.distributed.connections import new_gloo_group
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
 from torchtrain.reading import names_in
@@ -55,7 +54,19 @@ class CheckpointManager:
     """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
 
     The process group must be initialized; the manager talks over a gloo group of its own. With ``config.enable`` off,
-    nothing is found and nothing is saved.
+    nothing is found and nothing is saved. A save that training does not wait for, on each rank:
+
+        main thread                         thread "save"                          on disk
+        maybe_save(100): wait for the
+          save before, copy the state,
+          start the thread                  write this rank's tensors              step-100.G.partial
+        steps 101, 102, ...                 wait for all ranks' tensors
+                                            rank 0: manifest; claim still ours?    step-100 (renamed)
+                                            the future ``_pending`` is done
+        maybe_save(200): the future's       rank 0: delete old checkpoints
+          error is raised here
+
+    G is the generation: each start of the run takes the next one (``claim.py``), and an earlier one may not rename.
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class CheckpointManager:
             if step is None:
                 history.require_none()
         else:
-            step = self._step_since(history, self.config.load_step)
+            step = history.newest_since(self.config.load_step)
         if step is not None:
             origin = history.manifest(step).origin
             for line in check_contract(
@@ -123,38 +134,6 @@ class CheckpointManager:
             self._run = origin.run
         self._take_over()
         return step
-
-    def _step_since(self, history: History, load_step: int) -> int:
-        """``load_step``, or the newest step that a run with the same ``load_step`` has come to from there."""
-
-        def made_since(step: int) -> bool:
-            if step <= load_step:
-                return False
-            try:
-                saved = tomli.loads(history.config_toml(step))
-            except (CheckpointError, tomli.TOMLDecodeError):
-                return True  # damaged, as will be found
-            return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
-
-        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
-        # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
-        since = set(itertools.takewhile(made_since, reversed(steps)))
-        step = history.newest_good(since.__contains__)
-        if step is not None:
-            logger.info(
-                f"checkpoint.load_step = {load_step}: goes on from step {step}, which a run with this load_step has "
-                f"come to. To go back to step {load_step} once more, move the checkpoints of later steps away"
-            )
-            return step
-        if load_step not in steps:
-            saved = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(
-                f"checkpoint.load_step = {load_step} cannot be loaded: {step_folder(self.folder, load_step)} does not "
-                f"exist (steps in that folder: {saved})"
-            )
-        if problem := history.problem(load_step):
-            raise CheckpointError(f"checkpoint.load_step = {load_step} cannot be loaded: {problem}")
-        return load_step
 
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
@@ -218,7 +197,7 @@ class CheckpointManager:
         self._newest = step
         tensors = flatten(self.states)
         if self.config.async_mode == "disabled" or last:
-            staged = {name: local_part(tensor) for name, tensor in tensors.items()}
+            staged = {name: local(tensor) for name, tensor in tensors.items()}
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder / MANIFEST} is missing ({error.strerror})") from error
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})") from error
+
+
+def problem_in(folder: Path, records: Sequence[FileRecord]) -> str | None:
+    """What is wrong with one of these files of a checkpoint, as ``verify_file`` says, or None."""
+    return next((problem for record in records if (problem := verify_file(folder, record))), None)
 
 
 def verify_file(folder: Path, record: FileRecord) -> str | None:

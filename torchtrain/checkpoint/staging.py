@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchtrain.checkpoint.states import local_part
+from torchtrain.distributed.mesh import local
 
 
 class Stager:
@@ -24,20 +24,20 @@ class Stager:
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the local parts, valid until the next call."""
-        locals_ = {name: local_part(tensor) for name, tensor in tensors.items()}
-        for name, local in locals_.items():
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
+        for name, part in parts.items():
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
         if self._stream is None:
-            for name, local in locals_.items():
-                self._buffers[name].copy_(local, non_blocking=True)
-            if any(local.is_cuda for local in locals_.values()):
+            for name, part in parts.items():
+                self._buffers[name].copy_(part, non_blocking=True)
+            if any(part.is_cuda for part in parts.values()):
                 torch.cuda.current_stream().synchronize()
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for name, local in locals_.items():
-                    self._buffers[name].copy_(local, non_blocking=True)
+                for name, part in parts.items():
+                    self._buffers[name].copy_(part, non_blocking=True)
                 self._copied = self._stream.record_event()
         return self._buffers
 

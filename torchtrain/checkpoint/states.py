@@ -17,18 +17,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
@@ -110,11 +108,6 @@ def unflatten(tensors: Mapping[str, Tensor], state_name: str) -> dict[str, Tenso
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class TensorSavePlanner(DefaultSavePlanner):
     """Plans the save of a flat dict of tensors, reading shapes and shards from it and values from ``staged``.
 
@@ -147,7 +140,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
     def unwritten(self) -> Iterator[str]:
         """Names of tensors of which this rank's part was not written in full."""
         for name, tensor in self.state_dict.items():
-            if self._written.get(name, 0) != local_part(tensor).numel():
+            if self._written.get(name, 0) != local(tensor).numel():
                 yield name
 
 
@@ -218,3 +211,18 @@ def _described(error: CheckpointException) -> str:
     """The first failure in DCP's error, in one line."""
     cause = cause_of(error)
     return str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {next(iter(error.failures))})"
+
+
+class LoaderState(Stateful):
+    """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
+
+    def __init__(self, loader: Loader, mesh: Mesh):
+        self.loader = loader
+        self.mesh = mesh
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = self.loader.state_dict()["rows"]
+        return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict({"rows": state_dict["rows"].to_local().cpu()})

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify_file
+from torchtrain.checkpoint.manifest import MANIFEST, problem_in, read_manifest
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
@@ -75,12 +75,7 @@ def load_weights(
         load_hf(state.state_dict(), folder, model)
         return
     rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    def problem() -> str | None:
-        own = (verify_file(folder, record) for record in read_manifest(folder).files[rank::ranks])
-        return next((problem for problem in own if problem), None)
-
-    for found in of_all_ranks(problem):
+    for found in of_all_ranks(lambda: problem_in(folder, read_manifest(folder).files[rank::ranks])):
         if found:
             raise CheckpointError(f"{found}; give another step-N folder")
     load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder), folder)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtrain.checkpoint.contract import Kind, differences
 from torchtrain.checkpoint.hf import parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.manifest import problem_in, read_manifest
 from torchtrain.checkpoint.states import STATES, load_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
@@ -197,9 +197,8 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     """
     readers = []
     for folder in folders:
-        for record in read_manifest(folder).files:
-            if problem := verify_file(folder, record):
-                raise CheckpointError(problem)
+        if problem := problem_in(folder, read_manifest(folder).files):
+            raise CheckpointError(problem)
         readers.append(VerifiedReader(folder))
     saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
 

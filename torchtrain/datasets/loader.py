@@ -207,7 +207,10 @@ class Loader:
         """The next batch, and the state after it."""
         windows = np.zeros((len(self._rows), self._seq_len + 1), dtype=np.int64)
         filled = np.empty(len(self._rows), dtype=np.int64)
-        # For all rows of the global batch: turns count the windows of all ranks.
+        # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
+        #   row of the global batch    0  1  2  3
+        #   its source                 A  A  B  A
+        #   its turn                   7  8  5  9    where self._turns was [7, 5]; afterwards it is [10, 6]
         sources = self._mixture.choose(np.arange(self._global_batch_size) + self._step * self._global_batch_size)
         of_source = sources == np.arange(len(self._streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1

@@ -37,10 +37,13 @@ class Stream(Protocol):
 
 
 class TextStream:
-    """Packs the documents of one lane, each as bos, tokens, eos.
+    """Packs the documents of one lane, each as bos, tokens, eos. Lane 1 of 2, over a source of 4 units:
 
-    Each epoch has a permutation of the units; all lanes together read each unit once. The state is the number of the
-    next unit over all epochs, the document in that unit, and the token in that document.
+        numbers of units over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the lane reads those in brackets
+        what they are in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
+
+    The state (number, document, token) is where the next window begins: the number of a unit, the document in it, the
+    token in that.
     """
 
     def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
@@ -53,11 +56,11 @@ class TextStream:
 
     @property
     def state(self) -> State:
-        return self._place, self._document, self._token
+        return self._number, self._document, self._token
 
     @state.setter
     def state(self, state: State) -> None:
-        self._place, self._document, self._token = state
+        self._number, self._document, self._token = state
         self._texts: Iterator[tuple[int, str | None]] | None = None
         self._tokens: Tokens | None = None
 
@@ -65,7 +68,7 @@ class TextStream:
         return [self._fill(window) for window in windows]
 
     def _fill(self, window: Tokens) -> int:
-        limit = self._place + self._lanes * self._source.units
+        limit = self._number + self._lanes * self._source.units
         filled = 0
         while True:
             if self._tokens is None:
@@ -85,15 +88,15 @@ class TextStream:
         """Tokens of the next document that has text; None at the end."""
         while True:
             if self._texts is None:
-                epoch, number = divmod(self._place, self._source.units)
+                epoch, place = divmod(self._number, self._source.units)
                 if epoch > 0 and not self._repeat:
                     return None
-                if self._place > limit:
+                if self._number > limit:
                     raise DataError(
                         f"{self._source.name} has too little text: all of its {self._source.units} documents together "
                         f"do not fill a window of training.seq_len + 1 = {length} tokens"
                     )
-                unit = permute(np.array([number]), self._source.units, stream_seed(self._seed, epoch))[0]
+                unit = permute(np.array([place]), self._source.units, stream_seed(self._seed, epoch))[0]
                 self._texts = self._source.read(int(unit), self._document)
             for number, text in self._texts:
                 if text is None:
@@ -101,7 +104,7 @@ class TextStream:
                 elif text:
                     self._document = number
                     return np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
-            self._place, self._document, self._texts = self._place + self._lanes, 0, None
+            self._number, self._document, self._texts = self._number + self._lanes, 0, None
 
 
 class WindowStream:

@@ -12,9 +12,12 @@ From the outermost axis to the innermost, whose ranks are neighbors and so have 
 import math
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import Parallelism
 from torchtrain.errors import ConfigError
@@ -92,3 +95,8 @@ class Mesh:
     def stage(self) -> DeviceMesh:
         """All ranks of a pipeline stage, which share its parameters. Collective over all ranks when first asked for."""
         return self.world["replicate", "shard", "context", "tensor"]._flatten("stage")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of ``tensor``, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ WAITING = (
     "distributed/pipelining/stage.py",
     "distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "torchtrain/distributed/connections.py",
     "torchtrain/distributed/process_group.py",
     "torchtrain/distributed/agreement.py",
 )
@@ -72,12 +73,7 @@ class HangWatch:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        doing: Callable[[], str] = str,
+        self, folder: Path, rank: int, world_size: int, timeout_seconds: float, doing: Callable[[], str] = str
     ) -> None:
         """``doing``: says what is under way on this rank beside the main thread."""
         self.folder = folder
@@ -105,9 +101,7 @@ class HangWatch:
     def __enter__(self) -> "HangWatch":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ class StopRequest:
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)

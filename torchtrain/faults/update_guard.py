@@ -15,13 +15,21 @@ from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
 NAMES = ("loss", "gradient norm")
+# Of the step, and of the window of good steps before it; whether it is bad; on how many ranks.
+NUMBERS = (
+    *NAMES,
+    *(f"{what} {name}" for what in ("mean", "deviation") for name in NAMES),
+    "bad",
+    "bad losses",
+    "stopping",
+)
 
 
 class _Verdict(NamedTuple):
     """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
 
     step: int
-    numbers: Tensor  # loss, gradient norm, mean and deviation of each one's window, bad, bad losses, ranks stopping
+    numbers: Tensor  # of ``NUMBERS``
     ready: torch.cuda.Event | None
 
 
@@ -97,24 +105,24 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        *found, bad, bad_losses, stopping_ranks = numbers.tolist()
-        self.stop.agreed = self.stop.agreed or stopping_ranks > 0
-        if not bad:
+        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
+        self.stop.agreed = self.stop.agreed or found["stopping"] > 0
+        if not found["bad"]:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
-        values, means, deviations = (dict(zip(NAMES, found[i : i + 2], strict=True)) for i in (0, 2, 4))
-        if bad_losses:
-            problem = f"loss not finite on {bad_losses:.0f} rank(s)"
-        elif not math.isfinite(values["gradient norm"]):
+        if found["bad losses"]:
+            problem = f"loss not finite on {found['bad losses']:.0f} rank(s)"
+        elif not math.isfinite(found["gradient norm"]):
             problem = "gradient not finite"
         else:
-            name = next(n for n in NAMES if values[n] > means[n] + self.config.spike_threshold * deviations[n])
+            threshold = self.config.spike_threshold
+            name = next(n for n in NAMES if found[n] > found[f"mean {n}"] + threshold * found[f"deviation {n}"])
             problem = (
-                f"{name} {values[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
-                f"{means[name]:.4g} +- {deviations[name]:.2g}"
+                f"{name} {found[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
+                f"{found[f'mean {name}']:.4g} +- {found[f'deviation {name}']:.2g}"
             )
-        self._refused(step, problem, values)
+        self._refused(step, problem, {name: found[name] for name in NAMES})
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""

@@ -1,5 +1,6 @@
 """Where numbers go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases by config."""
 
+import errno
 import importlib.util
 import io
 import json
@@ -10,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import tomli
@@ -201,9 +201,7 @@ class Writers:
     def __enter__(self) -> "Writers":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name, writer in self.writers.items():
             with self.efforts[name]:
                 writer.close()
@@ -218,3 +216,17 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + key] = str(value) if isinstance(value, list) else value
     return values
+
+
+def make_dump_folder(folder: Path) -> None:
+    """ConfigError where there can be no such folder, or this user may not write to it."""
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = "it cannot be written to"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
+            problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from torchtrain.devices import device_kind
+from torchtrain.distributed.mesh import local
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -80,10 +80,6 @@ class AdamWBfloat16(ShardedAdamW):
             maximize=False,
         )
         copy_back(zip(resting, working, strict=True))
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pad(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 
 from torchtrain.config.schema import Ema
+from torchtrain.distributed.mesh import local
 from torchtrain.initialization import full_name
-from torchtrain.optimizers.adamw import local
 
 
 class Averages(Stateful):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtrain.devices import device_kind
+from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.optimizers.adamw import local
 
 FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
 

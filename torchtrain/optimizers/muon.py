@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.config.schema import Optimizer
 from torchtrain.devices import device_kind
-from torchtrain.distributed.mesh import Degrees, Mesh
-from torchtrain.optimizers.adamw import local
+from torchtrain.distributed.mesh import Degrees, Mesh, local
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration x <- A x + B (x x^T) x + C (x x^T)^2 x
 EPSILON = 1e-7

@@ -1,20 +1,16 @@
 """Per-parameter sharding with FSDP2."""
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, cast
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.distributed.process_group import on_one_machine
 from torchtrain.models.llama.model import Transformer
-from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
-from torchtrain.torch_internals import ReduceScatter
+from torchtrain.parallelisms.reductions.exact_sums import ExactSums, sum_exactly
+from torchtrain.parallelisms.reductions.stand_ins import NoReduceScatter, fit_to_cpu
 
 
 def apply_fsdp(
@@ -39,51 +35,26 @@ def apply_fsdp(
     on_cpu = device_kind(mesh.device_type) == "cpu"
     by_block = mesh.size() > 1 or not on_cpu or parallelism.fsdp_reshard_after_forward != "default"
     blocks = list(model.layers.values()) if by_block else []
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for i, block in enumerate(blocks):
         # Backward starts with the last block: freeing it after forward would gather it twice.
         # On one rank nothing is gathered, and freeing would only cast twice.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward],
-        )
-    fully_shard(
-        model,
-        mesh=mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always",
-    )
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        if sums is not None:
-            shards = mesh.get_group(1)
-            transport = parallelism.fsdp_exact_transport
-            if transport == "auto":
-                transport = "all_to_all" if on_cpu or on_one_machine(shards) else "ring"
-            all_to_all = transport == "all_to_all"
-            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))
-        elif mesh.size() == 1:
-            module.set_custom_reduce_scatter(_NoReduceScatter())
-        elif on_cpu:
-            module.set_custom_reduce_scatter(_AllToAllReduceScatter())
+        shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
+    shard(model, reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always")
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         if mesh.size() == 1:
+            module.set_custom_reduce_scatter(NoReduceScatter())
             continue
         # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
         # since gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if on_cpu:
-            # Where there are no streams, only this lets a prefetched block arrive while another computes.
-            module._set_unshard_async_op(True)
     if on_cpu:
-        for block, following in pairwise(blocks):
-            cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+        fit_to_cpu(model, blocks, mesh)
+    if sums is not None:
+        sum_exactly(model, sums, mesh, dtype, parallelism.fsdp_exact_transport)
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:
@@ -93,44 +64,3 @@ def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> Non
     else:
         # Each is reduced over the shards; over the replicas of HSDP their sum is.
         model.set_requires_all_reduce(is_last)
-
-
-class _NoReduceScatter(ReduceScatter):
-    """On one rank: the input is the output, and FSDP's copy from one to the other costs nothing."""
-
-    def __init__(self) -> None:
-        self.input: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input, which FSDP asks for first; then the output."""
-        if self.input is None:
-            self.input = torch.empty(*size, dtype=dtype, device=device)
-            return self.input
-        output, self.input = self.input, None
-        return output
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        """Never called by FSDP on one rank."""
-        raise NotImplementedError
-
-
-class _AllToAllReduceScatter(ReduceScatter):
-    """For gloo, whose own takes longer: every rank gets all summands of its shard and adds them itself."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
-        assert op == dist.ReduceOp.SUM
-        assert not async_op
-        summands = torch.empty_like(input_tensor)
-        dist.all_to_all_single(summands, input_tensor, group=group)
-        torch.sum(summands.view(group.size(), -1), dim=0, out=output_tensor)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from torchtrain.attention.documents import document_mask, document_numbers, document_positions
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.models.llama.documents import document_mask, document_numbers, document_positions
 from torchtrain.parallelisms.context_parallel import local_sequence
 
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
+from torchtrain.parallelisms.reductions.exact_sums import ExactSums
 
 
 @dataclass(frozen=True)
@@ -76,36 +76,20 @@ class ParallelModel:
 
 
 def build_parallel_model(
-    shape: TransformerConfig,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    float8: Float8,
+    shape: TransformerConfig, mesh: Mesh, device: torch.device, config: JobConfig
 ) -> ParallelModel:
     """Meta device, parallelize, ``to_empty``. Parameters and buffers are still to be initialized or loaded."""
+    training, parallelism = config.training, config.parallelism
     stages = build_stages(shape, mesh, parallelism)
     sums = ExactSums(device) if training.sums == "exact" else None
     for stage in stages.values():
-        parallelize_llama(
-            stage,
-            mesh,
-            training=training,
-            parallelism=parallelism,
-            activation_checkpoint=activation_checkpoint,
-            compile=compile,
-            float8=float8,
-            sums=sums,
-        )
+        parallelize_llama(stage, mesh, config, sums)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty has made two parameters of a shared one
-    loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=compile.enable)
+    loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
     pipeline = None
     if mesh.degrees.pipeline > 1:
-        pipeline = Pipeline(stages, mesh, device, loss, training=training, parallelism=parallelism)
+        pipeline = Pipeline(stages, mesh, device, loss, training, parallelism)
     accumulation = parallelism.fsdp_gradient_accumulation
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)
 

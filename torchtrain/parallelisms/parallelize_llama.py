@@ -1,49 +1,38 @@
 """How a model is split and sped up: all that is known of it, in order."""
 
-import logging
-
 import torch
-import torch._functorch.config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from torchtrain.attention.backends import apply_attention_backend
+from torchtrain.compilation import apply_compile, enable_async_tensor_parallel
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.float8 import apply_float8
 from torchtrain.initialization import full_name
-from torchtrain.models.llama.attention_backend import apply_attention_backend
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
-from torchtrain.parallelisms.exact_sums import ExactSums
-from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.fsdp import apply_fsdp
-from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+from torchtrain.parallelisms.reductions.exact_sums import ExactSums
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
 
-def parallelize_llama(
-    model: Transformer,
-    mesh: Mesh,
-    *,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    float8: Float8,
-    sums: ExactSums | None = None,
-) -> None:
+def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: ExactSums | None = None) -> None:
     """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
+    training, parallelism = config.training, config.parallelism
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
     apply_attention_backend(model, training.attention_backend, dtype, device)
-    apply_float8(model, float8, shards=mesh.degrees.fsdp)
+    apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
         apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)
         if parallelism.enable_async_tensor_parallel:
             enable_async_tensor_parallel(mesh.tensor)
     if mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)
-    apply_activation_checkpoint(model, activation_checkpoint)
-    if compile.enable:
-        apply_compile(model, activation_checkpoint)
+    apply_activation_checkpoint(model, config.activation_checkpoint)
+    if config.compile.enable:
+        apply_compile(model, config.activation_checkpoint)
     apply_fsdp(model, mesh, training, parallelism, sums)
     check_meshes(model, mesh.fsdp if sums is None else mesh.hsdp, mesh.tensor)
 
@@ -56,22 +45,3 @@ def check_meshes(model: Transformer, fsdp: DeviceMesh, tensor: DeviceMesh) -> No
         assert axes == expected, (
             f"{full_name(name)} lies on the mesh {axes}, not {expected}: tensor_parallel.py must have a plan for it"
         )
-
-
-def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpoint) -> None:
-    """Compile block by block: one compilation serves all of them, and a graph of one block is quick to make."""
-    import torch._functorch.partitioners  # slow to import
-
-    if activation_checkpoint.mode == "memory_budget":
-        torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
-        # Tensor parallelism's mesh, which holds no tensors; torch 2.13 will not count it otherwise.
-        if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
-            torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
-    # It warns of in-place operations under selective checkpointing. A block has none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # Nothing in a block is random, so that no generator's state need be kept for what is computed again. On a CPU torch
-    # 2.13 would return that state after tensor parallelism's mesh, and take one for the other.
-    torch._functorch.partitioners.has_recomputable_rng_ops = lambda fx_g: False  # noqa: ARG005
-    for block in model.layers.values():
-        # Not dynamic: sizes do not change in a run, and symbolic ones do not go through all of DTensor.
-        block.compile(fullgraph=True, dynamic=False)

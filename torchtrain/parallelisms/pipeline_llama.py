@@ -19,78 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.errors import ConfigError
 from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import set_accumulation
-
-STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
-INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
-
-
-def layers_per_stage(n_layers: int, stages: int) -> tuple[int, ...]:
-    """An even split in which the embedding and the output count as a layer each, as Llama 3's (section 3.3.2)."""
-    assert n_layers >= stages
-    layers = [1] * stages
-    for _ in range(n_layers - stages):
-        loads = [n + (i == 0) + (i == stages - 1) for i, n in enumerate(layers)]
-        # Of equal ones the latest: an earlier stage has more microbatches in flight, so a layer costs it more memory.
-        layers[max(range(stages), key=lambda i: (-loads[i], i))] += 1
-    return tuple(layers)
-
-
-def plan_stages(model: TransformerConfig, parallelism: Parallelism) -> tuple[int, ...]:
-    """Layers of each stage; ConfigError where the model cannot be split as the config says."""
-    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    layers = parallelism.pipeline_parallel_layers_per_stage
-    if ranks == 1:
-        return (model.n_layers,)  # no pipeline, whatever the schedule
-    if model.tied_embeddings and schedule == "ZBVZeroBubble":
-        raise ConfigError(
-            "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' puts the first and the last stage on one rank, "
-            "where they cannot hold the tied embeddings of this model twice; try InterleavedZeroBubble"
-        )
-    if not layers:
-        stages = ranks * STAGES_PER_RANK[schedule]
-        if stages > model.n_layers:
-            raise ConfigError(
-                f"parallelism.pipeline_parallel_degree = {ranks} makes {stages} stages with the schedule {schedule}, "
-                f"and the model has only {model.n_layers} layers; each stage needs one: lower the degree"
-                + (", or take a schedule with one stage a rank, such as 1F1B" if stages > ranks else "")
-            )
-        return layers_per_stage(model.n_layers, stages)
-    given = f"parallelism.pipeline_parallel_layers_per_stage = {list(layers)}"
-    if sum(layers) != model.n_layers:
-        raise ConfigError(f"{given} must add up to the model's {model.n_layers} layers, not to {sum(layers)}")
-    if len(layers) % ranks or (schedule not in INTERLEAVED and len(layers) != ranks * STAGES_PER_RANK[schedule]):
-        count = f"a multiple of {ranks}" if schedule in INTERLEAVED else ranks * STAGES_PER_RANK[schedule]
-        raise ConfigError(
-            f"{given} has {len(layers)} stages; {schedule} on pipeline_parallel_degree = {ranks} needs {count}"
-        )
-    return layers
-
-
-def resolve_microbatches(parallelism: Parallelism, training: Training) -> int:
-    """``pipeline_parallel_microbatches`` with -1 filled in; ConfigError where the schedule cannot do with it."""
-    ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    sequences, count = training.local_batch_size, parallelism.pipeline_parallel_microbatches
-    count = sequences if count == -1 else count
-    given = f"parallelism.pipeline_parallel_microbatches = {count}"
-    if sequences % count:
-        divisors = ", ".join(str(n) for n in range(1, sequences + 1) if sequences % n == 0)
-        raise ConfigError(f"{given} must divide training.local_batch_size = {sequences}; try one of {divisors}")
-    if schedule == "1F1B" and count < ranks:
-        raise ConfigError(
-            f"{given} must be at least pipeline_parallel_degree = {ranks} for the schedule 1F1B: raise it (and "
-            "training.local_batch_size, which it must divide), or take GPipe"
-        )
-    rounds = max(1, count // ranks)
-    if schedule in INTERLEAVED and count % rounds:
-        raise ConfigError(
-            f"{given} must be a multiple of {rounds}, its rounds over {ranks} ranks, for the schedule {schedule}; "
-            f"try {count // ranks * ranks}"
-        )
-    return count
+from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
@@ -139,13 +71,31 @@ class ReducingStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-def _hidden_states(h: Tensor, output: nn.Module) -> Tensor:  # noqa: ARG001
-    """The last stage's head: the schedule hands the labels to its loss function alone."""
-    return h
+def boundaries(
+    model: TransformerConfig, mesh: Mesh, rows: int, seq: int, training: Training, parallelism: Parallelism
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a microbatch is before the first stage, between stages and after the last: tensors on the meta device.
+
+    torch's stages are told these shapes, so that no stage must be run to find them out.
+    """
+    dtype = getattr(torch, training.mixed_precision_param)
+    between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
+    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+    hidden, last_hidden = (
+        torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
+    )
+    return tokens, hidden, last_hidden
 
 
 class Pipeline:
-    """Runs this rank's stages together with those of the other ranks."""
+    """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
+
+        rank 0   tokens -> stage 0 -> send hidden states         receive their gradient -> backward of stage 0
+        rank 1     receive them -> stage 1 -> ``_loss`` -> backward of both -> send the gradient
+
+    In which order the microbatches do so, torch's schedule says. It hands labels to its loss function alone: so the
+    last stage ends with hidden states, and ``_loss`` applies the output layer to them.
+    """
 
     def __init__(
         self,
@@ -153,7 +103,6 @@ class Pipeline:
         mesh: Mesh,
         device: torch.device,
         loss: OutputLoss,
-        *,
         training: Training,
         parallelism: Parallelism,
     ):
@@ -163,47 +112,39 @@ class Pipeline:
         self.loss = loss
         self.losses = torch.zeros(2, device=device)
         self.global_tokens = torch.ones((), device=device)
+        self.stages = dict(sorted(stages.items()))
         model = next(iter(stages.values())).config
         count = len(plan_stages(model, parallelism))
+        self.first, self.last = stages.get(0), stages.get(count - 1)
+        self.tied = model.tied_embeddings
+        if self.last is not None:
+            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
+            to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
+            self.last.forward = to_hidden_states  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
-        # What crosses the boundaries, so that no stage must be run to find out.
-        bs, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
-        hidden_seq = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
-        with torch.device("meta"):
-            tokens = torch.empty(bs, seq, dtype=torch.int64)
-            dtype = getattr(torch, training.mixed_precision_param)
-            hidden = torch.empty(bs, hidden_seq, model.dim, dtype=dtype, requires_grad=True)
-            last_hidden = torch.empty(bs, seq, model.dim, dtype=dtype, requires_grad=True)
+        rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
+        tokens, self.hidden, last_hidden = boundaries(model, mesh, rows, seq, training, parallelism)
         stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
-        pipeline_stages = [
+        self.pipeline_stages = [
             stage_type(
                 stage,
                 i,
                 count,
                 device,
-                input_args=tokens if i == 0 else hidden,
-                output_args=last_hidden if i == count - 1 else hidden,
+                input_args=tokens if i == 0 else self.hidden,
+                output_args=last_hidden if i == count - 1 else self.hidden,
                 group=self.mesh.get_group(),
             )
             for i, stage in stages.items()
         ]
+        self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
         schedule: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = schedule(
-            pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else pipeline_stages[0],
+            self.pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else self.pipeline_stages[0],
             n_microbatches=microbatches,
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
-        self.pipeline_stages = pipeline_stages
-        self.stages = dict(sorted(stages.items()))
-        self.rank_of: dict[int, int] = pipeline_stages[0].stage_index_to_group_rank
-        self.hidden = hidden
-        self.first = stages.get(0)
-        self.last = stages.get(count - 1)
-        self.tied = model.tied_embeddings
-        if self.last is not None:
-            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
-            self.last.forward = partial(self.last.forward, head=_hidden_states)  # type: ignore[method-assign]
 
     def forward_backward(
         self,
@@ -254,7 +195,7 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
-        self.last.unshard()  # its forward is over
+        self.last.unshard()  # gather the output layer once more: FSDP may have freed it after the stage's forward
         assert self.last.output is not None
         losses = self.loss(hidden, self.last.output, labels)
         self.losses += exact_nats(losses.detach())

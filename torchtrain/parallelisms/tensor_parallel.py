@@ -4,7 +4,6 @@ Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https:
 DTensor placements. Between the matrices the residual stream (bs, seq, dim) is split along seq.
 """
 
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtrain.models.llama.model import Transformer
-from torchtrain.torch_internals import enable_symm_mem_for_group
 
 
 class ReplicateParallel(SequenceParallel):
@@ -80,13 +78,3 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
                 plan[f"{block}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # split by heads
     parallelize_module(model, mesh, plan)
     model.tie_weights()  # the plan has made two parameters of a shared one
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler overlap the collectives of ``mesh`` with the matrix products before and after them (CUDA)."""
-    import torch._inductor.config  # slow to import, and of no use elsewhere
-
-    torch._inductor.config._micro_pipeline_tp = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 does without
-        enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -18,22 +18,22 @@ from torch.optim import adam
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.distributed.mesh import Degrees, Mesh, local
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizers.adamw import local
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches
+from torchtrain.parallelisms.limits.pipeline import resolve_microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.parallelisms.pipeline_llama import resolve_microbatches
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
 from torchtrain.planning.ledger import Ledger
 from torchtrain.planning.stand_ins import Action, orders_of
+from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -41,7 +41,6 @@ from torchtrain.torch_internals import (
     _clear_sharding_prop_cache,
     _PipelineSchedule,
 )
-from torchtrain.train_step import TrainStep
 
 aten = torch.ops.aten
 _numbers = count(1)  # of rehearsals
@@ -215,11 +214,7 @@ def rehearse(
                 shape,
                 mesh,
                 device,
-                training=config.training,
-                parallelism=config.parallelism,
-                activation_checkpoint=config.activation_checkpoint,
-                compile=config.compile,
-                float8=config.float8,
+                config,
             )
         with mode:
             initialize_buffers(model.parts, device)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from torchtrain.distributed.mesh import local
 from torchtrain.loss import OutputLoss
-from torchtrain.optimizers.adamw import local
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.planning.ledger import Ledger
 from torchtrain.planning.operations import Operation
+from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
-from torchtrain.train_step import TrainStep
 
 
 @contextmanager

@@ -25,9 +25,6 @@ from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatch
 aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 ON_HOST = KINDS[:3]  # under CPU offload
-PHASES = ("forward", "loss", "backward", "recompute", "update")
-
-
 Sizes = tuple[int, ...]  # live bytes by kind, in the order of KINDS
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_llama import STAGES_PER_RANK, plan_stages
+from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK, plan_stages
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.stand_ins import first_of_each_kind
 from torchtrain.planning.summary import MICROBATCHES, Estimate, world_size_of

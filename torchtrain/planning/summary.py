@@ -11,7 +11,7 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_llama import plan_stages
+from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
@@ -283,7 +283,7 @@ def estimate(
 ) -> Estimate:
     """Rehearse one rank of each kind, and time them together.
 
-    ``config`` must be one that ``build.check_run`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
+    ``config`` must be one that ``check_layout`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
     the smallest pipeline stage, then with one more in each, and extended from these. With ``stand_ins``, of the ranks
     in the middle of a pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtrain.models.llama.model import RopeScaling, TransformerConfig
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.llama.rope_scaling import RopeScaling
 
 
 def config_from_meta(params: Mapping[str, Any], vocab_size: int) -> TransformerConfig:

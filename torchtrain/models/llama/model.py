@@ -10,36 +10,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretching of RoPE, by ``factor``, beyond the length that was first trained (``original_max_seq_len``).
-
-    linear: all positions (https://arxiv.org/abs/2306.15595). llama3: ``apply_scaling`` in Meta's llama-models,
-    ``models/llama3/model.py``, with the two ``freq_factor``. yarn: https://arxiv.org/abs/2309.00071, with the two
-    ``beta`` and ``attention_factor``, by which queries and keys grow; None: 0.1 ln(factor) + 1.
-    """
-
-    type: Literal["llama3", "linear", "yarn"] = "llama3"
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not value > 0:
-                raise ValueError(f"rope_scaling.{name} = {value} must be above 0")
+from torchtrain.models.llama.rope_scaling import RopeScaling
 
 
 @dataclass(frozen=True)
@@ -110,38 +88,11 @@ class RMSNorm(nn.Module):
 def rope_frequencies(config: TransformerConfig) -> Tensor:
     """Angle by which each pair of channels turns per position, float32 of shape (head_dim / 2,).
 
-    RoFormer, https://arxiv.org/abs/2104.09864, with the scaling that the config has (``RopeScaling``): llama3 and yarn
-    slow long wavelengths by ``factor``, keep short ones, and interpolate between.
+    RoFormer, https://arxiv.org/abs/2104.09864, with the scaling that the config has.
     """
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.type == "linear":
-        return frequencies / scaling.factor
-    if scaling.type == "yarn":
-        # The pairs, as numbers on a line, that make so many full turns within the original length.
-        radians = (scaling.original_max_seq_len / turns for turns in (scaling.beta_fast, scaling.beta_slow))
-        pairs = [config.head_size * math.log(r / (2 * math.pi)) / (2 * math.log(config.rope_theta)) for r in radians]
-        low, high = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), config.head_size - 1)
-        ramp = (torch.arange(config.head_size // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-        keep = 1 - ramp.clamp(0, 1)
-    else:
-        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # full turns within the original length
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        keep = keep.clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def rope_amplitude(config: TransformerConfig) -> float:
-    """By how much RoPE lengthens queries and keys: yarn's ``attention_factor``."""
-    scaling = config.rope_scaling
-    if scaling is None or scaling.type != "yarn":
-        return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies if config.rope_scaling is None else config.rope_scaling.apply(frequencies, config.rope_theta)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -299,8 +250,9 @@ class Transformer(nn.Module):
             return
         with torch.device("cpu"):  # the same bits on every device
             angles = torch.outer(torch.arange(self.config.max_seq_len).float(), rope_frequencies(self.config))
-        self.rope_cos.copy_(angles.cos() * rope_amplitude(self.config))
-        self.rope_sin.copy_(angles.sin() * rope_amplitude(self.config))
+        amplitude = 1.0 if self.config.rope_scaling is None else self.config.rope_scaling.amplitude
+        self.rope_cos.copy_(angles.cos() * amplitude)
+        self.rope_sin.copy_(angles.sin() * amplitude)
 
     def tie_weights(self) -> None:
         """Make the output share the embedding's parameter where the config says so and both are here."""

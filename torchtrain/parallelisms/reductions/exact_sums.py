@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtrain.devices import device_kind
+from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
+from torchtrain.parallelisms.reductions.stand_ins import StandIn, summands_of_all_ranks
+from torchtrain.torch_internals import DefaultReduceScatter
 
 HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
 SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
@@ -75,7 +80,7 @@ class ExactSums(Stateful):
         return True
 
 
-class ExactReduceScatter(ReduceScatter):
+class ExactReduceScatter(StandIn):
     """Takes gradients in ``dtype`` from FSDP, and gives it their sums over ``ranks`` in multiples of the spacing.
 
     ``all_to_all``: gradients are sent as they are, and rounded where they arrive; else rounded before, 8 bytes each.
@@ -86,31 +91,36 @@ class ExactReduceScatter(ReduceScatter):
         self.dtype = dtype
         self.ranks = ranks
         self.all_to_all = all_to_all
-        self.input: Tensor | None = None
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input, which FSDP asks for first and fills; then the output."""
-        if self.input is None:
-            self.input = torch.empty(*size, dtype=self.dtype, device=device)
-            return self.input
-        summands, self.input = self.input, None
-        self.sums.see(summands)
+    def make_input(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002
+        return torch.empty(*size, dtype=self.dtype, device=device)
+
+    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.sums.see(filled)
         if self.ranks == 1:
-            summands.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+            filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Only what ``apply_fsdp`` has FSDP ask for: a sum that is there when this returns."""
-        assert op == dist.ReduceOp.SUM
-        assert not async_op
+    def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
         if not self.all_to_all:
-            DefaultReduceScatter()(output_tensor, self.sums.rounded(input_tensor), group, op)
+            DefaultReduceScatter()(output, self.sums.rounded(summands), group, dist.ReduceOp.SUM)
             return
-        summands = torch.empty_like(input_tensor)
-        dist.all_to_all_single(summands, input_tensor, group=group)
-        block = CPU_BLOCK if output_tensor.device.type == "cpu" else BLOCK
-        columns = torch.split(summands.view(self.ranks, -1), block, dim=1)
-        for total, column in zip(torch.split(output_tensor, block), columns, strict=True):
+        block = CPU_BLOCK if output.device.type == "cpu" else BLOCK
+        columns = torch.split(summands_of_all_ranks(summands, group), block, dim=1)
+        for total, column in zip(torch.split(output, block), columns, strict=True):
             torch.sum(self.sums.rounded(column), dim=0, out=total)
+
+
+def sum_exactly(model: nn.Module, sums: ExactSums, mesh: DeviceMesh, dtype: torch.dtype, transport: str) -> None:
+    """Let FSDP sum the gradients of ``model``, in ``dtype``, by ``sums``.
+
+    ``transport``: ``parallelism.fsdp_exact_transport``.
+    """
+    shards = mesh.get_group(1)
+    if transport == "auto":
+        near = device_kind(mesh.device_type) == "cpu" or on_one_machine(shards)
+        transport = "all_to_all" if near else "ring"
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            all_to_all = transport == "all_to_all"
+            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))

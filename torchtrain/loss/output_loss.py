@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtrain.devices import device_kind
+from torchtrain.loss.z_loss import cross_entropy_with_z
 
 IGNORE_INDEX = -100  # label of a position that no loss is taken of
 # Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to
@@ -38,57 +38,14 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
-    """``cross_entropy_sum`` and the sum of ``z_weight`` log(Z)^2 over unmasked tokens: float32 of shape (2,).
+    """``cross_entropy_sum`` and, with ``z_weight``, the sum of the z-losses (``z_loss.py``): float32 of shape (2,).
 
-    The z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5; there with 1e-4) keeps Z, the sum of the exponents of
-    a token's logits, near 1. What is trained on is the sum of both. With it no log-probabilities are kept for backward,
-    which makes the softmax again of the logits.
+    What is trained on is the sum of both.
     """
-    if not z_weight:
-        loss = cross_entropy_sum(logits, labels)
-        return torch.stack((loss, torch.zeros_like(loss)))
-    mesh, first = None, 0
-    if isinstance(logits, DTensor):
-        mesh = logits.device_mesh
-        first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor splits
-        logits = logits.to_local()
-    losses: Tensor = _CrossEntropyWithZ.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, 1), labels.flatten(), z_weight, first, mesh
-    )
-    return losses
-
-
-class _CrossEntropyWithZ(torch.autograd.Function):
-    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, z_weight: float, first: int, mesh: DeviceMesh | None
-    ) -> Tensor:
-        def over_ranks(values: Tensor, op: str) -> Tensor:
-            return values if mesh is None else DTensor.from_local(values, mesh, [Partial(op)]).full_tensor()
-
-        known = labels != IGNORE_INDEX
-        own = known & (labels >= first) & (labels < first + logits.shape[1])
-        column = torch.where(own, labels - first, 0)[:, None]
-        largest = over_ranks(logits.amax(dim=1).float(), "max")
-        chosen = torch.where(own, logits.gather(1, column)[:, 0].float(), 0)
-        sums = torch.stack(((logits - largest[:, None]).exp_().sum(dim=1), chosen))  # float32, whatever the logits
-        total, chosen = over_ranks(sums, "sum").unbind()
-        log_z = largest + total.log()
-        ctx.save_for_backward(logits, log_z, known, own, column)
-        ctx.z_weight = z_weight
-        losses = torch.stack((log_z - chosen, z_weight * log_z.square()))
-        return torch.where(known, losses, 0).sum(dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_z, known, own, column = ctx.saved_tensors
-        of_loss, of_z = grads[0].unbind()
-        gradient = (logits - log_z[:, None]).exp_()  # float32
-        gradient *= torch.where(known, of_loss + 2 * ctx.z_weight * of_z * log_z, 0)[:, None]
-        gradient.scatter_add_(1, column, -torch.where(own, of_loss, 0)[:, None])
-        return gradient.to(logits.dtype), None, None, None, None
+    if z_weight:
+        return cross_entropy_with_z(logits, labels, z_weight, IGNORE_INDEX)
+    loss = cross_entropy_sum(logits, labels)
+    return torch.stack((loss, torch.zeros_like(loss)))
 
 
 def exact_nats(loss: Tensor) -> Tensor:
@@ -163,7 +120,15 @@ class OutputLoss:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes loss and gradients in forward; backward only scales them."""
+    """Loss and gradients of one chunk after the other, all in forward:
+
+        for each chunk:  h -> logits -> loss -> gradients of h and weight; then its logits are freed
+        forward returns  the sum of the losses, and keeps  [gradients of h], sum of those of weight
+        backward         multiplies these two by the gradient of that sum
+
+    ``torch.autograd.grad`` in forward is a backward of the chunk alone: ``h`` is cut off from the model before it, and
+    the model's own backward begins with what is kept.
+    """
 
     @staticmethod
     def forward(

@@ -1,63 +1,14 @@
-"""Which kernel attention takes."""
+"""Attention for CPUs in bfloat16."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.devices import device_kind
-from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import Transformer, TransformerConfig, attend
+from torchtrain.models.llama.model import attend
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-CPU_BACKENDS = ("flash", "math")
-QUERIES_AT_ONCE = 128  # by BatchedBackward: fewer skip more of what the mask hides, more make larger products
-
-
-def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Name of the kernel that causal attention of this shape gets."""
-    if device.type not in ("cpu", "cuda"):
-        return "unknown"
-    q, k = (  # of full size, and in the memory of one head's vector
-        torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
-        for heads in (model.n_heads, model.n_kv_heads)
-    )
-    choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))
-    name = next(name for name, backend in BACKENDS.items() if backend == choice)
-    return f"{name}, backward in batched products" if has_batched_backward(wanted, dtype, device) else name
-
-
-def choose_attention_backend(wanted: str, device: torch.device) -> None:
-    """Let this process take the kernel ``wanted`` alone, or any for auto; ConfigError where the device has it not."""
-    if wanted == "auto":
-        return
-    if device.type == "cpu" and wanted not in CPU_BACKENDS:
-        raise ConfigError(
-            f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"
-        )
-    # For the whole process and not around each call: compiled blocks see it as a constant, and all attention obeys.
-    torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(wanted == "flash")
-    torch.backends.cuda.enable_mem_efficient_sdp(wanted == "efficient")
-    torch.backends.cuda.enable_math_sdp(wanted == "math")
-
-
-def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``auto`` takes ``BatchedBackward``: in float32 torch's own backward is the faster one."""
-    return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
-
-
-def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Put ``BatchedBackwardAttention`` into every block of ``model`` where it is the fastest."""
-    if has_batched_backward(wanted, dtype, device):
-        model.replace_inner_attention(lambda _: BatchedBackwardAttention())
+QUERIES_AT_ONCE = 128  # fewer skip more of what the mask hides, more make larger products
 
 
 class BatchedBackwardAttention(nn.Module):
@@ -71,11 +22,17 @@ class BatchedBackwardAttention(nn.Module):
 
 
 class BatchedBackward(torch.autograd.Function):
-    """Causal flash attention for CPUs, whose backward in bfloat16 is up to twice as fast as torch's own.
+    """Causal flash attention whose backward in bfloat16 is up to twice as fast on CPUs as torch's own.
 
     That one multiplies small tiles by a product that is slow for bfloat16; here oneDNN gets all heads at once, for some
-    queries at a time, with the keys that they may see. The mathematics are those of FlashAttention-2
-    (https://arxiv.org/abs/2307.08691, algorithm 2).
+    queries at a time, with the keys that they may see. For these queries, with s = 1 / sqrt(head_dim), ``lse`` the log
+    of each query's sum in softmax and * by element (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 2):
+
+        P  = exp(s Q K^T - lse)               the probabilities again
+        dV = P^T dO
+        dS = P * (dO V^T - rowsum(dO * O))    the gradient of s Q K^T
+        dQ = s dS K
+        dK = s dS^T Q
     """
 
     @staticmethod
@@ -96,7 +53,8 @@ class BatchedBackward(torch.autograd.Function):
         def grouped(x: Tensor, columns: Tensor) -> Tensor:
             return torch.cat((x, columns), dim=-1).reshape(groups, -1, seq, dim + 2)
 
-        # Subtracting a number of each query is two more columns of a product, so that only the result is rounded.
+        # "- lse" and "- rowsum" are two more columns of Q and dO, on two columns of ones in K and V: so the subtraction
+        # is a part of the product, and only its result is rounded.
         ones = k.new_ones(*k.shape[:3], 2)
         queries = grouped(q, negative_in_two(lse / scale, q.dtype))  # (groups, heads / kv_heads, seq, dim + 2)
         grads_out = grouped(grad, negative_in_two((grad.float() * out).sum(-1), q.dtype))

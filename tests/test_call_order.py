@@ -1,7 +1,8 @@
 """Ranks that call other collectives than their group are found."""
 
+from call_order import disagreements
+
 from torchtrain.planning.operations import Operation
-from torchtrain.planning.order import disagreements
 
 
 def call(name: str, size: int, *ranks: int, peer: int | None = None) -> Operation:

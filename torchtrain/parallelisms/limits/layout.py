@@ -1,35 +1,53 @@
-"""What a layout asks of the model and the batch, refused before any process group starts."""
+"""What a device or a layout cannot do is refused here, before any process group starts."""
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+import torch
+
+from torchtrain.config.schema import ActivationCheckpoint, Compile, JobConfig, Parallelism
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.errors import ConfigError
+from torchtrain.float8 import check_float8
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_llama import plan_stages, resolve_microbatches
+from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 
 
-def check_layout(
-    model: TransformerConfig,
-    degrees: Degrees,
-    *,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    device_type: str,
-    document_mask: bool = False,
-) -> None:
-    """Raise ConfigError, with the rule and a way out, where ``degrees`` cannot split ``model`` and its sequences."""
+def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
+    """ConfigError, with the rule and a way out, where ``device`` or ``degrees`` cannot do what ``config`` asks."""
+    parallelism = config.parallelism
+    if config.training.enable_cpu_offload and device.type == "cpu":
+        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
     _check_tensor(model, degrees.tensor)
-    _check_sequence(degrees, training.seq_len, parallelism.enable_sequence_parallel)
+    _check_sequence(degrees, config.training.seq_len, parallelism.enable_sequence_parallel)
     if parallelism.enable_async_tensor_parallel:
-        _check_async_tensor(degrees.tensor, parallelism, compile, device_type)
+        _check_async_tensor(degrees.tensor, parallelism, config.compile, device.type)
     if degrees.pipeline > 1:
         plan_stages(model, parallelism)
-        resolve_microbatches(parallelism, training)
-        has_flex_attention = document_mask and device_type == "cuda"
+        resolve_microbatches(parallelism, config.training)
+        has_flex_attention = config.data.document_mask and device.type == "cuda"
         _check_split_backward(
-            parallelism.pipeline_parallel_schedule, activation_checkpoint, compile, has_flex_attention
+            parallelism.pipeline_parallel_schedule, config.activation_checkpoint, config.compile, has_flex_attention
         )
+    check_float8(config.float8, model, device, degrees.tensor)
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
+            "another mode, such as 'selective'"
+        )
+
+
+def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
+    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
+    local, wanted = config.training.local_batch_size, config.training.global_batch_size
+    at_once = local * degrees.batch
+    if wanted == -1:
+        return at_once
+    if wanted % at_once:
+        below = wanted // at_once * at_once
+        choices = f"{below} or {below + at_once}" if below else f"{at_once}"
+        raise ConfigError(
+            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times "
+            f"{degrees.batch} data-parallel ranks = {at_once}; try {choices}, or a local_batch_size that fits"
+        )
+    return wanted
 
 
 def _check_tensor(model: TransformerConfig, degree: int) -> None:

@@ -1,0 +1,56 @@
+"""Which kernel attention takes."""
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from torchtrain.attention.batched_backward import BatchedBackwardAttention
+from torchtrain.devices import device_kind
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CPU_BACKENDS = ("flash", "math")
+
+
+def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Name of the kernel that causal attention of this shape gets."""
+    if device.type not in ("cpu", "cuda"):
+        return "unknown"
+    q, k = (  # of full size, and in the memory of one head's vector
+        torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
+        for heads in (model.n_heads, model.n_kv_heads)
+    )
+    choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))
+    name = next(name for name, backend in BACKENDS.items() if backend == choice)
+    return f"{name}, backward in batched products" if has_batched_backward(wanted, dtype, device) else name
+
+
+def choose_attention_backend(wanted: str, device: torch.device) -> None:
+    """Let this process take the kernel ``wanted`` alone, or any for auto; ConfigError where the device has it not."""
+    if wanted == "auto":
+        return
+    if device.type == "cpu" and wanted not in CPU_BACKENDS:
+        raise ConfigError(
+            f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"
+        )
+    # For the whole process and not around each call: compiled blocks see it as a constant, and all attention obeys.
+    torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(wanted == "flash")
+    torch.backends.cuda.enable_mem_efficient_sdp(wanted == "efficient")
+    torch.backends.cuda.enable_math_sdp(wanted == "math")
+
+
+def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``auto`` takes ``BatchedBackward``: in float32 torch's own backward is the faster one."""
+    return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
+
+
+def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Put ``BatchedBackwardAttention`` into every block of ``model`` where it is the fastest."""
+    if has_batched_backward(wanted, dtype, device):
+        model.replace_inner_attention(lambda _: BatchedBackwardAttention())

@@ -1,0 +1,51 @@
+"""Connections between ranks: enough files for them, all made before one can fail, and which are short."""
+
+import os
+import resource
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtrain.errors import ConfigError
+
+GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
+OTHER_FILES = 256  # data, checkpoints, logs, libraries
+
+
+def raise_file_limit(ranks: int) -> None:
+    """Let this process open as many files as it may need connections to ``ranks``; ConfigError where it may not.
+
+    At worst, as for the first rank, one to each rank for each of ``GROUPS_OF_ALL_RANKS`` and for the store where they
+    meet (docs/cluster.md).
+    """
+    needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"{ranks} ranks may need {needed} open files and connections each, and the system allows {hard}; raise "
+                f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks for what lies in CPU memory. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    # Where gloo connects lazily, make all connections now: if a rank dies before one is made, others wait for ever
+    # (https://github.com/pytorch/gloo/issues/520).
+    flag = torch.zeros(1)
+    dist.all_reduce(flag, group=group)
+    dist.broadcast(flag, group=group, group_src=0)
+    dist.all_gather([torch.empty(1) for _ in range(group.size())], flag, group=group)
+    is_first = group.rank() == 0
+    dist.gather(flag, [torch.empty(1) for _ in range(group.size())] if is_first else None, group=group, group_dst=0)
+    dist.barrier(group)
+    return group
+
+
+def on_one_machine(group: dist.ProcessGroup) -> bool:
+    """Whether torchrun started all ranks of ``group`` on the same machine."""
+    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return len({rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}) == 1

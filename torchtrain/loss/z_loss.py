@@ -1,0 +1,65 @@
+"""The z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5; there with a weight of 1e-4).
+
+It keeps Z, the sum of the exponents of a token's logits, near 1. No log-probabilities are kept for backward, which
+makes the softmax again of the logits.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+
+def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float, ignore_index: int) -> Tensor:
+    """The sums of the token losses and of ``z_weight`` log(Z)^2 over unmasked tokens: float32 of shape (2,).
+
+    ``logits`` (bs, seq, vocab), or a DTensor that is split along vocab; ``labels`` (bs, seq).
+    """
+    mesh, first = None, 0
+    if isinstance(logits, DTensor):
+        mesh = logits.device_mesh
+        first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor splits
+        logits = logits.to_local()
+    labels = labels.flatten()
+    losses: Tensor = _CrossEntropyWithZ.apply(  # type: ignore[no-untyped-call]
+        logits.flatten(0, 1), labels, labels != ignore_index, z_weight, first, mesh
+    )
+    return losses
+
+
+class _CrossEntropyWithZ(torch.autograd.Function):
+    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all.
+
+    ``known`` (tokens,): those with a label.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, known: Tensor, z_weight: float, first: int, mesh: DeviceMesh | None
+    ) -> Tensor:
+        def over_ranks(values: Tensor, op: str) -> Tensor:
+            return values if mesh is None else DTensor.from_local(values, mesh, [Partial(op)]).full_tensor()
+
+        own = known & (labels >= first) & (labels < first + logits.shape[1])
+        column = torch.where(own, labels - first, 0)[:, None]
+        largest = over_ranks(logits.amax(dim=1).float(), "max")
+        chosen = torch.where(own, logits.gather(1, column)[:, 0].float(), 0)
+        sums = torch.stack(((logits - largest[:, None]).exp_().sum(dim=1), chosen))  # float32, whatever the logits
+        total, chosen = over_ranks(sums, "sum").unbind()
+        log_z = largest + total.log()
+        ctx.save_for_backward(logits, log_z, known, own, column)
+        ctx.z_weight = z_weight
+        losses = torch.stack((log_z - chosen, z_weight * log_z.square()))
+        return torch.where(known, losses, 0).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_z, known, own, column = ctx.saved_tensors
+        of_loss, of_z = grads[0].unbind()
+        gradient = (logits - log_z[:, None]).exp_()  # float32
+        gradient *= torch.where(known, of_loss + 2 * ctx.z_weight * of_z * log_z, 0)[:, None]
+        gradient.scatter_add_(1, column, -torch.where(own, of_loss, 0)[:, None])
+        return gradient.to(logits.dtype), None, None, None, None, None

@@ -1,0 +1,62 @@
+"""Stretching of RoPE for sequences longer than those that a model was first trained on."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of RoPE, by ``factor``, beyond the length that was first trained (``original_max_seq_len``).
+
+    linear: all positions (https://arxiv.org/abs/2306.15595). llama3: ``apply_scaling`` in Meta's llama-models,
+    ``models/llama3/model.py``, with the two ``freq_factor``. yarn: https://arxiv.org/abs/2309.00071, with the two
+    ``beta`` and ``attention_factor``, by which queries and keys grow; None: 0.1 ln(factor) + 1.
+    """
+
+    type: Literal["llama3", "linear", "yarn"] = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
+                raise ValueError(f"rope_scaling.{name} = {value} must be above 0")
+
+    def apply(self, frequencies: Tensor, theta: float) -> Tensor:
+        """``frequencies`` (head_dim / 2,), of the base ``theta``, stretched.
+
+        llama3 and yarn slow long wavelengths by ``factor``, keep short ones, and interpolate between.
+        """
+        if self.type == "linear":
+            return frequencies / self.factor
+        if self.type == "yarn":
+            # The pairs, as numbers on a line, that make so many full turns within the original length.
+            head_size = 2 * len(frequencies)
+            radians = (self.original_max_seq_len / turns for turns in (self.beta_fast, self.beta_slow))
+            pairs = [head_size * math.log(r / (2 * math.pi)) / (2 * math.log(theta)) for r in radians]
+            low, high = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), head_size - 1)
+            ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+            keep = 1 - ramp.clamp(0, 1)
+        else:
+            turns = self.original_max_seq_len * frequencies / (2 * math.pi)  # full turns within the original length
+            keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            keep = keep.clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / self.factor
+
+    @property
+    def amplitude(self) -> float:
+        """By how much queries and keys grow: yarn's ``attention_factor``."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
