@@ -54,7 +54,7 @@ def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dt
         debug=replace(config.debug, fingerprint_steps=tuple(range(1, steps + 1))),
         job=replace(config.job, dump_folder=str(folder)),
     )
-    train(config, TINY, steps=3, until=steps)
+    train(config, TINY, steps=steps)
 
 
 def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:
@@ -369,7 +369,7 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_ranks_is_damage(gloo: GlooPool, tmp_path: Path) -> None:
-    gloo.run(1, train_with_fingerprints, tmp_path, LAYOUTS["1"][1], "float32")
+    gloo.run(1, train_with_fingerprints, tmp_path, LAYOUTS["1"][1], "float32", 1)
     folder = tmp_path / "fingerprints/step-1"
     good = folder / "rank-0.safetensors"
     arrays = load_file(good)

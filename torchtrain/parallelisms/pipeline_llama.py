@@ -137,7 +137,6 @@ class Pipeline:
             )
             for i, stage in stages.items()
         ]
-        self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
         schedule: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self.schedule = schedule(
             self.pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else self.pipeline_stages[0],
@@ -145,6 +144,8 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
+        # Only now: a schedule whose stages go down the ranks and up again has put them on others.
+        self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
     def forward_backward(
         self,
