@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
-from forked_door import checked_door, start_door
 
 from torchtrain import prepare as door
 from torchtrain.config.schema import Data, Source
@@ -43,9 +41,9 @@ def tokens_of(folder: Path) -> list[int]:
     return np.concatenate(parts).tolist()  # type: ignore[no-any-return]
 
 
-def start_preparing(folder: Path) -> BaseProcess:
-    (process,), _ = start_door(folder.parent, "torchtrain.prepare", "--prepare.output", str(folder))
-    return process
+def start_preparing(folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "torchtrain.prepare", "--prepare.output", str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
 def records(folder: Path) -> int:
@@ -55,18 +53,19 @@ def records(folder: Path) -> int:
 
 def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    checked_door("torchtrain.prepare", "--prepare.output", str(undisturbed))
+    assert start_preparing(undisturbed).wait() == 0
     rng = random.Random(0)
     for _ in range(10):
         process = start_preparing(disturbed)
         wanted = records(disturbed) + rng.randrange(6)  # all is done after 64
         while records(disturbed) < wanted:
+            assert process.poll() is None, "it has ended by itself"
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.1))
         process.kill()  # its worker processes see that it is gone
-        process.join()
+        process.wait()
     assert not (disturbed / "manifest.json").exists()
-    checked_door("torchtrain.prepare", "--prepare.output", str(disturbed))
+    assert start_preparing(disturbed).wait() == 0
     assert contents(disturbed) == contents(undisturbed)
     source = open_standard_library()
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in source.read_all(range(20)) if text]
