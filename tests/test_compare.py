@@ -325,6 +325,8 @@ def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest
         ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
         ([str(tmp_path)], "compare needs one of RUN_B and --against"),
         ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
+        ([*empty, "--picture", str(tmp_path)], "must end with .png"),
+        ([*empty, "--picture", str(tmp_path / "a/config.toml/x.png")], "cannot be used: "),
         (empty, "there is nothing to compare yet"),
     ):
         assert main(arguments) == 2

@@ -496,6 +496,47 @@ def test_search_writes_what_the_trainer_takes(
     assert "none of the" in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_work(config: JobConfig) -> None:
+        pytest.fail("it rehearsed before it refused")
+
+    monkeypatch.setattr(door, "estimate_of", no_work)
+    (tmp_path / "file").touch()
+    argv = [*OPTIONS, "--estimate.world_size", "4"]
+    for options, message in (
+        (["--estimate.search", "--estimate.output", str(tmp_path)], "is a folder; name a file in it"),
+        (["--estimate.search", "--estimate.output", str(tmp_path / "file/best.toml")], "cannot be used: "),
+        (["--estimate.picture", str(tmp_path / "memory.pdf")], "must end with .png"),
+        (["--estimate.picture", str(tmp_path / "file/memory.png")], "cannot be used: "),
+    ):
+        assert door.main([*argv, *options]) == 2
+        error = capsys.readouterr().err
+        assert f"{options[-2][2:]} = '{options[-1]}' {message}" in error
+    monkeypatch.setattr("torchtrain.outputs.find_spec", lambda name: None)
+    assert door.main([*argv, "--estimate.picture", str(tmp_path / "memory.png")]) == 2
+    assert "pip install 'torchtrain[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_what_was_found_is_told_before_a_disk_is_full(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    argv = [*OPTIONS, "--estimate.world_size", "1"]
+    for options in (
+        ["--estimate.search", "--estimate.output", "/dev/full"],
+        ["--estimate.picture", str(tmp_path / "full.png")],
+    ):
+        assert door.main([*argv, *options]) == 2
+        said = capsys.readouterr()
+        assert "of which may fit" in said.out or "tokens a second and GPU" in said.out
+        assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in said.err
+        assert "Traceback" not in said.err
+
+
 def test_without_time_a_search_rehearses_the_layout_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ FLOORS = {
     "torchtrain.config": 0,
     "torchtrain.log": 0,
     "torchtrain.errors": 0,
+    "torchtrain.outputs": 0,
     "torchtrain.reading": 0,
     "torchtrain.torch_internals": 0,
 }

@@ -14,6 +14,7 @@ import tyro
 
 from torchtrain.errors import ConfigError
 from torchtrain.log import run_door
+from torchtrain.outputs import require_picture, writing
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtrain.comparison.runs import compare_runs, draw
 
         run_a = Path(options.run_a)
+        if options.picture:
+            require_picture(options.picture, "--picture")
         if options.against:
             report = compare_implementations(run_a, Path(options.against))
         else:
             report = compare_runs(run_a, Path(options.run_b))
-        if options.picture:
-            draw(run_a, Path(options.run_b), Path(options.picture))
         if dist.is_initialized():
             dist.destroy_process_group()
         alike = all(section.alike is not False for section in report)
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for section in report:
                 sys.stdout.write("\n".join([f"{section.title}:", *(f"  {line}" for line in section.lines)]) + "\n")
             sys.stdout.write("alike to rounding\n" if alike else "they differ\n")
+        if options.picture:
+            with writing(options.picture, "--picture"):
+                draw(run_a, Path(options.run_b), options.picture)
         return int(not alike)
 
     return run_door(run)

@@ -17,6 +17,7 @@ from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.log import run_door
+from torchtrain.outputs import require_file, require_picture, writing
 
 if TYPE_CHECKING:
     from torchtrain.distributed.mesh import Degrees
@@ -37,13 +38,16 @@ def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or look for a better layout of it."""
     from torchtrain.shape import resolve_model
 
-    config = replace(config, model=resolve_model(config.model))
+    config, picture = replace(config, model=resolve_model(config.model)), config.estimate.picture
     if config.estimate.search:
         return search(config)
+    if picture:
+        require_picture(picture, "estimate.picture")
     found = estimate_of(config)
-    if config.estimate.picture:
-        draw(found, Path(config.estimate.picture))
     print_out(json.dumps(found.as_dict(), indent=1) if config.estimate.json else table(found))
+    if picture:
+        with writing(picture, "estimate.picture"):
+            draw(found, picture)
     return 0
 
 
@@ -146,30 +150,22 @@ def table(found: "Estimate") -> str:
     return "\n".join(lines)
 
 
-def draw(found: "Estimate", path: Path) -> None:
+def draw(found: "Estimate", path: str) -> None:
     """Live memory by kind over the two steps of the rank that needs the most."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError(f"estimate.picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
+    from matplotlib.figure import Figure
 
     from torchtrain.planning.ledger import KINDS
 
     record = max(found.records, key=lambda record: max(sum(step.peak) for step in record.ledger.steps))
     points = [sizes for step in record.ledger.steps for sizes in step.timeline]
-    figure, axes = pyplot.subplots(figsize=(10, 5))
+    figure = Figure(figsize=(10, 5), layout="tight")
+    axes = figure.subplots()
     series = [[sizes[i] / 2**30 for sizes in points] for i in range(len(KINDS))]
     axes.stackplot(range(len(points)), *series, labels=KINDS)
     axes.axhline(found.gpu.memory_gib, color="black", linewidth=0.8, label="memory of the GPU")
     axes.set(xlabel="allocations and frees of two steps", ylabel="GiB live", title=f"rank {record.rank}")
     axes.legend(loc="upper right")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def search(config: JobConfig) -> int:
@@ -197,6 +193,8 @@ def search(config: JobConfig) -> int:
         with suppress(ConfigError):
             degrees = refuse(layout, shape, gpu)
             guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+    path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
+    require_file(path, "estimate.output")
     promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
     tried, work, passed_over, began = [], 0, 0, time.process_time()
     budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
@@ -222,10 +220,9 @@ def search(config: JobConfig) -> int:
         f"time, {fit} of them fit; {passed_over} passed over for lack of time"
     )
     print_out(ranking_table(best))
-    path = Path(config.estimate.output or Path(config.job.dump_folder) / "layout.toml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without what was only asked of the planner.
-    path.write_text(to_toml(replace(best[0][0], estimate=type(config.estimate)())), encoding="utf-8")
+    with writing(path, "estimate.output"):
+        # Without what was only asked of the planner.
+        Path(path).write_text(to_toml(replace(best[0][0], estimate=type(config.estimate)())), encoding="utf-8")
     print_out(f"the first of them, as a config for the trainer: {path}")
     return 0
 

@@ -18,8 +18,9 @@ from torchtrain.distributed.agreement import of_first_rank_in_its_time
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.writers import check_writers, make_dump_folder
+from torchtrain.metrics.writers import check_writers
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.outputs import require_folder
 from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
@@ -98,7 +99,8 @@ def plan_run(config: JobConfig) -> Plan:
         config.data,
         config.validation,
     )
-    make_dump_folder(Path(config.job.dump_folder))  # last: a run that is refused leaves nothing
+    folder = config.job.dump_folder
+    require_folder(Path(folder), f"job.dump_folder = {folder!r}")  # last: a run that is refused leaves nothing
     return plan
 
 

@@ -289,12 +289,10 @@ def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> st
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{same}"
 
 
-def draw(folder_a: Path, folder_b: Path, path: Path) -> None:
+def draw(folder_a: Path, folder_b: Path, path: str) -> None:
     """Both losses, and how far they are apart."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--picture needs matplotlib: pip install 'torchtrain[plot]' ({error})") from None
+    from matplotlib.figure import Figure
+
     runs = [open_run(folder) for folder in (folder_a, folder_b)]
     figure = Figure(figsize=(10, 7))
     above, below = figure.subplots(2, 1, sharex=True)
@@ -306,5 +304,4 @@ def draw(folder_a: Path, folder_b: Path, path: Path) -> None:
     above.set(ylabel="loss")
     above.legend()
     below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

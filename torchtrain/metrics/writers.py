@@ -1,6 +1,5 @@
 """Where numbers go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases by config."""
 
-import errno
 import importlib.util
 import io
 import json
@@ -216,17 +215,3 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + key] = str(value) if isinstance(value, list) else value
     return values
-
-
-def make_dump_folder(folder: Path) -> None:
-    """ConfigError where there can be no such folder, or this user may not write to it."""
-    problem = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            problem = "it cannot be written to"
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
-            problem = error.strerror or str(error)
-    if problem:
-        raise ConfigError(f"job.dump_folder = {str(folder)!r} cannot be used: {problem}; name another folder")

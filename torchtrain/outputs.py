@@ -1,0 +1,54 @@
+"""What a command is asked to write: refused before its work where it cannot be written."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchtrain.errors import ConfigError, TorchtrainError
+
+
+def require_folder(folder: Path, given: str) -> None:
+    """Make ``folder``; ConfigError where there can be none, or this user may not write to it.
+
+    ``given``: the option and its value, as in ``job.dump_folder = 'outputs'``.
+    """
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = "it cannot be written to"
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
+            problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"{given} cannot be used: {problem}; name another folder")
+
+
+def require_file(path: str, option: str) -> None:
+    """Make the folder of ``path``, the value of ``option``; ConfigError where no file can be written there."""
+    if Path(path).is_dir():
+        raise ConfigError(f"{option} = {path!r} is a folder; name a file in it")
+    require_folder(Path(path).parent, f"{option} = {path!r}")
+
+
+def require_picture(path: str, option: str) -> None:
+    """``require_file`` for a PNG file, which needs matplotlib."""
+    if Path(path).suffix != ".png":
+        raise ConfigError(f"{option} = {path!r} must end with .png")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"{option} = {path!r} needs matplotlib: pip install 'torchtrain[plot]'")
+    require_file(path, option)
+
+
+@contextmanager
+def writing(path: str, option: str) -> Iterator[None]:
+    """Within ``path``, the value of ``option``, is written. TorchtrainError where it fails, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise TorchtrainError(
+            f"{option} = {path!r} could not be written: {error.strerror or error}; make room, or name another file"
+        ) from error
