@@ -1,7 +1,6 @@
 """scripts/recipes.py: what it would run, in which order, and what it says of what has been run."""
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +56,6 @@ def test_what_has_been_run_is_read_again(results: Results) -> None:
     again = Results(results.file)
     assert again.lines == results.lines
     assert len(again.lines) == 12
-    json.loads(results.file.read_text().splitlines()[0])
 
 
 def test_tokens_to_a_loss_lie_on_straight_lines_between_validations() -> None:

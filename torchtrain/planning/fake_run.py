@@ -210,12 +210,7 @@ def rehearse(
         with allocated_in(mode):
             mesh = Mesh(device, degrees)
             ledger.axes = axes_of(mesh)
-            model = build_parallel_model(
-                shape,
-                mesh,
-                device,
-                config,
-            )
+            model = build_parallel_model(shape, mesh, device, config)
         with mode:
             initialize_buffers(model.parts, device)
             return _two_steps(config, model, mesh, ledger, rank, rows, document_start)

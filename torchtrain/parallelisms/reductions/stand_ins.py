@@ -46,6 +46,7 @@ class StandIn(ReduceScatter):
         self.reduce(output_tensor, input_tensor, group)
 
     def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``output`` with the sums. FSDP does not ask for it on one rank."""
         raise NotImplementedError
 
 
