@@ -499,7 +499,7 @@ def test_search_writes_what_the_trainer_takes(
 def test_what_cannot_be_written_is_refused_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_work(config: JobConfig) -> None:
+    def no_work(_config: JobConfig) -> None:
         pytest.fail("it rehearsed before it refused")
 
     monkeypatch.setattr(door, "estimate_of", no_work)
@@ -514,7 +514,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
         assert door.main([*argv, *options]) == 2
         error = capsys.readouterr().err
         assert f"{options[-2][2:]} = '{options[-1]}' {message}" in error
-    monkeypatch.setattr("torchtrain.outputs.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtrain.outputs.find_spec", lambda _name: None)
     assert door.main([*argv, "--estimate.picture", str(tmp_path / "memory.png")]) == 2
     assert "pip install 'torchtrain[plot]'" in capsys.readouterr().err
 
