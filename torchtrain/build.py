@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.history import step_folder
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import STATES, LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.devices import peak_flops
+from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
 from torchtrain.errors import FaultError
@@ -29,6 +31,7 @@ from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.metrics import MetricsRecorder
+from torchtrain.metrics.writers import has_validation
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
@@ -36,6 +39,7 @@ from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
+from torchtrain.reading import patiently
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
 from torchtrain.steps.fingerprinted_step import StepFunction, step_maker
@@ -200,6 +204,30 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     if config.compile.enable:
         logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
     return Loop(train_step, schedule, guard, validator, metrics, profiler, hangs)
+
+
+def needs_validation(config: JobConfig, run: Run) -> bool:
+    """Whether no process before has finished a validation after ``run.step``. Collective."""
+    if not (config.validation.enable and run.step):
+        return False
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
+    return not of_first_rank(lambda: has_validation(file, run.step), run.side_group)
+
+
+def needs_export(config: JobConfig, run: Run) -> bool:
+    """Whether ``hf/`` is older than the checkpoint of ``run.step``, or missing. Collective."""
+    folder = Path(config.job.dump_folder)
+
+    def modified(path: Path) -> float:
+        return patiently(lambda: os.stat(path).st_mtime, path)
+
+    def is_older() -> bool:
+        try:
+            return modified(folder / "hf") < modified(step_folder(folder / "checkpoint", run.step))
+        except FileNotFoundError:
+            return True
+
+    return config.checkpoint.last_save_in_hf and of_first_rank(is_older, run.side_group)
 
 
 def export_hf(config: JobConfig, run: Run) -> None:
