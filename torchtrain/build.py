@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.hf import save_hf
-from torchtrain.checkpoint.history import step_folder
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
-from torchtrain.checkpoint.states import STATES, LoaderState, ModelState, OptimizerState
+from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig
@@ -39,7 +37,6 @@ from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
-from torchtrain.reading import patiently
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
 from torchtrain.steps.fingerprinted_step import StepFunction, step_maker
@@ -212,31 +209,6 @@ def needs_validation(config: JobConfig, run: Run) -> bool:
         return False
     file = Path(config.job.dump_folder) / "metrics.jsonl"
     return not of_first_rank(lambda: has_validation(file, run.step), run.side_group)
-
-
-def needs_export(config: JobConfig, run: Run) -> bool:
-    """Whether ``hf/`` is older than the checkpoint of ``run.step``, or missing. Collective."""
-    folder = Path(config.job.dump_folder)
-
-    def modified(path: Path) -> float:
-        return patiently(lambda: os.stat(path).st_mtime, path)
-
-    def is_older() -> bool:
-        try:
-            return modified(folder / "hf") < modified(step_folder(folder / "checkpoint", run.step))
-        except FileNotFoundError:
-            return True
-
-    return config.checkpoint.last_save_in_hf and of_first_rank(is_older, run.side_group)
-
-
-def export_hf(config: JobConfig, run: Run) -> None:
-    """Write the weights to ``hf/`` in the dump folder, as transformers loads them. Collective."""
-    folder = Path(config.job.dump_folder) / "hf"
-    state = run.checkpoint.states[STATES[config.checkpoint.export_weights]]
-    weights = state.state_dict()
-    save_hf(weights, folder, run.plan.model, config.checkpoint.export_dtype, config.model.tokenizer_path)
-    logger.info("wrote %s", folder)
 
 
 def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:

@@ -57,8 +57,9 @@ def train(config: JobConfig) -> int:
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
 
-    from torchtrain.build import build_loop, build_run, export_hf, needs_export, needs_validation
+    from torchtrain.build import build_loop, build_run, needs_validation
     from torchtrain.distributed.process_group import rank
+    from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
     from torchtrain.metrics.beginning import describe
