@@ -77,18 +77,17 @@ def train(config: JobConfig) -> int:
     run = build_run(config, plan, stop)
     describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
     steps, needed = config.training.steps, needs_validation(config, run)
-    if run.step > steps or (run.step == steps and not needed and not needs_export(config, run)):
+    if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
         dist.destroy_process_group()
         return 0
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
-    if run.step == steps and config.checkpoint.last_save_in_hf:
-        export_hf(config, run)
-    stopped = stop.agreed and run.step < steps
-    ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
-    logger.info(
-        "%s: step %d of %d; everything lies in %s", "done" if run.step == steps else ending, run.step, steps, folder
-    )
+    stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
+    done = run.step == steps and not stopped
+    if done and config.checkpoint.last_save_in_hf:
+        export_hf(config, run.checkpoint, run.plan.model)
+    ending = "done" if done else "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
+    logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
     return exit_code_when_stopped() if stopped else 0
 
