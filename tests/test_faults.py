@@ -273,7 +273,7 @@ def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, u
 def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None:
     """The validation after a step that is saved, and the last one's export."""
     held_out = tmp_path / "held_out.txt"
-    held_out.write_text("some words that nobody has trained on\n" * 200)
+    held_out.write_text("some words that nobody has trained on\n" * 100)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
     options += ["--checkpoint.last_save_in_hf"]
     finish(tmp_path / "reference", *options)
