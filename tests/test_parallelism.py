@@ -25,7 +25,7 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 
 # As many key/value heads as the largest tensor degree, and twice as many query heads.
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=104)
-DEEP = replace(PLAIN, n_layers=4)  # for four pipeline stages; each layer costs as much again
+DEEP = replace(PLAIN, n_layers=4)  # for four pipeline stages
 MODELS = {
     "plain": PLAIN,
     "odd": replace(PLAIN, vocab_size=101),
