@@ -19,24 +19,22 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Configuration
 
-`python -m torchtrain.train --help` explains every option. Here are the names, as `option=default|other choices`; without a value an
-option is not set. Written by `python scripts/document_config.py`.
+`python -m torchtrain.train --help` explains every option. Here are the names, as `option=default|other choices`;
+without a value an option is not set. Written by `python scripts/document_config.py`.
 
-| in the TOML file | on the command line |
-| --- | --- |
-| `steps = 100` under `[training]` | `--training.steps 100` |
-| `enable = true` under `[compile]` | `--compile.enable` |
-| `enable = false` under `[compile]` | `--compile.no-enable` |
+`steps = 100` under `[training]` is `--training.steps 100` on the command line; `enable = true` under `[compile]` is
+`--compile.enable`, and `enable = false` is `--compile.no-enable`.
 
-The command line wins over the TOML file of `--job.config_file`. An unknown option, a wrong type or an impossible combination is an
-error before any work starts.
+The command line wins over the TOML file of `--job.config_file`. An unknown option, a wrong type or an impossible
+combination is an error before any work starts.
 """
 
 FROM_TORCHTITAN_HEAD = """\
 # Coming from torchtitan
 
-Give your TOML file of torchtitan 0.1 or 0.2 to the trainer: one message names every key that has another name here or does not exist
-here, and why. Other keys are the same. **Look at the defaults that differ**: they change a run whose file does not set them.
+Give your TOML file of torchtitan 0.1 or 0.2 to the trainer: one message names every key that has another name here or
+does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: they change a run whose file
+does not set them.
 
 Of torchtitan's checkpoints the Hugging Face export can be read (`checkpoint.initial_load_path`). This page is made of
 [from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml) by `python scripts/document_config.py`.
@@ -110,7 +108,7 @@ def render_from_torchtitan() -> str:
     meaning: list[str] = []
     for name, (here, default, note) in FROM_TORCHTITAN.items():
         there = tomli.loads(f"x = {default or 0}")["x"]
-        mine = "the same" if here == name else f"`{here}`"
+        mine = "" if here == name else f"`{here}`"
         if not here:
             continue
         if default and here in values and type(there) is type(values[here]) and there != values[here]:
@@ -121,7 +119,7 @@ def render_from_torchtitan() -> str:
         [
             FROM_TORCHTITAN_HEAD,
             "## Defaults that differ\n",
-            "| torchtitan | here | default there | default here | |\n" + "|" + " --- |" * 5,
+            "| torchtitan | renamed here | default there | default here | |\n" + "|" + " --- |" * 5,
             *differ,
             "\n## The same name, another meaning\n",
             "| key | |\n| --- | --- |",

@@ -61,12 +61,9 @@ LISTED = {
     "pip install -e '.[bench]'": "needs a package index",
     "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
     "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
-    "python scripts/benchmark.py --processes 3 # less by luck: thrice as long": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
-    'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
     "python scripts/benchmark.py --only vocabulary": "takes minutes",
     "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
-    "python scripts/benchmark_data.py --only_cold --rounds 2": "takes minutes",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
     "--estimate.gpu h100-80": PLANNED,
