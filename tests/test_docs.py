@@ -30,7 +30,7 @@ PATH = [
     'torchrun --standalone --nproc-per-node 2 -m torchtrain.generate outputs/debug_model --prompt "import"',
     "python -m torchtrain.convert outputs/debug_model debug_model_hf",
     "python -m torchtrain.convert outputs/debug_model my_model_hf --dtype bfloat16",
-    "NGPU=2 ./run_llama_train.sh --job.dump_folder outputs/two_ranks",
+    "NGPU=2 ./run_llama_train.sh --training.local_batch_size 4 --job.dump_folder outputs/two_ranks",
     "python scripts/plot.py outputs/debug_model outputs/two_ranks -o curves.png",
     "./run_llama_train.sh --data.path my_texts.jsonl --data.text_column text --job.dump_folder outputs/my_texts",
     "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
@@ -70,8 +70,8 @@ LISTED = {
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
-    "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "these two differ in their steps, so that it "
-    "exits with 1; tests/test_compare.py runs its like",
+    "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if 100 steps in bfloat16 drift; "
+    "tests/test_compare.py runs its like",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "tests/test_compare.py runs its like",
     "python -m torchtrain.train --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
