@@ -195,7 +195,7 @@ class LRScheduler:
     total_steps: int | None = None
     """Length of the whole schedule. None: training.steps. Set it if training.steps may be raised later."""
     decay_ratio: float | None = None
-    """Share of the schedule, at its end, in which the rate decays; before it is constant. None: all after the warm-up."""
+    """Share of the schedule, at its end, in which the rate decays; before, it is constant. None: after the warm-up."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
     """Shape of the decay; constant keeps the peak rate after the warm-up."""
     min_lr_factor: float = 0.0
@@ -331,7 +331,7 @@ class Data(Sources):
     when_exhausted: Literal["repeat", "stop"] = "repeat"
     """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
     document_mask: bool = False
-    """Tokens attend only to their own document, whose positions begin at 0. false: to all earlier ones of the window."""
+    """Tokens attend only to their own document, whose positions begin at 0. false: to all earlier tokens."""
     streams: int = 64
     """Files of streamed data to read at once: the largest divisor of the global batch up to this number. The number of
     data-parallel ranks must divide it. Another number gives another order of the data."""
