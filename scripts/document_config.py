@@ -36,8 +36,7 @@ Give your TOML file of torchtitan 0.1 or 0.2 to the trainer: one message names e
 does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: they change a run whose
 file does not set them.
 
-Of torchtitan's checkpoints the Hugging Face export can be read (`checkpoint.initial_load_path`). This page is made of
-[from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml) by `python scripts/document_config.py`.
+Of torchtitan's checkpoints the Hugging Face export can be read (`checkpoint.initial_load_path`).
 """
 
 
