@@ -435,6 +435,9 @@ def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: p
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
+    code, report = compare(trained_run, "--against", tmp_path / "rounded")
+    assert code == 0, report
     checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 0, report
