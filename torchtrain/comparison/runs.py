@@ -114,11 +114,8 @@ def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
 
 def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
     """Options by what they mean for a run, and where the two ran."""
-    runs = (a, b)
-    if all(isinstance(run.start.get("ranks"), int) for run in runs):
-        found = differences(*(to_toml(with_batch_size(run)) for run in runs))
-    else:
-        found = differences(*(to_toml(run.config) for run in runs))
+    known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
+    found = differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
     section.alike = True
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
