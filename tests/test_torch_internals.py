@@ -94,14 +94,6 @@ def test_no_other_is_used() -> None:
             assert known, f"{path.relative_to(PACKAGE)}: {use} belongs to torch_internals.py"
 
 
-def test_adamw_gives_its_lists_in_the_order_that_is_relied_on() -> None:
-    """ShardedAdamW replaces what is in them: another order or another last list would be another update."""
-    names = list(inspect.signature(torch.optim.AdamW._init_group).parameters)
-    assert names[1:] == [
-        *("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
-    ]
-
-
 def test_the_fused_update_reads_found_inf() -> None:
     parameter = nn.Parameter(torch.ones(64))
     parameter.grad = torch.ones(64)

@@ -49,7 +49,6 @@ NAMES = {
 # Members that are used, replaced or set where they are: what for. Two are not listed, being set on objects: found_inf
 # of a fused AdamW (skip an update on the device), and sequence_sharding of SequenceParallel (norms that are not split).
 MEMBERS = {
-    "torch.optim.AdamW._init_group": "AdamW on this rank's shards: lists of tensors in the order of adamw's arguments",
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",

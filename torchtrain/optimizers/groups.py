@@ -11,7 +11,7 @@ from torchtrain.config.schema import Optimizer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
+from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.muon import Muon
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
@@ -73,10 +73,9 @@ def build_optimizer(
             rate = own.lr_factor * factor
             options = {"rule": rule, "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
             groups.append({"params": some, "name": name, **options})
-    kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
-    optimizer = kind(
+    optimizer = ShardedAdamW(
         groups,
-        lr=config.lr,
+        getattr(torch, config.state_dtype),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=config.implementation == "fused",
