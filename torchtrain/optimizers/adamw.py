@@ -47,12 +47,16 @@ class ShardedAdamW(torch.optim.Optimizer):
                     "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
                 }
         states = [self.state[parameter] for parameter in parameters]
-        means, square_means = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        gradients = [parameter.grad for parameter in parameters]
-        resting = [[local(t) for t in tensors] for tensors in (parameters, gradients, means, square_means)]
+        means, square_means = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        kinds = parameters, [parameter.grad for parameter in parameters], means, square_means
+        resting = [[local(tensor) for tensor in tensors] for tensors in kinds]
         working = [[pad(t.float()) if group["fused"] else t.float() for t in tensors] for tensors in resting]
+        updated, gradients, means, square_means = working
         adamw(
-            *working,
+            updated,
+            gradients,
+            means,
+            square_means,
             [],
             [state["step"] for state in states],
             fused=group["fused"],
@@ -66,9 +70,9 @@ class ShardedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for tensor, updated in zip(chain(*resting), chain(*working), strict=True):
-            if updated is not tensor:
-                tensor.copy_(updated.flatten()[: tensor.numel()].view_as(tensor))
+        for tensor, new in zip(chain(*resting), chain(*working), strict=True):
+            if new is not tensor:
+                tensor.copy_(new.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def pad(tensor: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class Muon:
         return wholes
 
     def _scatter(self, bucket: Bucket, updates: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Begin to send each rank its parts of ``updates``, which this rank owns. The result waits for all of its own."""
+        """Begin to send each rank its parts of ``updates``, made here. The result waits for those sent to this rank."""
         mine = list(zip(bucket[self.rank], updates, strict=True))
         return self._exchange(
             [[update[matrix.block(rank)] for matrix, update in mine] for rank in range(self.ranks)],
