@@ -3,7 +3,6 @@
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -179,7 +178,3 @@ def test_what_compiled_blocks_rely_on() -> None:
     assert isinstance(internals.inductor_compiled_code, torch._ops.HigherOrderOperator)
     assert list(inspect.signature(partitioners.has_recomputable_rng_ops).parameters) == ["fx_g"]
     assert "has_recomputable_rng_ops(" in inspect.getsource(partitioners.min_cut_rematerialization_partition)
-
-
-def test_where_safetensors_lie_is_said_by_these_fields() -> None:
-    assert [field.name for field in fields(internals._HFStorageInfo)] == ["relative_path", "shape", "dtype"]

@@ -21,7 +21,7 @@ from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Origin
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors, unflatten
+from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
@@ -160,10 +160,11 @@ class CheckpointManager:
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
         states = {name: state for name, state in self.states.items() if not only or name in only}
-        tensors, folder = flatten(states), step_folder(self.folder, step)
-        tensors = load_tensors(tensors, VerifiedReader(folder), folder, self.group)
+        folder = step_folder(self.folder, step)
+        tensors = load_tensors(flatten(states), VerifiedReader(folder), self.group)
         for name, state in states.items():
-            state.load_state_dict(unflatten(tensors, name))
+            own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            state.load_state_dict(own)
         # With a part of the states loaded, the state at this step differs from its checkpoint: save it again.
         self._newest = -1 if only else step
         self._resumed_from = step
@@ -278,7 +279,7 @@ class CheckpointManager:
         """Write and commit ``staged``, begun at ``started``. ``tensors`` gives shapes and shards."""
         try:
             self.stager.wait()
-            save_tensors(tensors, staged, writer, writer.folder, self.group)
+            save_tensors(tensors, staged.__getitem__, writer, writer.folder, self.group)
         except Exception as error:
             if isinstance(error, CheckpointError) and self.rank == 0:
                 writer.remove()  # all ranks have ended their part

@@ -78,4 +78,4 @@ def load_weights(
     for found in of_all_ranks(lambda: problem_in(folder, read_manifest(folder).files[rank::ranks])):
         if found:
             raise CheckpointError(f"{found}; give another step-N folder")
-    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder), folder)
+    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder))

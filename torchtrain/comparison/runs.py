@@ -205,11 +205,11 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     def both(name: str) -> list[Tensor]:
         """The tensor of both, or nothing where one lacks it."""
         tensors: list[Tensor] = []
-        for entries, reader, folder in zip(saved, readers, folders, strict=True):
+        for entries, reader in zip(saved, readers, strict=True):
             if name not in entries:
                 return []
             tensors.append(torch.empty(entries[name].size, dtype=entries[name].properties.dtype))
-            load_tensors({name: tensors[-1]}, reader, folder, None)
+            load_tensors({name: tensors[-1]}, reader)
         return tensors
 
     optimizer = run.config.optimizer
