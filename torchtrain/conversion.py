@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtrain.checkpoint.hf import expected_tensors, ignored_tensors, is_hf_folder, parameter_shapes, save_hf
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
-from torchtrain.checkpoint.manifest import problem_in, read_manifest
+from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
@@ -99,8 +99,7 @@ def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> 
 def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
     for folder in folders:
-        if problem := problem_in(folder, read_manifest(folder).files):
-            raise CheckpointError(problem)
+        verify(folder, read_manifest(folder).files)
     config = from_file(str(folders[-1] / CONFIG))
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)

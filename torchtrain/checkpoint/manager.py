@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.claim import Claim, known_run, remove_left_overs
 from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, Origin
+from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
 from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
@@ -126,12 +126,12 @@ class CheckpointManager:
         else:
             step = history.newest_since(self.config.load_step)
         if step is not None:
-            origin = history.manifest(step).origin
+            manifest = history.manifest(step)
             for line in check_contract(
-                history.config_toml(step), self.config_toml, self.config.allow_changes, origin.data, self._data
+                history.config_toml(step), self.config_toml, self.config.allow_changes, manifest.data, self._data
             ):
                 logger.info(line)
-            self._run = origin.run
+            self._run = manifest.run
         self._take_over()
         return step
 
@@ -207,7 +207,7 @@ class CheckpointManager:
             self.config_toml,
             lambda: self._make_room(step),
             self._generation,
-            Origin(step, self._run, self._data),
+            Manifest(step, self._run, self._data),
         )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
@@ -300,7 +300,7 @@ class CheckpointManager:
         SupersededError if they are those of a newer incarnation of the run.
         """
         if self._claim is not None:
-            self._claim.check()
+            self._claim.check(self.folder)
         for later in saved_steps(self.folder):
             if later >= step:
                 aside = set_aside(step_folder(self.folder, later), "superseded")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtrain.checkpoint.contract import Kind, differences
 from torchtrain.checkpoint.hf import parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import problem_in, read_manifest
+from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import STATES, load_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
@@ -197,8 +197,7 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     """
     readers = []
     for folder in folders:
-        if problem := problem_in(folder, read_manifest(folder).files):
-            raise CheckpointError(problem)
+        verify(folder, read_manifest(folder).files)
         readers.append(VerifiedReader(folder))
     saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
 
