@@ -59,16 +59,12 @@ class ShardedAdamW(torch.optim.Optimizer):
             square_means,
             [],
             [state["step"] for state in states],
-            fused=group["fused"],
-            foreach=group["foreach"],
             found_inf=getattr(self, "found_inf", None),  # see ``update``
-            amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            amsgrad=False,
             maximize=False,
+            **{name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "foreach")},
         )
         for tensor, new in zip(chain(*resting), chain(*working), strict=True):
             if new is not tensor:

@@ -53,7 +53,7 @@ def build_optimizer(
     """
     rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
     decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
-    parameters: dict[str, dict[float, list[Tensor]]] = {group: {} for group in rules}  # by ``transfer_factor``
+    members: dict[tuple[str, float], list[Tensor]] = {}  # by group and ``transfer_factor``
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
@@ -64,15 +64,13 @@ def build_optimizer(
             if parameter.requires_grad:
                 group = group_of(name, parameter)
                 factor = transfer_factor(full_name(name), group, rules[group], model) if model is not None else 1.0
-                parameters[group].setdefault(factor, []).append(parameter)
+                members.setdefault((group, factor), []).append(parameter)
     groups: list[dict[str, Any]] = []
-    for name, rule in rules.items():
+    for (name, factor), parameters in members.items():
         own = getattr(config, name)
-        decay = decays[name] if own.weight_decay is None else own.weight_decay
-        for factor, some in parameters[name].items():
-            rate = own.lr_factor * factor
-            options = {"rule": rule, "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
-            groups.append({"params": some, "name": name, **options})
+        rate, decay = own.lr_factor * factor, decays[name] if own.weight_decay is None else own.weight_decay
+        options = {"rule": rules[name], "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
+        groups.append({"params": parameters, "name": name, **options})
     optimizer = ShardedAdamW(
         groups,
         getattr(torch, config.state_dtype),

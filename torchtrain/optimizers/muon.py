@@ -9,7 +9,7 @@ back, so that every layout makes the same update of the same numbers.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -39,22 +39,6 @@ def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
     return x.T if is_tall else x
 
 
-@cache
-def block_of(shape: torch.Size, axis: int, degrees: Degrees, rank: int) -> tuple[slice, slice]:
-    """Rows and columns of a matrix that ``rank`` of a pipeline stage holds.
-
-    Tensor parallelism splits first, along ``axis``; then FSDP by rows what that leaves. The last parts may be smaller.
-    """
-    spans = [range(size) for size in shape]
-    by_tensor = axis, rank % degrees.tensor, degrees.tensor
-    by_fsdp = 0, rank // degrees.tensor % degrees.fsdp, degrees.fsdp
-    for dim, number, parts in (by_tensor, by_fsdp):
-        size = math.ceil(len(spans[dim]) / parts)
-        spans[dim] = spans[dim][size * number : size * (number + 1)]
-    rows, columns = (slice(span.start, span.stop) for span in spans)
-    return rows, columns
-
-
 @dataclass(frozen=True)
 class Matrix:
     """A parameter of two dimensions, split over the ranks of a pipeline stage, and the options of its group."""
@@ -70,11 +54,17 @@ class Matrix:
         return short * short * (2 * long + short)
 
     def block(self, rank: int) -> tuple[slice, slice]:
-        """Rows and columns that ``rank`` holds."""
+        """Rows and columns that ``rank`` holds: tensor parallelism splits first, then FSDP by rows what that leaves."""
         # The innermost axis of the mesh is that of tensor parallelism, where there is any.
         placement = self.parameter.placements[-1] if isinstance(self.parameter, DTensor) else Shard(0)
         assert isinstance(placement, Shard)
-        return block_of(self.parameter.shape, placement.dim, self.degrees, rank)
+        tensor, fsdp = self.degrees.tensor, self.degrees.fsdp
+        spans = [range(size) for size in self.parameter.shape]
+        for axis, number, parts in ((placement.dim, rank % tensor, tensor), (0, rank // tensor % fsdp, fsdp)):
+            size = math.ceil(len(spans[axis]) / parts)  # the last parts may be smaller
+            spans[axis] = spans[axis][size * number : size * (number + 1)]
+        rows, columns = (slice(span.start, span.stop) for span in spans)
+        return rows, columns
 
     def elements(self, rank: int) -> int:
         return math.prod(span.stop - span.start for span in self.block(rank))
@@ -167,7 +157,7 @@ class Muon:
         """The whole of each matrix that this rank owns."""
         wholes = [received.new_empty(matrix.parameter.shape) for matrix in mine]
         parts = [whole[matrix.block(rank)] for rank in self.replica for matrix, whole in zip(mine, wholes, strict=True)]
-        for part, values in zip(parts, received.split([part.numel() for part in parts]), strict=True):
+        for part, values in zip(parts, torch.split(received, [part.numel() for part in parts]), strict=True):
             part.copy_(values.view(part.shape))
         return wholes
 
@@ -197,7 +187,7 @@ class Muon:
     def _apply(self, bucket: Bucket, wait: Callable[[], Tensor]) -> None:
         """Add the updates of a bucket, which come in the order of their owners, to this rank's parts."""
         matrices = list(chain.from_iterable(bucket))
-        updates = wait().split([matrix.elements(self.rank) for matrix in matrices])
+        updates = torch.split(wait(), [matrix.elements(self.rank) for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             rate, part = matrix.options["lr"], local(matrix.parameter)
             factor = -rate * ADAMW_RMS * math.sqrt(max(matrix.parameter.shape))
