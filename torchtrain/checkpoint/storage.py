@@ -166,19 +166,15 @@ class VerifiedWriter(FileSystemWriter):
         self._now("has written its part, and waits for the others")
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[HashedWriteResult]]) -> None:  # type: ignore[override]
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the rest is, all at once, below
-        super().finish(metadata, results)
+        super().finish(metadata, results)  # type: ignore[arg-type]
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-        records = {record.name: record for record in self.fs.records.values()}
-        for rank_results in results:
-            for result in rank_results:
-                assert isinstance(result, HashedWriteResult)
-                records[result.file.name] = result.file
-        for record in records.values():
-            file = self.partial / record.name
+        records = self.fs.records | {r.file.name: r.file for of_rank in results for r in of_rank}
+        for name in records:
+            file = self.partial / name
             if not file.exists():
                 raise CheckpointError(
                     f"{file} was written by another rank but is not seen by this one: the dump folder must lie on a "
@@ -214,14 +210,8 @@ def _fsync(path: Path) -> None:
 _DCP = "torch.distributed.checkpoint"
 _METADATA_TYPES = {
     f"{_DCP}.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
