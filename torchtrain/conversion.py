@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import expected_tensors, ignored_tensors, is_hf_folder, parameter_shapes, save_hf
+from torchtrain.checkpoint.hf import is_hf_folder, save_hf
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.manifest import read_manifest, verify
-from torchtrain.checkpoint.states import load_weight_tensors, save_tensors
+from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_file, to_toml
@@ -124,11 +124,11 @@ def hf_source(folder: Path, tokenizer_path: str) -> Weights:
     """A Hugging Face folder."""
     shape = read_hf_config(folder)
     shapes = parameter_shapes(shape)
-    found = find_tensors(folder, expected_tensors(shape), ignored_tensors(shape))
+    found = find_tensors(folder, shape)
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(shapes[name], device="cpu")
-        read_into(tensor, found[hf_name(name)], hf_name(name))
+        read_into(tensor, found[name], hf_name(name))
         return tensor
 
     return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path))

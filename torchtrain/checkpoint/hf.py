@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
-from torchtrain.checkpoint.states import ModelState, save_tensors
+from torchtrain.checkpoint.states import parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
-from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
@@ -29,22 +29,6 @@ FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
 
 def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
-
-
-def expected_tensors(model: TransformerConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors of ``model`` in a Hugging Face folder, a tied one once."""
-    return {hf_name(name): tensor.shape for name, tensor in parameter_shapes(model).items()}
-
-
-def ignored_tensors(model: TransformerConfig) -> tuple[str, ...]:
-    """Ends of names that transformers ignores, too: RoPE tables of old exports, and a tied matrix by its other name."""
-    return ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
-
-
-def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
-    """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
-    with torch.device("meta"):
-        return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
 
 
 def check_same_shape(
@@ -75,11 +59,11 @@ def load_hf(tensors: Mapping[str, Tensor], folder: Path, model: TransformerConfi
     Raises:
         CheckpointError: the folder does not hold the weights of ``model``, and nothing else.
     """
-    found = of_first_rank(lambda: find_tensors(folder, expected_tensors(model), ignored_tensors(model)))
+    found = of_first_rank(lambda: find_tensors(folder, model))
 
     def read_own_parts() -> None:
         for name, tensor in tensors.items():
-            read_into(tensor, found[hf_name(name)], hf_name(name))
+            read_into(tensor, found[name], hf_name(name))
 
     of_all_ranks(read_own_parts)
 
@@ -108,7 +92,7 @@ def save_hf(
     ours = {hf_name(name): name for name in tensors}
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
-    sizes = {name: shape.numel() * torch_dtype.itemsize for name, shape in expected_tensors(model).items()}
+    sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
     sharded = dist.get_world_size() > 1
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
 

@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder: those that its index names, and only if they are all that a model needs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.errors import CheckpointError
 from torchtrain.initialization import block_held
+from torchtrain.models.families import hf_name
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.reading import MISSING, patiently, read_file
 
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
 
 
-def find_tensors(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> dict[str, Path]:
-    """The file of each of the tensors ``expected``, by name and shape. Names that end in ``ignored`` may be there, too.
+def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
+    """The file in which each parameter of ``model`` lies, by our names.
 
     Raises:
         CheckpointError: a file is damaged; a tensor is missing, has another shape, or a dtype that cannot be read as it
@@ -34,17 +37,20 @@ def find_tensors(folder: Path, expected: Mapping[str, torch.Size], ignored: tupl
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
     files = {}
-    for name, shape in expected.items():
+    for ours, parameter in parameter_shapes(model).items():
+        name, shape = hf_name(ours), tuple(parameter.shape)
         if name not in found:
             raise CheckpointError(f"{folder} lacks {name}, which a model of this config.json has")
         path, own_shape, dtype = found.pop(name)
-        if own_shape != tuple(shape):
-            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {tuple(shape)}")
+        if own_shape != shape:
+            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {shape}")
         if dtype not in DTYPES:
             raise CheckpointError(
                 f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not read"
             )
-        files[name] = path
+        files[ours] = path
+    # transformers ignores these, too: RoPE tables of old exports, and a tied matrix by its other name.
+    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
     unknown = sorted(name for name in found if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(

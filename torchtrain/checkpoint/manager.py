@@ -43,11 +43,9 @@ class Stop(Protocol):
     @property
     def pending(self) -> bool:
         """Whether it was asked to."""
-        ...
 
     def may_wait(self, began: float) -> bool:
         """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
-        ...
 
 
 class CheckpointManager:
@@ -100,9 +98,7 @@ class CheckpointManager:
         self._newest = -1  # step of the last save that was begun
         self._resumed_from = -1
         self._saved: set[int] = set()
-        self._claim: Claim | None = None  # of rank 0
-        self._generation = 0
-        self._run: str | None = None
+        self._claim = Claim(generation=0, id="")  # of nobody yet
         self._failed_in_a_row = 0
 
     # Finding
@@ -125,35 +121,31 @@ class CheckpointManager:
                 history.require_none()
         else:
             step = history.newest_since(self.config.load_step)
+        run = None
         if step is not None:
             manifest = history.manifest(step)
             for line in check_contract(
                 history.config_toml(step), self.config_toml, self.config.allow_changes, manifest.data, self._data
             ):
                 logger.info(line)
-            self._run = manifest.run
-        self._take_over()
+            run = manifest.run
+        self._claim = of_first_rank(lambda: self._take_over(run), self.group)
         return step
 
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
         self.wait()
-        history = History(self.folder, self.group, self._run)
+        history = History(self.folder, self.group, self._claim.run)
         return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
 
-    def _take_over(self) -> None:
-        """Become the incarnation of the run that saves here; earlier ones may no more."""
-
-        def take() -> tuple[int, str]:
-            # First make room: these may be what fills the disk.
-            remove_left_overs(self.folder)
-            for name in names_in(self.folder):
-                if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-                    shutil.rmtree(self.folder / name, ignore_errors=True)  # an earlier one may still be writing there
-            self._claim = Claim.take(self.folder, self._run)
-            return self._claim.generation, self._claim.run
-
-        self._generation, self._run = of_first_rank(take, self.group)
+    def _take_over(self, run: str | None) -> Claim:
+        """Become the incarnation of ``run`` (None: not known) that saves here; earlier ones may no more."""
+        # First make room: these may be what fills the disk.
+        remove_left_overs(self.folder)
+        for name in names_in(self.folder):
+            if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
+                shutil.rmtree(self.folder / name, ignore_errors=True)  # an earlier one may still be writing there
+        return Claim.take(self.folder, run)
 
     # Loading
 
@@ -206,8 +198,8 @@ class CheckpointManager:
             step_folder(self.folder, step),
             self.config_toml,
             lambda: self._make_room(step),
-            self._generation,
-            Manifest(step, self._run, self._data),
+            self._claim.generation,
+            Manifest(step, self._claim.run or None, self._data),
         )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
@@ -299,7 +291,7 @@ class CheckpointManager:
 
         SupersededError if they are those of a newer incarnation of the run.
         """
-        if self._claim is not None:
+        if self._claim.generation:
             self._claim.check(self.folder)
         for later in saved_steps(self.folder):
             if later >= step:

@@ -4,7 +4,6 @@ A state follows DCP's ``Stateful``: ``state_dict()`` gives the live tensors (DTe
 writes into them in place, and ``load_state_dict`` is then called with the same dict.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -31,7 +30,8 @@ from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
-from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.reading import MISSING, patiently
 
 # Not in the checkpoints of runs without exact sums or averaged weights, with which a run may go on that has them.
 OPTIONAL = ("sums.", "ema.")
@@ -67,6 +67,12 @@ class ModelState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do: the tensors of ``state_dict`` are the model's own."""
+
+
+def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
+    """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
+    with torch.device("meta"):
+        return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
 
 
 class OptimizerState(Stateful):
@@ -149,18 +155,19 @@ def load_tensors(
     of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
-    for pause in (*PAUSES_SECONDS, None):
+
+    def load() -> CompleteLoadPlanner:
         planner = CompleteLoadPlanner()
         try:
             dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
-            break
         except CheckpointException as error:
             cause, words = _first_failure(error)
-            if not isinstance(cause, OSError) or isinstance(cause, MISSING):
-                raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
-            if pause is None:
-                raise unreadable(Path(reader.path), cause) from error
-            time.sleep(pause)
+            if isinstance(cause, OSError) and not isinstance(cause, MISSING):
+                raise cause from error
+            raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
+        return planner
+
+    planner = patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
     if unwritten := list(chain.from_iterable(of_all_ranks(planner.unwritten, group))):
         raise CheckpointError(f"{reader.path} left tensors unwritten: {', '.join(unwritten[:5])}")
     return tensors

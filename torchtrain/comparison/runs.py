@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.contract import Kind, differences
-from torchtrain.checkpoint.hf import parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
-from torchtrain.checkpoint.states import STATES, load_tensors
+from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
