@@ -6,6 +6,7 @@ the next generation number, and checks that it is still the newest before a chec
 
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.reading import MISSING, names_in, read_file
 
@@ -40,6 +42,7 @@ class Claim:
         Raises:
             CheckpointError: the file cannot be written.
         """
+        _remove_left_overs(folder)  # first: they may be what fills the disk
         before = _read(folder) or cls(generation=0, id="")
         claim = cls(
             before.generation + 1,
@@ -85,13 +88,16 @@ def known_run(folder: Path) -> str | None:
     return claim.run if claim else None
 
 
-def remove_left_overs(folder: Path) -> None:
-    """Remove the temporary files of starts that were killed while they wrote."""
+def _remove_left_overs(folder: Path) -> None:
+    """Remove what earlier starts were writing when they were killed. One of them may still be alive, and writing."""
     for name in names_in(folder):
-        if name.startswith(f"{FILE}."):
+        path = folder / name
+        if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
+            shutil.rmtree(path, ignore_errors=True)
+        elif name.startswith(f"{FILE}."):
             with suppress(OSError):
-                if time.time() - (folder / name).stat().st_mtime > BEING_WRITTEN_SECONDS:
-                    (folder / name).unlink()
+                if time.time() - path.stat().st_mtime > BEING_WRITTEN_SECONDS:
+                    path.unlink()
 
 
 def _read(folder: Path) -> Claim | None:

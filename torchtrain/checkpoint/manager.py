@@ -9,14 +9,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.claim import Claim, known_run, remove_left_overs
+from torchtrain.checkpoint.claim import Claim, known_run
 from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -29,7 +28,6 @@ from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
-from torchtrain.reading import names_in
 
 # A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -129,7 +127,7 @@ class CheckpointManager:
             ):
                 logger.info(line)
             run = manifest.run
-        self._claim = of_first_rank(lambda: self._take_over(run), self.group)
+        self._claim = of_first_rank(lambda: Claim.take(self.folder, run), self.group)
         return step
 
     def step_before(self, bad_step: int) -> int | None:
@@ -137,15 +135,6 @@ class CheckpointManager:
         self.wait()
         history = History(self.folder, self.group, self._claim.run)
         return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
-
-    def _take_over(self, run: str | None) -> Claim:
-        """Become the incarnation of ``run`` (None: not known) that saves here; earlier ones may no more."""
-        # First make room: these may be what fills the disk.
-        remove_left_overs(self.folder)
-        for name in names_in(self.folder):
-            if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-                shutil.rmtree(self.folder / name, ignore_errors=True)  # an earlier one may still be writing there
-        return Claim.take(self.folder, run)
 
     # Loading
 
@@ -321,9 +310,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif self._pending is not None and not isinstance(error, StoppedError):

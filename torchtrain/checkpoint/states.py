@@ -57,8 +57,7 @@ class ModelState(Stateful):
         for part in self.parts:
             # Of a parameter with several names, named_parameters gives the first.
             unique = {full_name(name) for name, _ in chain(part.named_parameters(), part.named_buffers())}
-            state = get_model_state_dict(part)
-            for name, tensor in state.items():
+            for name, tensor in get_model_state_dict(part).items():
                 if name in unique:
                     entry = ORIGINAL if self.tied and name == TIED else name
                     # Else only one of them would be saved, or loaded.
