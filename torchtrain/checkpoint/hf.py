@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -96,21 +95,18 @@ def save_hf(
     sharded = dist.get_world_size() > 1
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
 
-    @_failing_as_checkpoint_error(folder)
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    @_failing_as_checkpoint_error(folder)
     def complete() -> None:
-        shutil.rmtree(partial / "sharded", ignore_errors=True)
-        write_hf_config(partial, model, dtype, tokenizer_path)
-        fsync_folder(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        try:
+            shutil.rmtree(partial / "sharded", ignore_errors=True)
+            write_hf_config(partial, model, dtype, tokenizer_path)
+            fsync_folder(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
     try:
-        of_first_rank(begin)
+        of_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
         save_tensors(
             cast,
             lambda name: local(cast[name]) if read is None else read(ours[name]).to(torch_dtype),
@@ -120,20 +116,10 @@ def save_hf(
             folder,
         )
         of_first_rank(complete)
-    except CheckpointError:
+    except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def _failing_as_checkpoint_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} could not be written: {error.strerror or error}; make room, or let this user write there"
-        ) from error
+        raise CheckpointError(f"{error}; make room, or let this user write there") from error
 
 
 def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
