@@ -7,11 +7,9 @@ back, so that every layout makes the same update of the same numbers.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,51 +37,44 @@ def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
     return x.T if is_tall else x
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter of two dimensions, split over the ranks of a pipeline stage, and the options of its group."""
+def block_of(matrix: Tensor, degrees: Degrees, rank: int) -> tuple[slice, slice]:
+    """Rows and columns that ``rank`` of a pipeline stage holds of a parameter; the last parts may be smaller.
 
-    parameter: Tensor
-    degrees: Degrees
-    options: Mapping[str, Any]
-
-    @property
-    def work(self) -> int:
-        """Operations of an iteration, but for a factor."""
-        short, long = sorted(self.parameter.shape)
-        return short * short * (2 * long + short)
-
-    def block(self, rank: int) -> tuple[slice, slice]:
-        """Rows and columns that ``rank`` holds: tensor parallelism splits first, then FSDP by rows what that leaves."""
-        # The innermost axis of the mesh is that of tensor parallelism, where there is any.
-        placement = self.parameter.placements[-1] if isinstance(self.parameter, DTensor) else Shard(0)
-        assert isinstance(placement, Shard)
-        tensor, fsdp = self.degrees.tensor, self.degrees.fsdp
-        spans = [range(size) for size in self.parameter.shape]
-        for axis, number, parts in ((placement.dim, rank % tensor, tensor), (0, rank // tensor % fsdp, fsdp)):
-            size = math.ceil(len(spans[axis]) / parts)  # the last parts may be smaller
-            spans[axis] = spans[axis][size * number : size * (number + 1)]
-        rows, columns = (slice(span.start, span.stop) for span in spans)
-        return rows, columns
-
-    def elements(self, rank: int) -> int:
-        return math.prod(span.stop - span.start for span in self.block(rank))
+    Tensor parallelism splits first, then FSDP by rows what that leaves.
+    """
+    # The innermost axis of the mesh is that of tensor parallelism, where there is any.
+    placement = matrix.placements[-1] if isinstance(matrix, DTensor) else Shard(0)
+    assert isinstance(placement, Shard)
+    spans = [range(size) for size in matrix.shape]
+    by_tensor = placement.dim, rank % degrees.tensor, degrees.tensor
+    by_fsdp = 0, rank // degrees.tensor % degrees.fsdp, degrees.fsdp
+    for axis, number, parts in (by_tensor, by_fsdp):
+        size = math.ceil(len(spans[axis]) / parts)
+        spans[axis] = spans[axis][size * number : size * (number + 1)]
+    rows, columns = (slice(span.start, span.stop) for span in spans)
+    return rows, columns
 
 
-Bucket = list[list[Matrix]]
+def work(matrix: Tensor) -> int:
+    """Operations of an iteration, but for a factor."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)
+
+
+Bucket = list[list[Tensor]]
 """What is exchanged at once: of each rank of the stage, matrices that it owns."""
 
 
-def deal(matrices: Sequence[Matrix], ranks: int, itemsize: int) -> list[Bucket]:
+def deal(matrices: Sequence[Tensor], ranks: int, itemsize: int) -> list[Bucket]:
     """Give each matrix an owner and a bucket, in which no rank owns more than ``BUCKET_BYTES``, or one matrix.
 
     The matrices with the most work come first, each goes to the rank that has the least so far.
     """
     buckets: list[Bucket] = [[[] for _ in range(ranks)]]
-    work, number, filled = [0] * ranks, [0] * ranks, [0] * ranks
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
-        owner, size = work.index(min(work)), matrix.parameter.numel() * itemsize
-        work[owner] += matrix.work
+    given, number, filled = [0] * ranks, [0] * ranks, [0] * ranks
+    for matrix in sorted(matrices, key=work, reverse=True):
+        owner, size = given.index(min(given)), matrix.numel() * itemsize
+        given[owner] += work(matrix)
         if filled[owner] and filled[owner] + size > BUCKET_BYTES:
             number[owner], filled[owner] = number[owner] + 1, 0
             if number[owner] == len(buckets):
@@ -98,7 +89,7 @@ class Muon:
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Optimizer, mesh: Mesh | None) -> None:
         self.optimizer, self.config = optimizer, config
-        degrees = mesh.degrees if mesh is not None else Degrees()
+        self.degrees = degrees = mesh.degrees if mesh is not None else Degrees()
         self.group = mesh.stage.get_group() if mesh is not None else None
         self.ranks = degrees.replicate * degrees.fsdp * degrees.tensor
         self.rank = dist.get_rank(self.group) if mesh is not None else 0
@@ -106,14 +97,17 @@ class Muon:
         # Ranks that together have one copy of all gradients, this one among them. An owner hears of no others.
         self.replica = range(self.rank // of_replica * of_replica, (self.rank // of_replica + 1) * of_replica)
         groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
-        matrices = [Matrix(parameter, degrees, group) for group in groups for parameter in group["params"]]
+        self.options = {matrix: group for group in groups for matrix in group["params"]}
         # Where ranks talk to each other and compute. Under CPU offload the parameters lie elsewhere.
-        device = torch.device(mesh.world.device_type) if mesh is not None else matrices[0].parameter.device
+        device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.options)).device
         auto = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
         dtype = getattr(torch, auto if config.muon_dtype == "auto" else config.muon_dtype)
         self.nothing = torch.empty(0, dtype=dtype, device=device)
-        assert all(matrix.elements(self.rank) == local(matrix.parameter).numel() for matrix in matrices)
-        self.buckets = deal(matrices, self.ranks, dtype.itemsize)
+        assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.options)
+        self.buckets = deal(list(self.options), self.ranks, dtype.itemsize)
+
+    def _elements(self, matrix: Tensor, rank: int) -> int:
+        return math.prod(span.stop - span.start for span in block_of(matrix, self.degrees, rank))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -133,10 +127,13 @@ class Muon:
 
     def _gather(self, bucket: Bucket) -> Callable[[], Tensor]:
         """Begin to send what this rank has of the momenta to the owners. The result waits for those that it owns."""
-        momenta = [[self._accumulate(matrix.parameter) for matrix in owned] for owned in bucket]
+        momenta = [[self._accumulate(matrix) for matrix in owned] for owned in bucket]
         return self._exchange(
             [momenta[rank] if rank in self.replica else [] for rank in range(self.ranks)],
-            [sum(m.elements(rank) for m in bucket[self.rank]) * (rank in self.replica) for rank in range(self.ranks)],
+            [
+                sum(self._elements(matrix, rank) for matrix in bucket[self.rank]) if rank in self.replica else 0
+                for rank in range(self.ranks)
+            ],
         )
 
     def _accumulate(self, parameter: Tensor) -> Tensor:
@@ -153,10 +150,11 @@ class Muon:
         self._write(mean, new)
         return (new * momentum).add_(share)
 
-    def _assemble(self, mine: Sequence[Matrix], received: Tensor) -> list[Tensor]:
+    def _assemble(self, mine: Sequence[Tensor], received: Tensor) -> list[Tensor]:
         """The whole of each matrix that this rank owns."""
-        wholes = [received.new_empty(matrix.parameter.shape) for matrix in mine]
-        parts = [whole[matrix.block(rank)] for rank in self.replica for matrix, whole in zip(mine, wholes, strict=True)]
+        wholes = [received.new_empty(matrix.shape) for matrix in mine]
+        blocks = [[block_of(matrix, self.degrees, rank) for matrix in mine] for rank in self.replica]
+        parts = [whole[block] for of_rank in blocks for whole, block in zip(wholes, of_rank, strict=True)]
         for part, values in zip(parts, torch.split(received, [part.numel() for part in parts]), strict=True):
             part.copy_(values.view(part.shape))
         return wholes
@@ -165,8 +163,8 @@ class Muon:
         """Begin to send each rank its parts of ``updates``, made here. The result waits for those sent to this rank."""
         mine = list(zip(bucket[self.rank], updates, strict=True))
         return self._exchange(
-            [[update[matrix.block(rank)] for matrix, update in mine] for rank in range(self.ranks)],
-            [sum(matrix.elements(self.rank) for matrix in owned) for owned in bucket],
+            [[update[block_of(matrix, self.degrees, rank)] for matrix, update in mine] for rank in range(self.ranks)],
+            [sum(self._elements(matrix, self.rank) for matrix in owned) for owned in bucket],
         )
 
     def _exchange(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Callable[[], Tensor]:
@@ -187,12 +185,12 @@ class Muon:
     def _apply(self, bucket: Bucket, wait: Callable[[], Tensor]) -> None:
         """Add the updates of a bucket, which come in the order of their owners, to this rank's parts."""
         matrices = list(chain.from_iterable(bucket))
-        updates = torch.split(wait(), [matrix.elements(self.rank) for matrix in matrices])
+        updates = torch.split(wait(), [self._elements(matrix, self.rank) for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
-            rate, part = matrix.options["lr"], local(matrix.parameter)
-            factor = -rate * ADAMW_RMS * math.sqrt(max(matrix.parameter.shape))
+            rate, part = self.options[matrix]["lr"], local(matrix)
+            factor = -rate * ADAMW_RMS * math.sqrt(max(matrix.shape))
             change = update.reshape(part.shape).to(part) * factor
-            self._write(part, (part * (1 - rate * matrix.options["weight_decay"])).add_(change))
+            self._write(part, (part * (1 - rate * self.options[matrix]["weight_decay"])).add_(change))
 
     def _write(self, tensor: Tensor, new: Tensor) -> None:
         """``tensor`` becomes ``new``, unless the update is refused (see ``groups.update``)."""
