@@ -55,7 +55,10 @@ def convert(
         if to == "hf":
             save_hf(source.shapes, target, source.model, dtype_name, source.tokenizer_path, read=source.read)
         else:
-            save_own(source, target, getattr(torch, dtype_name))
+            dtype = getattr(torch, dtype_name)
+            shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
+            writer = VerifiedWriter(target, source.config_toml())
+            save_tensors(shapes, lambda name: source.read(name.removeprefix("model.")).to(dtype), writer, target)
     finally:
         dist.destroy_process_group()
     logger.info("wrote %s", target)
@@ -74,17 +77,6 @@ class Weights:
         """A config that makes this model."""
         model = model_section(self.model, self.tokenizer_path)
         return to_toml(JobConfig(model=model, training=Training(seq_len=self.model.max_seq_len)))
-
-
-def save_own(source: Weights, target: Path, dtype: torch.dtype) -> None:
-    """Write ``source`` as a checkpoint of ours."""
-    shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
-    writer = VerifiedWriter(target, source.config_toml())
-    try:
-        save_tensors(shapes, lambda name: source.read(name.removeprefix("model.")).to(dtype), writer, target)
-    except CheckpointError:
-        writer.remove()
-        raise
 
 
 def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Weights:
@@ -112,9 +104,9 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
         return tensor
 
     def read(name: str) -> Tensor:
-        if len(readers) == 1:
-            return read_of(readers[0], name)
-        total = sum((read_of(reader, name).double() for reader in readers), torch.zeros((), dtype=torch.float64))
+        total = read_of(readers[0], name)
+        for reader in readers[1:]:
+            total = total.double() + read_of(reader, name)
         return (total / len(readers)).to(shapes[name].dtype)
 
     return Weights(shape, shapes, read, tokenizer_path)

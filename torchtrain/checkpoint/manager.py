@@ -262,10 +262,8 @@ class CheckpointManager:
             self.stager.wait()
             save_tensors(tensors, staged.__getitem__, writer, writer.folder, self.group)
         except Exception as error:
-            if isinstance(error, CheckpointError) and self.rank == 0:
-                writer.remove()  # all ranks have ended their part
-                if not isinstance(error, SupersededError):
-                    logger.error(f"{error}; the last good checkpoint stays")
+            if isinstance(error, CheckpointError) and not isinstance(error, SupersededError) and self.rank == 0:
+                logger.error(f"{error}; the last good checkpoint stays")
             done.set_exception(error)
             return
         if self.rank == 0:

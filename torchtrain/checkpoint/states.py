@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
@@ -198,6 +198,8 @@ def save_tensors(
     try:
         dcp_save(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(value), process_group=group)
     except CheckpointException as error:
+        if isinstance(writer, VerifiedWriter) and dist.get_rank(group) == 0:
+            writer.remove()  # all ranks have ended their part
         for cause, _ in error.failures.values():
             if isinstance(cause, SupersededError):
                 raise cause from None
