@@ -33,12 +33,13 @@ def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) 
     that tied embeddings and exports have, too. What writes to the residual stream has CompleteP's 1 / depth
     (https://arxiv.org/abs/2505.01618), likewise in the matrices and not beside them.
     """
+    width, depth = model.over_base
     if name == "norm.weight":
-        return 1 / model.width_factor
+        return 1 / width
     if group != "matrices":
         return 1.0
-    depth = model.depth_factor if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else 1.0
-    return 1 / (depth * (math.sqrt(model.width_factor) if rule == "muon" else model.width_factor))
+    writes = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    return 1 / ((depth if writes else 1.0) * (math.sqrt(width) if rule == "muon" else width))
 
 
 def build_optimizer(

@@ -140,8 +140,7 @@ class Muon:
         """This rank's part of the momentum after this step, and one step ahead (Nesterov)."""
         state, momentum = self.optimizer.state[parameter], self.config.muon_momentum
         if not state:
-            dtype = getattr(torch, self.config.state_dtype)
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=getattr(torch, self.config.state_dtype))
         assert parameter.grad is not None
         mean = local(state["momentum_buffer"])
         # Kernels that round once: those that fuse two operations do not, where a split leaves less than a vector.
