@@ -75,7 +75,7 @@ class Benchmark:
 
     def plain_dcp(self) -> None:
         tensors = flatten(self.states)
-        planner = TensorSavePlanner({name: local(tensor) for name, tensor in tensors.items()})
+        planner = TensorSavePlanner({name: local(tensor) for name, tensor in tensors.items()}.__getitem__)
         writer = dcp.FileSystemWriter(self.folder / "plain")
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.managers["disabled"].group)
 

@@ -38,7 +38,7 @@ from disk_faults import DiskFaults
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 
 RANKS = 2
@@ -276,8 +276,7 @@ def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:
         trial.rounds[name] += 1
         for step in saved_steps(trial.checkpoints):
             folder = step_folder(trial.checkpoints, step)
-            for record in read_manifest(folder).files:
-                assert verify_file(folder, record) is None, (name, step)
+            verify(folder, read_manifest(folder).files)
         print(f"{number}/{len(rounds)} {name}: newest step {trial.newest()}", flush=True)
     steps = trial.newest() + 4
     expect(trial.start(steps), [0] * RANKS)

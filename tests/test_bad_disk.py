@@ -26,7 +26,6 @@ from gloo_pool import GlooPool
 from torch import Tensor
 
 from torchtrain import convert, reading
-from torchtrain.checkpoint import states
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import Checkpoint
@@ -102,7 +101,7 @@ def save_two(folder: Path) -> None:
 def quick_pauses() -> Iterator[None]:
     """Between two attempts to read a tenth of the time."""
     brief = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
-    with patch.object(reading, "time", brief), patch.object(states, "time", brief):
+    with patch.object(reading, "time", brief):
         yield
 
 

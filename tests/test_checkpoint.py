@@ -6,6 +6,7 @@ import pickle
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from logging import ERROR
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torchtrain.checkpoint import manifest, storage
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
+from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import VerifiedWriter
 from torchtrain.config.schema import Checkpoint
@@ -261,7 +262,7 @@ def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_pat
     again = Run(tmp_path)
     again.manager.step_to_load()
     again.train(3, 4)
-    runs = {read_manifest(tmp_path / f"checkpoint/step-{step}").origin.run for step in (2, 4)}
+    runs = {read_manifest(tmp_path / f"checkpoint/step-{step}").run for step in (2, 4)}
     assert len(runs) == 1
     (tmp_path / "checkpoint/generation.json").unlink()
     (tmp_path / "checkpoint").rename(tmp_path / "moved")
@@ -270,7 +271,7 @@ def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_pat
     moved = Run(tmp_path / "elsewhere")
     assert moved.manager.step_to_load() == 4
     moved.train(5, 6)
-    assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").origin.run} == runs
+    assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").run} == runs
 
 
 def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
@@ -373,7 +374,7 @@ def replace_metadata(folder: Path, content: bytes) -> None:
     before = read_manifest(folder)
     records = [record for record in before.files if record.name != ".metadata"]
     own = FileRecord(".metadata", len(content), xxhash.xxh3_128_hexdigest(content))
-    write_manifest(folder, Manifest([*records, own], before.origin))
+    write_manifest(folder, replace(before, files=[*records, own]))
 
 
 def test_malicious_metadata_runs_nothing_and_is_refused(tmp_path: Path) -> None:

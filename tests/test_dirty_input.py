@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,13 +174,13 @@ def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest
 
 
 def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
-    from torchtrain.checkpoint.manifest import Manifest, read_manifest, write_manifest
+    from torchtrain.checkpoint.manifest import read_manifest, write_manifest
 
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
     step = tmp_path / "checkpoint/step-2"
     manifest = read_manifest(step)
-    write_manifest(step, Manifest([file for file in manifest.files if file.name != "config.toml"], manifest.origin))
+    write_manifest(step, replace(manifest, files=[file for file in manifest.files if file.name != "config.toml"]))
     (step / "config.toml").unlink()
     again = ForkedRun(tmp_path, "--training.steps", "4", ranks=1)
     assert again.wait() == [2]

@@ -22,7 +22,7 @@ from forked_door import start_door
 from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss, saved_tensors
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify_file
+from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.errors import StoppedError
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
@@ -46,8 +46,7 @@ def assert_same_end(folder: Path, undisturbed: Path) -> None:
 def assert_all_complete(folder: Path) -> None:
     for step in saved_steps(folder / "checkpoint"):
         checkpoint = step_folder(folder / "checkpoint", step)
-        for record in read_manifest(checkpoint).files:
-            assert verify_file(checkpoint, record) is None
+        verify(checkpoint, read_manifest(checkpoint).files)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -21,10 +21,9 @@ from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
 from torchtrain.config.schema import JobConfig, Optimizer, ParameterGroup
-from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of, update
-from torchtrain.optimizers.muon import Matrix, deal
+from torchtrain.optimizers.muon import BUCKET_BYTES, deal, work
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # Rows of matrices that ranks do not divide: one of eight has nothing of wk and wv.
@@ -147,9 +146,12 @@ def test_bytes_sent(gloo: GlooPool, replicas: int) -> None:
 def test_owners_have_alike_much_work() -> None:
     blocks = [torch.empty(shape, device="meta") for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2]
     blocks += [torch.empty(shape, device="meta") for shape in [(14336, 4096)] * 2 + [(4096, 14336)]]
-    matrices = [Matrix(parameter, Degrees(), {}) for parameter in blocks * 32]
+    matrices = [block.clone() for block in blocks * 32]
     for ranks in (1, 2, 8, 24, 32):
-        owned = deal(matrices, ranks)
+        buckets = deal(matrices, ranks, itemsize=2)
+        owned = [list(chain.from_iterable(bucket[rank] for bucket in buckets)) for rank in range(ranks)]
         assert len({id(matrix) for matrix in chain.from_iterable(owned)}) == len(matrices)
-        work = [sum(matrix.work for matrix in some) for some in owned]
-        assert max(work) < 1.1 * sum(work) / ranks, ranks
+        works = [sum(map(work, some)) for some in owned]
+        assert max(works) < 1.1 * sum(works) / ranks, ranks
+        for some in chain.from_iterable(buckets):
+            assert len(some) <= 1 or 2 * sum(matrix.numel() for matrix in some) <= BUCKET_BYTES

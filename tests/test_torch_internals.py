@@ -3,7 +3,6 @@
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -94,14 +93,6 @@ def test_no_other_is_used() -> None:
             assert known, f"{path.relative_to(PACKAGE)}: {use} belongs to torch_internals.py"
 
 
-def test_adamw_gives_its_lists_in_the_order_that_is_relied_on() -> None:
-    """ShardedAdamW replaces what is in them: another order or another last list would be another update."""
-    names = list(inspect.signature(torch.optim.AdamW._init_group).parameters)
-    assert names[1:] == [
-        *("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
-    ]
-
-
 def test_the_fused_update_reads_found_inf() -> None:
     parameter = nn.Parameter(torch.ones(64))
     parameter.grad = torch.ones(64)
@@ -187,7 +178,3 @@ def test_what_compiled_blocks_rely_on() -> None:
     assert isinstance(internals.inductor_compiled_code, torch._ops.HigherOrderOperator)
     assert list(inspect.signature(partitioners.has_recomputable_rng_ops).parameters) == ["fx_g"]
     assert "has_recomputable_rng_ops(" in inspect.getsource(partitioners.min_cut_rematerialization_partition)
-
-
-def test_where_safetensors_lie_is_said_by_these_fields() -> None:
-    assert [field.name for field in fields(internals._HFStorageInfo)] == ["relative_path", "shape", "dtype"]

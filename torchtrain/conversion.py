@@ -9,17 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import (
-    LazyTensors,
-    expected_tensors,
-    ignored_tensors,
-    is_hf_folder,
-    parameter_shapes,
-    write_hf,
-)
-from torchtrain.checkpoint.hf_files import find_tensors, read_tensor
-from torchtrain.checkpoint.manifest import problem_in, read_manifest
-from torchtrain.checkpoint.states import load_weight_tensors, save_tensors
+from torchtrain.checkpoint.hf import is_hf_folder, save_hf
+from torchtrain.checkpoint.hf_files import find_tensors, read_into
+from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_file, to_toml
@@ -55,24 +48,17 @@ def convert(
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
         source = open_source(source_folder, tokenizer_path, weights, average)
-        dtype = getattr(torch, dtype_name)
-        shapes = {name: tensor.to(dtype) for name, tensor in source.shapes.items()}
-        values = LazyTensors(shapes, lambda name: source.read(name).to(dtype))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{target} cannot be made: {error.strerror}; name a folder that can") from error
         if to == "hf":
-            write_hf(target, shapes, values, source.model, dtype_name, source.tokenizer_path)
+            save_hf(source.shapes, target, source.model, dtype_name, source.tokenizer_path, read=source.read)
         else:
-            prefixed = {f"model.{name}": tensor for name, tensor in shapes.items()}
-            prefixed_values = LazyTensors(prefixed, lambda name: values[name.removeprefix("model.")])
+            dtype = getattr(torch, dtype_name)
+            shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
             writer = VerifiedWriter(target, source.config_toml())
-            try:
-                save_tensors(prefixed, prefixed_values, writer, target, None)
-            except CheckpointError:
-                writer.remove()
-                raise
+            save_tensors(shapes, lambda name: source.read(name.removeprefix("model.")).to(dtype), writer, target)
     finally:
         dist.destroy_process_group()
     logger.info("wrote %s", target)
@@ -105,38 +91,39 @@ def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> 
 def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
     for folder in folders:
-        if problem := problem_in(folder, read_manifest(folder).files):
-            raise CheckpointError(problem)
+        verify(folder, read_manifest(folder).files)
     config = from_file(str(folders[-1] / CONFIG))
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
-    readers = {folder: VerifiedReader(folder) for folder in folders}
+    readers = [VerifiedReader(folder) for folder in folders]
+    shapes = parameter_shapes(shape)
 
-    def read_of(folder: Path, name: str) -> Tensor:
+    def read_of(reader: VerifiedReader, name: str) -> Tensor:
         tensor = torch.empty_like(shapes[name], device="cpu")
-        load_weight_tensors({name: tensor}, weights, readers[folder], folder)
+        load_weight_tensors({name: tensor}, weights, reader)
         return tensor
 
     def read(name: str) -> Tensor:
-        if len(folders) == 1:
-            return read_of(folders[0], name)
-        total = sum(read_of(folder, name).double() for folder in folders)
-        assert isinstance(total, Tensor)
-        return (total / len(folders)).to(shapes[name].dtype)
+        total = read_of(readers[0], name)
+        for reader in readers[1:]:
+            total = total.double() + read_of(reader, name)
+        return (total / len(readers)).to(shapes[name].dtype)
 
-    shapes = parameter_shapes(shape)
     return Weights(shape, shapes, read, tokenizer_path)
 
 
 def hf_source(folder: Path, tokenizer_path: str) -> Weights:
     """A Hugging Face folder."""
     shape = read_hf_config(folder)
-    found = find_tensors(folder, expected_tensors(shape), ignored_tensors(shape))
+    shapes = parameter_shapes(shape)
+    found = find_tensors(folder, shape)
 
     def read(name: str) -> Tensor:
-        return read_tensor(found[hf_name(name)], hf_name(name))
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        read_into(tensor, found[name], hf_name(name))
+        return tensor
 
-    return Weights(shape, parameter_shapes(shape), read, source_tokenizer(folder, tokenizer_path))
+    return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path))
 
 
 def meta_source(folder: Path, tokenizer_path: str) -> Weights:
@@ -153,14 +140,16 @@ def meta_source(folder: Path, tokenizer_path: str) -> Weights:
     def read(name: str) -> Tensor:
         pieces = [file[name] for file in files]
         module = name.removesuffix(".weight").split(".", 2)[-1] if name.startswith("layers.") else name.split(".")[0]
-        whole = pieces[0]
+        whole: Tensor = pieces[0]
         if len(files) > 1 and whole.ndim == 2:
             # Llama 2 splits the embedding by columns, Llama 3 by rows.
             by_rows = module == "tok_embeddings" and whole.shape[1] == shape.dim
             whole = torch.cat(pieces, dim=0 if by_rows else META_SPLIT_DIM.get(module, 1))
         if module in ("attention.wq", "attention.wk"):
             whole = meta_rows_to_ours(whole, shape.n_heads if module == "attention.wq" else shape.n_kv_heads)
-        return checked(whole, shapes[name], name, folder)
+        if whole.shape != shapes[name].shape:
+            raise CheckpointError(f"{name} in {folder} has shape {tuple(whole.shape)}, not {tuple(shapes[name].shape)}")
+        return whole
 
     shapes = parameter_shapes(shape)
     if missing := [name for name in shapes if name not in files[0]]:
@@ -174,9 +163,3 @@ def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
     if not tokenizer_file(path).is_file():
         raise CheckpointError(f"{path} has no tokenizer, and the model needs it; give it by --tokenizer_path")
     return path
-
-
-def checked(tensor: Tensor, expected: Tensor, name: str, folder: Path) -> Tensor:
-    if tensor.shape != expected.shape:
-        raise CheckpointError(f"{name} in {folder} has shape {tuple(tensor.shape)}, not {tuple(expected.shape)}")
-    return tensor

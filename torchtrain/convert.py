@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source, target = Path(options.source), Path(options.target)
         if options.average < 1:
             raise ConfigError(f"convert needs --average = {options.average} to be at least 1; 1 takes the newest alone")
-        kind = (options.weights, options.average)
-        convert(source, target, options.to, options.dtype, options.tokenizer_path, *kind)
+        convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
         return 0
 
     return run_door(run)

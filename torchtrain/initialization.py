@@ -96,29 +96,33 @@ def normal_quantile(u: Tensor) -> Tensor:
     return u.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2.0))
 
 
+def block_held(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of ``tensor``, which may be a DTensor of any placement, and where it lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    part = tensor.to_local()
+    assert tuple(part.shape) == tuple(shape)
+    return part, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
 @torch.no_grad()
 def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str) -> None:
     """Fill this rank's part of ``parameter`` (a tensor, or a DTensor of any placement) from the stream of ``name``."""
     if parameter.is_meta:
         return
     shape = tuple(parameter.shape)
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        local_shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-    else:
-        local, local_shape, offset = parameter, shape, (0,) * len(shape)
-    assert tuple(local.shape) == tuple(local_shape)
+    local, (own_rows, *columns) = block_held(parameter)
     if local.numel() == 0:
         return
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=16).digest(), "little")
     row_size = math.prod(shape[1:])
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local_shape[1:], strict=True))
     rows_at_once = max(1, BLOCK * BLOCKS_IN_FLIGHT // row_size)
     # A process of its own on a machine takes all cores; torchrun's processes have OMP_NUM_THREADS.
     with ThreadPoolExecutor(min(torch.get_num_threads(), os.cpu_count() or 1)) as pool:
-        for row in range(0, local_shape[0], rows_at_once):
-            rows = min(rows_at_once, local_shape[0] - row)
-            first = (offset[0] + row) * row_size
+        for row in range(0, len(local), rows_at_once):
+            rows = min(rows_at_once, len(local) - row)
+            first = (own_rows.start + row) * row_size
             values = stream(key, first, first + rows * row_size, transform, pool).view(rows, *shape[1:])
             local[row : row + rows].copy_(values[(slice(None), *columns)])
 

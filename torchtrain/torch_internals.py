@@ -26,8 +26,7 @@ NAMES = {
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
     "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
     "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
-    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "which rows to initialize"),
-    "_HFStorageInfo": ("torch.distributed.checkpoint._hf_utils", "DCP's reader of safetensors: where a tensor is"),
+    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "what of a tensor a rank holds"),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
     "tree_iter": ("torch.utils._pytree", "tensors in the arguments of an operation"),
@@ -49,7 +48,6 @@ NAMES = {
 # Members that are used, replaced or set where they are: what for. Two are not listed, being set on objects: found_inf
 # of a fused AdamW (skip an update on the device), and sequence_sharding of SequenceParallel (norms that are not split).
 MEMBERS = {
-    "torch.optim.AdamW._init_group": "AdamW on this rank's shards: lists of tensors in the order of adamw's arguments",
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",

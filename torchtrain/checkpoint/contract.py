@@ -24,55 +24,31 @@ class Kind(Enum):
     IMPOSSIBLE = "impossible"
 
 
-# The kind of a whole section, unless the option itself is below. What is in neither table changes the run.
-SECTIONS = {
-    "job": Kind.HARMLESS,
-    "model": Kind.IMPOSSIBLE,
-    "optimizer": Kind.CHANGES,
-    "ema": Kind.CHANGES,
-    "mup": Kind.CHANGES,
-    "lr_scheduler": Kind.CHANGES,
-    "training": Kind.CHANGES,
-    "data": Kind.CHANGES,
-    "prepare": Kind.HARMLESS,
-    "parallelism": Kind.LAYOUT,
-    "activation_checkpoint": Kind.LAYOUT,
-    "compile": Kind.LAYOUT,
-    "float8": Kind.CHANGES,
-    "checkpoint": Kind.HARMLESS,
-    "faults": Kind.HARMLESS,
-    "validation": Kind.HARMLESS,
-    "metrics": Kind.HARMLESS,
-    "profiling": Kind.HARMLESS,
-    "comm": Kind.HARMLESS,
-    "debug": Kind.HARMLESS,
-    "estimate": Kind.HARMLESS,
-}
-OPTIONS = {
-    # Not impossible: a copy in another folder is the same tokenizer.
-    "model.tokenizer_path": Kind.CHANGES,
-    "optimizer.name": Kind.IMPOSSIBLE,  # other states
-    "optimizer.implementation": Kind.LAYOUT,
-    "ema.offload": Kind.LAYOUT,
-    # It only says how the global batch is divided.
-    "training.local_batch_size": Kind.LAYOUT,
-    # What it does to the schedule is compared as lr_scheduler.total_steps.
-    "training.steps": Kind.HARMLESS,
-    "training.enable_cpu_offload": Kind.LAYOUT,
-    "training.loss_chunk_tokens": Kind.LAYOUT,
-    "training.attention_backend": Kind.LAYOUT,
-    "training.deterministic": Kind.LAYOUT,
-    "training.gc_freq": Kind.HARMLESS,
-    "data.prefetch": Kind.HARMLESS,
-    # If it makes the data differ, their identity differs, too.
-    "data.revision": Kind.HARMLESS,
-    "data.verify_gib": Kind.HARMLESS,
+# By section, and by option where that is of another kind than its section. What is not here changes the run.
+KINDS = {
+    Kind.HARMLESS: {
+        *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
+        # What the steps do to the schedule is compared as lr_scheduler.total_steps, other data by their identity.
+        *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
+    },
+    Kind.LAYOUT: {
+        *("parallelism", "activation_checkpoint", "compile", "optimizer.implementation", "ema.offload"),
+        "training.local_batch_size",  # only says how the global batch is divided
+        *("training.loss_chunk_tokens", "training.attention_backend"),
+        *("training.enable_cpu_offload", "training.deterministic"),
+    },
+    Kind.CHANGES: {
+        *("optimizer", "ema", "mup", "lr_scheduler", "training", "data", "float8"),
+        "model.tokenizer_path",  # a copy in another folder is the same tokenizer
+    },
+    Kind.IMPOSSIBLE: {"model", "optimizer.name"},  # another optimizer has other states
 }
 
 
 def kind_of(key: str) -> Kind:
     """Kind of an option such as ``optimizer.lr``."""
-    return OPTIONS.get(key) or SECTIONS.get(key.split(".", 1)[0], Kind.CHANGES)
+    found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
+    return next(found, Kind.CHANGES)
 
 
 @dataclass(frozen=True)

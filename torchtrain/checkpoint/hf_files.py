@@ -1,44 +1,27 @@
 """The tensors of a Hugging Face folder: those that its index names, and only if they are all that a model needs."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.errors import CheckpointError
+from torchtrain.initialization import block_held
+from torchtrain.models.families import hf_name
+from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.reading import MISSING, patiently, read_file
-from torchtrain.torch_internals import _HFStorageInfo
 
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # others need scales to be read
+DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """Where a tensor lies."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def find_tensors(
-    folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()
-) -> dict[str, HFTensor]:
-    """Where each of the tensors ``expected``, by name and shape, lies. Names that end in ``ignored`` may be there, too.
+def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
+    """The file in which each parameter of ``model`` lies, by our names.
 
     Raises:
         CheckpointError: a file is damaged; a tensor is missing, has another shape, or a dtype that cannot be read as it
@@ -46,37 +29,35 @@ def find_tensors(
     """
     found = {}
     for path, names in _files(folder).items():
-        try:
-            with patiently(lambda: safe_open(path, framework="pt"), path) as file:  # noqa: B023
-                there = set(file.keys())
-                for name in there if names is None else names:
-                    if name not in there:
-                        raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
-                    piece = file.get_slice(name)
-                    found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
-        except MISSING as error:
-            raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it") from error
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged or cut short ({error}): fetch it again") from error
-    tensors = {}
-    for name, shape in expected.items():
+        with _opened(path) as file:
+            there = set(file.keys())
+            for name in there if names is None else names:
+                if name not in there:
+                    raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
+                piece = file.get_slice(name)
+                found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
+    files = {}
+    for ours, parameter in parameter_shapes(model).items():
+        name, shape = hf_name(ours), tuple(parameter.shape)
         if name not in found:
             raise CheckpointError(f"{folder} lacks {name}, which a model of this config.json has")
         path, own_shape, dtype = found.pop(name)
-        if own_shape != tuple(shape):
-            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {tuple(shape)}")
+        if own_shape != shape:
+            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {shape}")
         if dtype not in DTYPES:
             raise CheckpointError(
                 f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not read"
             )
-        tensors[name] = HFTensor(path, own_shape, DTYPES[dtype])
+        files[ours] = path
+    # transformers ignores these, too: RoPE tables of old exports, and a tied matrix by its other name.
+    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
     unknown = sorted(name for name in found if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(
             f"{folder} holds tensors that a model of this config.json does not have: {', '.join(unknown[:5])}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         )
-    return tensors
+    return files
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
@@ -103,34 +84,21 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     return {found[0]: None} if found else {}
 
 
-def read_tensor(tensor: HFTensor, name: str) -> torch.Tensor:
-    """The tensor ``name`` as it lies there."""
-    with safe_open(tensor.file, framework="pt") as file:
-        return file.get_tensor(name)  # type: ignore[no-any-return]
+@torch.no_grad()
+def read_into(tensor: torch.Tensor, file: Path, name: str) -> None:
+    """Write into ``tensor``, of any layout and dtype, what of the tensor ``name`` this rank has."""
+    part, spans = block_held(tensor)
+    if part.numel():
+        with _opened(file) as opened:
+            part.copy_(opened.get_slice(name)[spans])
 
 
-class HFReader(HuggingFaceStorageReader):
-    """DCP's reader of safetensors for the tensors that ``find_tensors`` has found."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, HFTensor]) -> None:
-        super().__init__(str(folder))
-        self.tensors = tensors
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return Metadata(
-            state_dict_metadata={
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=tensor.dtype),
-                    size=torch.Size(tensor.shape),
-                    chunks=[ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))],
-                )
-                for name, tensor in self.tensors.items()
-            },
-            storage_data={
-                MetadataIndex(fqn=name, offset=torch.Size([0] * len(tensor.shape))): _HFStorageInfo(
-                    relative_path=str(tensor.file), shape=torch.Size(tensor.shape), dtype=tensor.dtype
-                )
-                for name, tensor in self.tensors.items()
-            },
-            storage_meta=StorageMeta(load_id=self.load_id),
-        )
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with patiently(lambda: safe_open(path, framework="pt"), path) as file:
+            yield file
+    except MISSING as error:
+        raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or cut short ({error}): fetch it again") from error

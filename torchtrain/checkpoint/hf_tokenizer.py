@@ -22,6 +22,8 @@ BESIDE = (
 def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
     """Write ``tokenizer``, read from ``file``, so that it gives the same ids there, after a bos."""
     content = file.read_bytes()
+    pieces = None
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if isinstance(tokenizer, JsonTokenizer):
         (folder / TOKENIZER_JSON).write_bytes(content)
         for name in BESIDE:
@@ -29,34 +31,22 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
                 shutil.copyfile(file.parent / name, folder / name)
         if (folder / CONFIG_FILE).exists():
             return
-        config = _fast_config(tokenizer)
     elif isinstance(tokenizer, SentencePieceTokenizer):
         (folder / "tokenizer.model").write_bytes(content)
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
         config = {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": False,
-            "add_prefix_space": processor.encode("a", out_type=str)[0].startswith("\u2581"),
+            "add_prefix_space": pieces.encode("a", out_type=str)[0].startswith("\u2581"),
             "add_bos_token": True,
             "add_eos_token": False,
-            **{f"{name}_token": processor.id_to_piece(i) for name, i in _framing(tokenizer).items()},
         }
     else:
         (folder / TOKENIZER_JSON).write_text(json.dumps(_tokenizer_json(tokenizer, content)), encoding="utf-8")
-        config = _fast_config(tokenizer)
+    for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if i is not None:
+            config[name] = tokenizer.decode([i]) if pieces is None else pieces.id_to_piece(i)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _fast_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **{f"{name}_token": tokenizer.decode([i]) for name, i in _framing(tokenizer).items()},
-    }
-
-
-def _framing(tokenizer: Tokenizer) -> dict[str, int]:
-    return {name: i for name, i in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)) if i is not None}
 
 
 def _tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, Any]:
@@ -69,7 +59,6 @@ def _tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, Any]:
             pieces = _merged(token, ranks, below=rank)
             if len(pieces) == 2:  # else no merge leads to it; ignore_merges finds it as a whole word
                 merges.append(["".join(letters[byte] for byte in piece) for piece in pieces])
-    specials = range(len(ranks), tokenizer.vocab_size)
     frame = [{"Sequence": {"id": "A", "type_id": 0}}]
     special_tokens = {}
     if tokenizer.bos_id is not None:
@@ -84,12 +73,9 @@ def _tokenizer_json(tokenizer: Tokenizer, content: bytes) -> dict[str, Any]:
                 "id": number,
                 "content": tokenizer.decode([number]),
                 "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
             }
-            for number in specials
+            for number in range(len(ranks), tokenizer.vocab_size)
         ],
         "normalizer": None,
         "pre_tokenizer": {

@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import Manifest, problem_in, read_manifest
+from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
@@ -49,8 +49,6 @@ class History:
         self.folder = folder
         self.group = group
         self.run = run
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
 
     def newest_good(self, among: Callable[[int], bool] = lambda _: True) -> int | None:
         """The newest checkpoint that passes verification; damaged ones after it are renamed, with a warning.
@@ -117,21 +115,21 @@ class History:
         Raises:
             StorageError: on all ranks, if one of them cannot read its share.
         """
-        problems = of_all_ranks(lambda: self._problem(step), self.group)
-        return next((problem for problem in problems if problem is not None), None)
 
-    def _problem(self, step: int) -> str | None:
-        folder = step_folder(self.folder, step)
-        try:
+        def verify_share() -> None:
+            folder = step_folder(self.folder, step)
             manifest = read_manifest(folder)
+            if manifest.step not in (None, step):
+                raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step} under another name")
+            if manifest.run and self.run and manifest.run != self.run:
+                raise CheckpointError(f"{folder} is that of another run")
+            verify(folder, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
+
+        try:
+            of_all_ranks(verify_share, self.group)
         except CheckpointError as error:
             return str(error)
-        origin = manifest.origin
-        if origin.step not in (None, step):
-            return f"{folder} is the checkpoint of step {origin.step} under another name"
-        if origin.run and self.run and origin.run != self.run:
-            return f"{folder} is that of another run"
-        return problem_in(folder, manifest.files[self.rank :: self.ranks])
+        return None
 
     def config_toml(self, step: int) -> str:
         """The config of the run that has made the checkpoint of ``step``; CheckpointError where it has none."""

@@ -9,19 +9,18 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.claim import Claim, known_run, remove_left_overs
+from torchtrain.checkpoint.claim import Claim, known_run
 from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, Origin
+from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors, unflatten
+from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
@@ -29,7 +28,6 @@ from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
-from torchtrain.reading import names_in
 
 # A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -43,11 +41,9 @@ class Stop(Protocol):
     @property
     def pending(self) -> bool:
         """Whether it was asked to."""
-        ...
 
     def may_wait(self, began: float) -> bool:
         """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
-        ...
 
 
 class CheckpointManager:
@@ -100,9 +96,7 @@ class CheckpointManager:
         self._newest = -1  # step of the last save that was begun
         self._resumed_from = -1
         self._saved: set[int] = set()
-        self._claim: Claim | None = None  # of rank 0
-        self._generation = 0
-        self._run: str | None = None
+        self._claim = Claim(generation=0, id="")  # of nobody yet
         self._failed_in_a_row = 0
 
     # Finding
@@ -125,45 +119,33 @@ class CheckpointManager:
                 history.require_none()
         else:
             step = history.newest_since(self.config.load_step)
+        run = None
         if step is not None:
-            origin = history.manifest(step).origin
+            manifest = history.manifest(step)
             for line in check_contract(
-                history.config_toml(step), self.config_toml, self.config.allow_changes, origin.data, self._data
+                history.config_toml(step), self.config_toml, self.config.allow_changes, manifest.data, self._data
             ):
                 logger.info(line)
-            self._run = origin.run
-        self._take_over()
+            run = manifest.run
+        self._claim = of_first_rank(lambda: Claim.take(self.folder, run), self.group)
         return step
 
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
         self.wait()
-        history = History(self.folder, self.group, self._run)
+        history = History(self.folder, self.group, self._claim.run)
         return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
-
-    def _take_over(self) -> None:
-        """Become the incarnation of the run that saves here; earlier ones may no more."""
-
-        def take() -> tuple[int, str]:
-            # First make room: these may be what fills the disk.
-            remove_left_overs(self.folder)
-            for name in names_in(self.folder):
-                if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-                    shutil.rmtree(self.folder / name, ignore_errors=True)  # an earlier one may still be writing there
-            self._claim = Claim.take(self.folder, self._run)
-            return self._claim.generation, self._claim.run
-
-        self._generation, self._run = of_first_rank(take, self.group)
 
     # Loading
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
         states = {name: state for name, state in self.states.items() if not only or name in only}
-        tensors, folder = flatten(states), step_folder(self.folder, step)
-        tensors = load_tensors(tensors, VerifiedReader(folder), folder, self.group)
+        folder = step_folder(self.folder, step)
+        tensors = load_tensors(flatten(states), VerifiedReader(folder), self.group)
         for name, state in states.items():
-            state.load_state_dict(unflatten(tensors, name))
+            own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            state.load_state_dict(own)
         # With a part of the states loaded, the state at this step differs from its checkpoint: save it again.
         self._newest = -1 if only else step
         self._resumed_from = step
@@ -205,8 +187,8 @@ class CheckpointManager:
             step_folder(self.folder, step),
             self.config_toml,
             lambda: self._make_room(step),
-            self._generation,
-            Origin(step, self._run, self._data),
+            self._claim.generation,
+            Manifest(step, self._claim.run or None, self._data),
         )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
@@ -278,12 +260,10 @@ class CheckpointManager:
         """Write and commit ``staged``, begun at ``started``. ``tensors`` gives shapes and shards."""
         try:
             self.stager.wait()
-            save_tensors(tensors, staged, writer, writer.folder, self.group)
+            save_tensors(tensors, staged.__getitem__, writer, writer.folder, self.group)
         except Exception as error:
-            if isinstance(error, CheckpointError) and self.rank == 0:
-                writer.remove()  # all ranks have ended their part
-                if not isinstance(error, SupersededError):
-                    logger.error(f"{error}; the last good checkpoint stays")
+            if isinstance(error, CheckpointError) and not isinstance(error, SupersededError) and self.rank == 0:
+                logger.error(f"{error}; the last good checkpoint stays")
             done.set_exception(error)
             return
         if self.rank == 0:
@@ -298,8 +278,8 @@ class CheckpointManager:
 
         SupersededError if they are those of a newer incarnation of the run.
         """
-        if self._claim is not None:
-            self._claim.check()
+        if self._claim.generation:
+            self._claim.check(self.folder)
         for later in saved_steps(self.folder):
             if later >= step:
                 aside = set_aside(step_folder(self.folder, later), "superseded")
@@ -328,9 +308,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif self._pending is not None and not isinstance(error, StoppedError):

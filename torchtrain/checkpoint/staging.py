@@ -28,17 +28,15 @@ class Stager:
         for name, part in parts.items():
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-        if self._stream is None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # None: on the current one
             for name, part in parts.items():
                 self._buffers[name].copy_(part, non_blocking=True)
-            if any(part.is_cuda for part in parts.values()):
-                torch.cuda.current_stream().synchronize()
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                for name, part in parts.items():
-                    self._buffers[name].copy_(part, non_blocking=True)
-                self._copied = self._stream.record_event()
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+        elif any(part.is_cuda for part in parts.values()):
+            torch.cuda.current_stream().synchronize()
         return self._buffers
 
     def before_update(self) -> None:

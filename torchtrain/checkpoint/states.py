@@ -4,8 +4,8 @@ A state follows DCP's ``Stateful``: ``state_dict()`` gives the live tensors (DTe
 writes into them in place, and ``load_state_dict`` is then called with the same dict.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
-from torchtrain.reading import MISSING, PAUSES_SECONDS, unreadable
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.reading import MISSING, patiently
 
 # Not in the checkpoints of runs without exact sums or averaged weights, with which a run may go on that has them.
 OPTIONAL = ("sums.", "ema.")
@@ -55,8 +57,7 @@ class ModelState(Stateful):
         for part in self.parts:
             # Of a parameter with several names, named_parameters gives the first.
             unique = {full_name(name) for name, _ in chain(part.named_parameters(), part.named_buffers())}
-            state = get_model_state_dict(part)
-            for name, tensor in state.items():
+            for name, tensor in get_model_state_dict(part).items():
                 if name in unique:
                     entry = ORIGINAL if self.tied and name == TIED else name
                     # Else only one of them would be saved, or loaded.
@@ -65,6 +66,12 @@ class ModelState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to do: the tensors of ``state_dict`` are the model's own."""
+
+
+def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
+    """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
+    with torch.device("meta"):
+        return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
 
 
 class OptimizerState(Stateful):
@@ -102,24 +109,18 @@ def flatten(states: Mapping[str, Stateful]) -> dict[str, Tensor]:
     return tensors
 
 
-def unflatten(tensors: Mapping[str, Tensor], state_name: str) -> dict[str, Tensor]:
-    """The part of ``flatten``'s result that belongs to ``state_name``."""
-    prefix = state_name + "."
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 class TensorSavePlanner(DefaultSavePlanner):
-    """Plans the save of a flat dict of tensors, reading shapes and shards from it and values from ``staged``.
+    """Plans the save of a flat dict of tensors: shapes and shards are those of the dict, values come from ``value``.
 
-    ``staged`` holds this rank's part of each tensor as it was at the step to save; the live ones may have moved on.
+    ``value`` gives this rank's part of a tensor by its name.
     """
 
-    def __init__(self, staged: Mapping[str, Tensor]) -> None:
+    def __init__(self, value: Callable[[str], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged = staged
+        self.value = value
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.staged[index.fqn]
+        return self.value(index.fqn)
 
 
 class CompleteLoadPlanner(DefaultLoadPlanner):
@@ -127,27 +128,24 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._written: dict[str, int] = {}
+        self._written: Counter[str] = Counter()  # elements
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002
         # The default would unpickle it.
         raise CheckpointError(f"{read_item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        name = read_item.dest_index.fqn
-        self._written[name] = self._written.get(name, 0) + tensor.numel()
+        self._written[read_item.dest_index.fqn] += tensor.numel()
 
-    def unwritten(self) -> Iterator[str]:
+    def unwritten(self) -> list[str]:
         """Names of tensors of which this rank's part was not written in full."""
-        for name, tensor in self.state_dict.items():
-            if self._written.get(name, 0) != local(tensor).numel():
-                yield name
+        return [name for name, tensor in self.state_dict.items() if self._written[name] != local(tensor).numel()]
 
 
 def load_tensors(
-    tensors: Mapping[str, Tensor], reader: StorageReader, folder: Path, group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor], reader: VerifiedReader, group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Read ``tensors``, live ones of any layout, out of ``folder``; returns those that it has. Collective.
+    """Read ``tensors``, live ones of any layout, from a checkpoint; returns those that it has. Collective.
 
     Raises, on all ranks:
         CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
@@ -156,61 +154,62 @@ def load_tensors(
     of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
-    for pause in (*PAUSES_SECONDS, None):
+
+    def load() -> CompleteLoadPlanner:
         planner = CompleteLoadPlanner()
         try:
             dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
-            break
         except CheckpointException as error:
-            cause = cause_of(error)
-            if not isinstance(cause, OSError) or isinstance(cause, MISSING):
-                raise CheckpointError(f"{folder} cannot be loaded: {_described(error)}") from error
-            if pause is None:
-                raise unreadable(folder, cause) from error
-            time.sleep(pause)
-    if unwritten := list(chain.from_iterable(of_all_ranks(lambda: list(planner.unwritten()), group))):
-        raise CheckpointError(f"{folder} left tensors unwritten: {', '.join(unwritten[:5])}")
+            cause, words = _first_failure(error)
+            if isinstance(cause, OSError) and not isinstance(cause, MISSING):
+                raise cause from error
+            raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
+        return planner
+
+    planner = patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
+    if unwritten := list(chain.from_iterable(of_all_ranks(planner.unwritten, group))):
+        raise CheckpointError(f"{reader.path} left tensors unwritten: {', '.join(unwritten[:5])}")
     return tensors
 
 
-def load_weight_tensors(tensors: Mapping[str, Tensor], weights: str, reader: StorageReader, folder: Path) -> None:
+def load_weight_tensors(tensors: Mapping[str, Tensor], weights: str, reader: VerifiedReader) -> None:
     """``load_tensors`` of all ranks for the ``weights`` (see ``STATES``) of parameters, live ones by their names."""
-    found = load_tensors({f"{STATES[weights]}.{name}": t for name, t in tensors.items()}, reader, folder, None)
+    found = load_tensors({f"{STATES[weights]}.{name}": t for name, t in tensors.items()}, reader)
     if len(found) < len(tensors):
-        raise CheckpointError(f"{folder} has no averaged weights, which a run with ema.enable saves; take the trained")
+        raise CheckpointError(
+            f"{reader.path} has no averaged weights, which a run with ema.enable saves; take the trained"
+        )
 
 
 def save_tensors(
     tensors: Mapping[str, Tensor],
-    staged: Mapping[str, Tensor],
+    value: Callable[[str], Tensor],
     writer: StorageWriter,
     folder: Path,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write ``staged``, this rank's values for ``tensors``, as ``folder``. Collective.
+    """Write ``folder``: tensors of the shapes and shards of ``tensors``, and of this rank what ``value`` gives by name.
+
+    Collective. A value is asked for when it is written, and not kept.
 
     Raises:
         CheckpointError: on all ranks, if any of them cannot write its part, or (SupersededError) may not.
     """
     try:
-        dcp_save(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(staged), process_group=group)
+        dcp_save(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(value), process_group=group)
     except CheckpointException as error:
+        if isinstance(writer, VerifiedWriter) and dist.get_rank(group) == 0:
+            writer.remove()  # all ranks have ended their part
         for cause, _ in error.failures.values():
             if isinstance(cause, SupersededError):
                 raise cause from None
-        raise CheckpointError(f"{folder} could not be written: {_described(error)}") from error
+        raise CheckpointError(f"{folder} could not be written: {_first_failure(error)[1]}") from error
 
 
-def cause_of(error: CheckpointException) -> BaseException:
-    """The first failure in DCP's error."""
-    cause: BaseException = next(iter(error.failures.values()))[0]
-    return cause
-
-
-def _described(error: CheckpointException) -> str:
-    """The first failure in DCP's error, in one line."""
-    cause = cause_of(error)
-    return str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {next(iter(error.failures))})"
+def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
+    """The first failure in DCP's error, and in words."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return cause, str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {rank})"
 
 
 class LoaderState(Stateful):

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtrain.checkpoint.manifest import (
-    BLOCK_BYTES,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Origin,
-    read_manifest,
-    write_manifest,
-)
+from torchtrain.checkpoint.manifest import BLOCK_BYTES, MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
 from torchtrain.errors import CheckpointError
 from torchtrain.reading import MISSING, read_file
 
@@ -49,15 +42,15 @@ class HashedWriteResult(WriteResult):
     file: FileRecord
 
 
-class _HashingFile:
-    """A file open for writing that hashes what passes through; writes only go forward."""
+class _HashingFile(io.BufferedWriter):
+    """A new file that hashes what is written to it; writes only go forward."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
-        self._file = file
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.error: OSError | None = None
         self._hash = xxhash.xxh3_128()
         self._size_bytes = 0
         self._size_sent_bytes = 0
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         data = memoryview(data)
@@ -65,7 +58,7 @@ class _HashingFile:
             block = data[start : start + BLOCK_BYTES]
             self._hash.update(block)
             try:
-                self._size_bytes += self._file.write(block)
+                self._size_bytes += super().write(block)
             except OSError as error:
                 self.error = error
                 raise
@@ -78,22 +71,13 @@ class _HashingFile:
         if hasattr(os, "posix_fadvise"):  # not on macOS
             length = self._size_bytes - self._size_sent_bytes
             # To drop pages, Linux first starts writing them, and does not wait for that.
-            os.posix_fadvise(self._file.fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(super().fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
             self._size_sent_bytes = self._size_bytes
-
-    def tell(self) -> int:
-        return self._size_bytes
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def fileno(self) -> int:
         # Whoever asks for the descriptor is about to fsync: Python's own buffer must be empty before that.
-        self._file.flush()
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
+        self.flush()
+        return super().fileno()
 
     def record(self, name: str) -> FileRecord:
         return FileRecord(name, self._size_bytes, self._hash.hexdigest())
@@ -107,8 +91,8 @@ class HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as raw:
-            stream = _HashingFile(raw)  # type: ignore[arg-type]
+        assert mode == "wb"
+        with _HashingFile(path) as stream:
             try:
                 yield stream
             except RuntimeError:
@@ -121,17 +105,16 @@ class HashingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
-        record = self.records.pop(Path(path).name)
         name = Path(new_path).name
-        self.records[name] = FileRecord(name, record.size_bytes, record.xxh3_128)
+        self.records[name] = replace(self.records.pop(Path(path).name), name=name)
 
 
 class VerifiedWriter(FileSystemWriter):
     """Writes one checkpoint as ``folder`` (``.../step-N``), which appears complete or not at all.
 
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
-    commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors, ``origin`` in the
-    manifest. ``commit`` runs on the committing rank between the last byte and the rename: it makes room for the name.
+    commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors; ``manifest`` lacks
+    the files. ``commit`` runs on the committing rank between the last byte and the rename: it makes room for the name.
     Two incarnations of a run, of different ``generation``, never write into the same temporary folder.
     """
 
@@ -141,7 +124,7 @@ class VerifiedWriter(FileSystemWriter):
         config_toml: str,
         commit: Callable[[], None] | None = None,
         generation: int = 0,
-        origin: Origin = Origin(),  # noqa: B008  # frozen
+        manifest: Manifest | None = None,
     ) -> None:
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
         super().__init__(folder.with_name(f"{folder.name}.{generation}{PARTIAL_SUFFIX}"), per_thread_copy_ahead=0)
@@ -150,7 +133,7 @@ class VerifiedWriter(FileSystemWriter):
         self.folder = folder
         self.config_toml = config_toml
         self.commit = commit
-        self.origin = origin
+        self.manifest = manifest or Manifest()
         self._now("prepares to write")
 
     def _now(self, doing: str) -> None:
@@ -183,25 +166,21 @@ class VerifiedWriter(FileSystemWriter):
         self._now("has written its part, and waits for the others")
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[HashedWriteResult]]) -> None:  # type: ignore[override]
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the rest is, all at once, below
-        super().finish(metadata, results)
+        super().finish(metadata, results)  # type: ignore[arg-type]
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-        records = {record.name: record for record in self.fs.records.values()}
-        for rank_results in results:
-            for result in rank_results:
-                assert isinstance(result, HashedWriteResult)
-                records[result.file.name] = result.file
-        for record in records.values():
-            file = self.partial / record.name
+        records = self.fs.records | {r.file.name: r.file for of_rank in results for r in of_rank}
+        for name in records:
+            file = self.partial / name
             if not file.exists():
                 raise CheckpointError(
                     f"{file} was written by another rank but is not seen by this one: the dump folder must lie on a "
                     "file system that all nodes share"
                 )
-        write_manifest(self.partial, Manifest(list(records.values()), self.origin))
+        write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
         if self.commit is not None:
             self.commit()
@@ -231,14 +210,8 @@ def _fsync(path: Path) -> None:
 _DCP = "torch.distributed.checkpoint"
 _METADATA_TYPES = {
     f"{_DCP}.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
@@ -260,47 +233,34 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class _NotedReads(io.FileIO):
-    """A file open for reading that keeps the error of a read: torch.load turns it into one of its own."""
+class _ReadAtOnce(io.BufferedReader):
+    """DCP reads a tensor of it before torch.load sees it, which would turn an OSError into an error of its own."""
 
-    error: OSError | None = None
-
-    def readinto(self, buffer: Any) -> int | None:
-        try:
-            return super().readinto(buffer)
-        except OSError as error:
-            self.error = error
-            raise
+    def seekable(self) -> bool:
+        return False
 
 
 class _ReadingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "rb"
-        with _NotedReads(path) as raw:
-            try:
-                yield io.BufferedReader(raw)
-            except Exception:
-                if raw.error is not None:
-                    raise raw.error from None
-                raise
+        with _ReadAtOnce(io.FileIO(path)) as stream:
+            yield stream
 
 
 class VerifiedReader(FileSystemReader):
     """Reads a checkpoint that ``VerifiedWriter`` wrote, without trusting it: no code in it is run."""
-
-    _metadata: Metadata | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _ReadingFileSystem()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = self._read_metadata(Path(self.path))
         return self._metadata
 
-    def _read_metadata(self, folder: Path) -> Metadata:
+    @cached_property
+    def _metadata(self) -> Metadata:
+        folder = Path(self.path)
         known = {record.name for record in read_manifest(folder).files}
         try:
             metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, problem_in, read_manifest
+from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
@@ -33,7 +33,7 @@ def find_checkpoints(path: Path, count: int) -> list[Path]:
         has = "is one" if path == newest else f"has {len(steps)}"
         raise CheckpointError(f"the mean of {count} checkpoints was asked for, and {path} {has}; give a run's folder")
     folders = [step_folder(newest.parent, step) for step in steps]
-    if len({read_manifest(folder).origin.run for folder in folders}) > 1:
+    if len({read_manifest(folder).run for folder in folders}) > 1:
         raise CheckpointError(f"the newest {count} checkpoints in {newest.parent} are not of one run")
     return folders
 
@@ -75,7 +75,8 @@ def load_weights(
         load_hf(state.state_dict(), folder, model)
         return
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for found in of_all_ranks(lambda: problem_in(folder, read_manifest(folder).files[rank::ranks])):
-        if found:
-            raise CheckpointError(f"{found}; give another step-N folder")
-    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder), folder)
+    try:
+        of_all_ranks(lambda: verify(folder, read_manifest(folder).files[rank::ranks]))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; give another step-N folder") from error
+    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder))

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.contract import Kind, differences
-from torchtrain.checkpoint.hf import parameter_shapes
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import problem_in, read_manifest
-from torchtrain.checkpoint.states import STATES, load_tensors
+from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
@@ -207,19 +206,18 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     """
     readers = []
     for folder in folders:
-        if problem := problem_in(folder, read_manifest(folder).files):
-            raise CheckpointError(problem)
+        verify(folder, read_manifest(folder).files)
         readers.append(VerifiedReader(folder))
     saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
 
     def both(name: str) -> list[Tensor]:
         """The tensor of both, or nothing where one lacks it."""
         tensors: list[Tensor] = []
-        for entries, reader, folder in zip(saved, readers, folders, strict=True):
+        for entries, reader in zip(saved, readers, strict=True):
             if name not in entries:
                 return []
             tensors.append(torch.empty(entries[name].size, dtype=entries[name].properties.dtype))
-            load_tensors({name: tensors[-1]}, reader, folder, None)
+            load_tensors({name: tensors[-1]}, reader)
         return tensors
 
     optimizer = run.config.optimizer

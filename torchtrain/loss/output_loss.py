@@ -43,7 +43,7 @@ def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tenso
     What is trained on is the sum of both.
     """
     if z_weight:
-        return cross_entropy_with_z(logits, labels, z_weight, IGNORE_INDEX)
+        return cross_entropy_with_z(logits, labels, z_weight)
     loss = cross_entropy_sum(logits, labels)
     return torch.stack((loss, torch.zeros_like(loss)))
 

@@ -13,37 +13,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 
-def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float, ignore_index: int) -> Tensor:
+def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float) -> Tensor:
     """The sums of the token losses and of ``z_weight`` log(Z)^2 over unmasked tokens: float32 of shape (2,).
 
-    ``logits`` (bs, seq, vocab), or a DTensor that is split along vocab; ``labels`` (bs, seq).
+    ``logits`` (bs, seq, vocab), or a DTensor that is split along vocab; ``labels`` (bs, seq), below 0 where masked.
     """
     mesh, first = None, 0
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
         first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor splits
         logits = logits.to_local()
-    labels = labels.flatten()
-    losses: Tensor = _CrossEntropyWithZ.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, 1), labels, labels != ignore_index, z_weight, first, mesh
-    )
+    function: Any = _CrossEntropyWithZ.apply
+    losses: Tensor = function(logits.flatten(0, 1), labels.flatten(), z_weight, first, mesh)
     return losses
 
 
 class _CrossEntropyWithZ(torch.autograd.Function):
-    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all.
-
-    ``known`` (tokens,): those with a label.
-    """
+    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, known: Tensor, z_weight: float, first: int, mesh: DeviceMesh | None
+        ctx: Any, logits: Tensor, labels: Tensor, z_weight: float, first: int, mesh: DeviceMesh | None
     ) -> Tensor:
         def over_ranks(values: Tensor, op: str) -> Tensor:
             return values if mesh is None else DTensor.from_local(values, mesh, [Partial(op)]).full_tensor()
 
-        own = known & (labels >= first) & (labels < first + logits.shape[1])
+        known, own = labels >= 0, (labels >= first) & (labels < first + logits.shape[1])
         column = torch.where(own, labels - first, 0)[:, None]
         largest = over_ranks(logits.amax(dim=1).float(), "max")
         chosen = torch.where(own, logits.gather(1, column)[:, 0].float(), 0)
@@ -62,4 +57,4 @@ class _CrossEntropyWithZ(torch.autograd.Function):
         gradient = (logits - log_z[:, None]).exp_()  # float32
         gradient *= torch.where(known, of_loss + 2 * ctx.z_weight * of_z * log_z, 0)[:, None]
         gradient.scatter_add_(1, column, -torch.where(own, of_loss, 0)[:, None])
-        return gradient.to(logits.dtype), None, None, None, None, None
+        return gradient.to(logits.dtype), None, None, None, None

@@ -1,6 +1,7 @@
 """AdamW (https://arxiv.org/abs/1711.05101) over sharded parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,75 +12,63 @@ from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import local
 
 
-class ShardedAdamW(torch.optim.AdamW):
-    """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor."""
+class ShardedAdamW(torch.optim.Optimizer):
+    """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor.
+
+    Its two means rest in ``state_dtype``. Where that is bfloat16, each update takes them to float32 and back, one
+    parameter at a time.
+    """
 
     step_of_other_rules: Callable[[], None] | None = None
     """Updates the groups whose rule is not AdamW."""
 
+    def __init__(self, groups: Sequence[dict[str, Any]], state_dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(groups, options)
+        self.state_dtype = state_dtype
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        self._step_of_adamw()
+        for group in (group for group in self.param_groups if group["rule"] == "adamw"):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            at_once = len(group["params"]) if self.state_dtype is torch.float32 else 1
+            for first in range(0, len(parameters), at_once):
+                self._update(parameters[first : first + at_once], group)
         if self.step_of_other_rules is not None:
             self.step_of_other_rules()
 
-    def _step_of_adamw(self) -> None:
-        self._padded: list[tuple[Tensor, Tensor]] = []
-        super().step()
-        copy_back(self._padded)
-        self._padded.clear()  # or gradients would live on
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        if group["rule"] != "adamw":
-            return False  # with the lists empty nothing is updated
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for i, tensors in enumerate(lists):
-            own = [local(tensor) for tensor in tensors]
-            # The last are numbers of steps.
-            tensors[:] = [pad(tensor) for tensor in own] if group["fused"] and i < len(lists) - 1 else own
-            self._padded += zip(own, tensors, strict=True)
-        return has_complex
-
-
-class AdamWBfloat16(ShardedAdamW):
-    """AdamW whose two means rest in bfloat16. Each update takes them to float32 and back, one parameter at a time."""
-
-    def _step_of_adamw(self) -> None:
-        for group in (group for group in self.param_groups if group["rule"] == "adamw"):
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            device = parameter.device if group["fused"] else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        resting = [local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-        working = [pad(tensor.float()) if group["fused"] else tensor.float() for tensor in resting]
-        updated, gradient, mean, square_mean = ([tensor] for tensor in working)
+    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                device = parameter.device if group["fused"] else torch.device("cpu")
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(parameter, dtype=self.state_dtype),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=self.state_dtype),
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        means, square_means = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        kinds = parameters, [parameter.grad for parameter in parameters], means, square_means
+        resting = [[local(tensor) for tensor in tensors] for tensors in kinds]
+        working = [[pad(t.float()) if group["fused"] else t.float() for t in tensors] for tensors in resting]
+        updated, gradients, means, square_means = working
         adamw(
             updated,
-            gradient,
-            mean,
-            square_mean,
+            gradients,
+            means,
+            square_means,
             [],
-            [state["step"]],
-            fused=group["fused"],
-            foreach=group["foreach"],
+            [state["step"] for state in states],
             found_inf=getattr(self, "found_inf", None),  # see ``update``
-            amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            amsgrad=False,
             maximize=False,
+            **{name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "foreach")},
         )
-        copy_back(zip(resting, working, strict=True))
+        for tensor, new in zip(chain(*resting), chain(*working), strict=True):
+            if new is not tensor:
+                tensor.copy_(new.flatten()[: tensor.numel()].view_as(tensor))
 
 
 def pad(tensor: Tensor) -> Tensor:
@@ -90,9 +79,3 @@ def pad(tensor: Tensor) -> Tensor:
     """
     missing = -tensor.numel() % 64 if device_kind(tensor.device.type) == "cpu" else 0
     return nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor
-
-
-def copy_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for tensor, working in pairs:
-        if working is not tensor:
-            tensor.copy_(working.flatten()[: tensor.numel()].view_as(tensor))

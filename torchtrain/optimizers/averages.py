@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,33 +19,24 @@ class Averages(Stateful):
     """float32 averages of the parameters of ``parts``, split as these are. They begin with the parameters' values."""
 
     def __init__(self, parts: Sequence[nn.Module], config: Ema):
-        self.parts = parts
-        self.config = config
-        self.parameters: dict[str, Tensor] = {}
-        for part in parts:
-            for name, parameter in part.named_parameters():
-                self.parameters.setdefault(full_name(name), parameter)
-        self.averages = {name: self._copy(parameter) for name, parameter in self.parameters.items()}
+        self.parts, self.config = parts, config
+        self.parameters = {full_name(name): p for part in parts for name, p in part.named_parameters()}
+        self.averages = {
+            name: parameter.detach().to("cpu" if config.offload else parameter.device, copy=True)
+            for name, parameter in self.parameters.items()
+        }
         self.after_exchange: Callable[[], None] = lambda: None
-
-    def _copy(self, parameter: Tensor) -> Tensor:
-        return parameter.detach().to("cpu" if self.config.offload else parameter.device, copy=True)
-
-    def rate(self, step: int) -> float:
-        """How far the averages go to the parameters after ``step``: 1 - decay^interval.
-
-        In early steps the decay is lower, (1 + step) / (10 + step), so that the initial weights are soon forgotten.
-        """
-        if step % self.config.interval:
-            return 0.0
-        return float(1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval)
 
     @torch.no_grad()
     def update(self, step: int, refused: Tensor) -> None:
-        """Call it after the update of ``step``. ``refused``: float32 scalar, 1 where there was none: averages stay."""
-        rate = self.rate(step)
-        if not rate:
+        """Call it after the update of ``step``. ``refused``: float32 scalar, 1 where there was none: averages stay.
+
+        The averages go to the parameters by 1 - decay^interval of the way. In early steps the decay is lower,
+        (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+        """
+        if step % self.config.interval:
             return
+        rate = 1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval
         for name, parameter in self.parameters.items():
             average = local(self.averages[name])
             # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
@@ -67,10 +59,9 @@ class Averages(Stateful):
             kept = own.clone()
             own.copy_(average)
             average.copy_(kept)
-        for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what is gathered is the other weights
+        for module in chain.from_iterable(part.modules() for part in self.parts):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is gathered is the other weights
         self.after_exchange()
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,6 +70,5 @@ class Averages(Stateful):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The averages have been written in place; without any, they begin anew with the parameters."""
-        for name, parameter in self.parameters.items():
-            if name not in state_dict:
-                local(self.averages[name]).copy_(local(parameter))
+        for name in self.parameters.keys() - state_dict.keys():
+            local(self.averages[name]).copy_(local(self.parameters[name]))

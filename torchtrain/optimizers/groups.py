@@ -11,7 +11,7 @@ from torchtrain.config.schema import Optimizer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizers.adamw import AdamWBfloat16, ShardedAdamW
+from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.muon import Muon
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
@@ -33,12 +33,13 @@ def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) 
     that tied embeddings and exports have, too. What writes to the residual stream has CompleteP's 1 / depth
     (https://arxiv.org/abs/2505.01618), likewise in the matrices and not beside them.
     """
+    width, depth = model.over_base
     if name == "norm.weight":
-        return 1 / model.width_factor
+        return 1 / width
     if group != "matrices":
         return 1.0
-    depth = model.depth_factor if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")) else 1.0
-    return 1 / (depth * (math.sqrt(model.width_factor) if rule == "muon" else model.width_factor))
+    writes = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    return 1 / ((depth if writes else 1.0) * (math.sqrt(width) if rule == "muon" else width))
 
 
 def build_optimizer(
@@ -53,7 +54,7 @@ def build_optimizer(
     """
     rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
     decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
-    parameters: dict[str, dict[float, list[Tensor]]] = {group: {} for group in rules}  # by ``transfer_factor``
+    members: dict[tuple[str, float], list[Tensor]] = {}  # by group and ``transfer_factor``
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
@@ -64,19 +65,16 @@ def build_optimizer(
             if parameter.requires_grad:
                 group = group_of(name, parameter)
                 factor = transfer_factor(full_name(name), group, rules[group], model) if model is not None else 1.0
-                parameters[group].setdefault(factor, []).append(parameter)
+                members.setdefault((group, factor), []).append(parameter)
     groups: list[dict[str, Any]] = []
-    for name, rule in rules.items():
+    for (name, factor), parameters in members.items():
         own = getattr(config, name)
-        decay = decays[name] if own.weight_decay is None else own.weight_decay
-        for factor, some in parameters[name].items():
-            rate = own.lr_factor * factor
-            options = {"rule": rule, "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
-            groups.append({"params": some, "name": name, **options})
-    kind = AdamWBfloat16 if config.state_dtype == "bfloat16" else ShardedAdamW
-    optimizer = kind(
+        rate, decay = own.lr_factor * factor, decays[name] if own.weight_decay is None else own.weight_decay
+        options = {"rule": rules[name], "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
+        groups.append({"params": parameters, "name": name, **options})
+    optimizer = ShardedAdamW(
         groups,
-        lr=config.lr,
+        getattr(torch, config.state_dtype),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=config.implementation == "fused",

@@ -7,10 +7,9 @@ back, so that every layout makes the same update of the same numbers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -38,104 +37,59 @@ def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
     return x.T if is_tall else x
 
 
-@cache
-def block_of(shape: tuple[int, int], axis: int, degrees: Degrees, rank: int) -> tuple[slice, slice]:
-    """Rows and columns of a matrix that ``rank`` of a pipeline stage holds.
+def block_of(matrix: Tensor, degrees: Degrees, rank: int) -> tuple[slice, slice]:
+    """Rows and columns that ``rank`` of a pipeline stage holds of a parameter; the last parts may be smaller.
 
-    Tensor parallelism splits first, along ``axis``; then FSDP by rows what that leaves. The last parts may be smaller.
+    Tensor parallelism splits first, then FSDP by rows what that leaves.
     """
-
-    def part(span: range, number: int, parts: int) -> range:
-        size = -(-len(span) // parts)
-        return span[size * number : size * (number + 1)]
-
-    spans = [range(size) for size in shape]
-    spans[axis] = part(spans[axis], rank % degrees.tensor, degrees.tensor)
-    spans[0] = part(spans[0], rank // degrees.tensor % degrees.fsdp, degrees.fsdp)
+    # The innermost axis of the mesh is that of tensor parallelism, where there is any.
+    placement = matrix.placements[-1] if isinstance(matrix, DTensor) else Shard(0)
+    assert isinstance(placement, Shard)
+    spans = [range(size) for size in matrix.shape]
+    by_tensor = placement.dim, rank % degrees.tensor, degrees.tensor
+    by_fsdp = 0, rank // degrees.tensor % degrees.fsdp, degrees.fsdp
+    for axis, number, parts in (by_tensor, by_fsdp):
+        size = math.ceil(len(spans[axis]) / parts)
+        spans[axis] = spans[axis][size * number : size * (number + 1)]
     rows, columns = (slice(span.start, span.stop) for span in spans)
     return rows, columns
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter of two dimensions, split over the ranks of a pipeline stage, and the options of its group."""
-
-    parameter: Tensor
-    degrees: Degrees
-    options: Mapping[str, Any]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the whole."""
-        rows, columns = self.parameter.shape
-        return rows, columns
-
-    @property
-    def work(self) -> int:
-        """Operations of an iteration, but for a factor."""
-        short, long = sorted(self.shape)
-        return short * short * (2 * long + short)
-
-    def block(self, rank: int) -> tuple[slice, slice]:
-        """Rows and columns that ``rank`` holds."""
-        axis = 0
-        if self.degrees.tensor > 1:
-            assert isinstance(self.parameter, DTensor)
-            placement = self.parameter.placements[-1]
-            assert isinstance(placement, Shard)
-            axis = placement.dim
-        return block_of(self.shape, axis, self.degrees, rank)
-
-    def elements(self, rank: int) -> int:
-        return math.prod(span.stop - span.start for span in self.block(rank))
+def work(matrix: Tensor) -> int:
+    """Operations of an iteration, but for a factor."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)
 
 
-def deal(matrices: Sequence[Matrix], ranks: int) -> list[list[Matrix]]:
-    """What each rank owns: the matrices with the most work first, each to the rank that has the least so far."""
-    owned: list[list[Matrix]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
-        rank = work.index(min(work))
-        owned[rank].append(matrix)
-        work[rank] += matrix.work
-    return owned
+Bucket = list[list[Tensor]]
+"""What is exchanged at once: of each rank of the stage, matrices that it owns."""
 
 
-def in_buckets(owned: Sequence[Sequence[Matrix]], itemsize: int) -> list[list[list[Matrix]]]:
-    """``owned`` cut into exchanges: of each the matrices by their owners. A rank's first is in the first of them."""
-    buckets: list[list[list[Matrix]]] = []
-    filled = [BUCKET_BYTES] * len(owned)
-    for turn in range(max(map(len, owned))):
-        mine = [matrices[turn : turn + 1] for matrices in owned]
-        added = [sum(matrix.parameter.numel() for matrix in one) * itemsize for one in mine]
-        filled = [before + bytes for before, bytes in zip(filled, added, strict=True)]
-        if max(filled) > BUCKET_BYTES:
-            buckets.append([[] for _ in owned])
-            filled = added
-        for bucket, one in zip(buckets[-1], mine, strict=True):
-            bucket += one
+def deal(matrices: Sequence[Tensor], ranks: int, itemsize: int) -> list[Bucket]:
+    """Give each matrix an owner and a bucket, in which no rank owns more than ``BUCKET_BYTES``, or one matrix.
+
+    The matrices with the most work come first, each goes to the rank that has the least so far.
+    """
+    buckets: list[Bucket] = [[[] for _ in range(ranks)]]
+    given, number, filled = [0] * ranks, [0] * ranks, [0] * ranks
+    for matrix in sorted(matrices, key=work, reverse=True):
+        owner, size = given.index(min(given)), matrix.numel() * itemsize
+        given[owner] += work(matrix)
+        if filled[owner] and filled[owner] + size > BUCKET_BYTES:
+            number[owner], filled[owner] = number[owner] + 1, 0
+            if number[owner] == len(buckets):
+                buckets.append([[] for _ in range(ranks)])
+        filled[owner] += size
+        buckets[number[owner]][owner].append(matrix)
     return buckets
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What other ranks send, on its way here."""
-
-    received: Tensor
-    work: dist.Work | None
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.received
 
 
 class Muon:
     """The rule "muon" of groups of ``optimizer``, whose parameters are DTensors on ``mesh``; None: plain tensors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Optimizer, mesh: Mesh | None) -> None:
-        self.optimizer = optimizer
-        degrees = mesh.degrees if mesh is not None else Degrees()
+        self.optimizer, self.config = optimizer, config
+        self.degrees = degrees = mesh.degrees if mesh is not None else Degrees()
         self.group = mesh.stage.get_group() if mesh is not None else None
         self.ranks = degrees.replicate * degrees.fsdp * degrees.tensor
         self.rank = dist.get_rank(self.group) if mesh is not None else 0
@@ -143,100 +97,99 @@ class Muon:
         # Ranks that together have one copy of all gradients, this one among them. An owner hears of no others.
         self.replica = range(self.rank // of_replica * of_replica, (self.rank // of_replica + 1) * of_replica)
         groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
-        matrices = [Matrix(parameter, degrees, group) for group in groups for parameter in group["params"]]
+        self.options = {matrix: group for group in groups for matrix in group["params"]}
         # Where ranks talk to each other and compute. Under CPU offload the parameters lie elsewhere.
-        device = torch.device(mesh.world.device_type) if mesh is not None else matrices[0].parameter.device
-        dtype = config.muon_dtype
-        if dtype == "auto":
-            dtype = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
-        self.nothing = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-        self.momentum, self.iterations = config.muon_momentum, config.muon_iterations
-        self.state_dtype = getattr(torch, config.state_dtype)
-        for matrix in matrices:
-            assert matrix.elements(self.rank) == local(matrix.parameter).numel()
-        self.buckets = in_buckets(deal(matrices, self.ranks), self.nothing.itemsize)
+        device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.options)).device
+        auto = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
+        dtype = getattr(torch, auto if config.muon_dtype == "auto" else config.muon_dtype)
+        self.nothing = torch.empty(0, dtype=dtype, device=device)
+        assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.options)
+        self.buckets = deal(list(self.options), self.ranks, dtype.itemsize)
+
+    def _elements(self, matrix: Tensor, rank: int) -> int:
+        return math.prod(span.stop - span.start for span in block_of(matrix, self.degrees, rank))
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the matrices. Collective over the ranks of the pipeline stage."""
         # While a bucket is computed, the momenta of the next one arrive, and the updates of the one before leave.
-        arriving, leaving = self._gather(0), None
-        for number in range(len(self.buckets)):
-            wholes = self._assemble(number, arriving.wait())
-            arriving = self._gather(number + 1)
-            updates = [orthogonalize(whole, self.iterations) for whole in wholes]
+        momenta, leaving = self._gather(self.buckets[0]), None
+        for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
+            wholes = self._assemble(bucket[self.rank], momenta())
+            if following is not None:
+                momenta = self._gather(following)
+            updates = [orthogonalize(whole, self.config.muon_iterations) for whole in wholes]
             if leaving is not None:
-                self._apply(number - 1, leaving.wait())
-            leaving = self._scatter(number, updates)
-        if leaving is not None:
-            self._apply(len(self.buckets) - 1, leaving.wait())
+                leaving()
+            leaving = partial(self._apply, bucket, self._scatter(bucket, updates))
+        assert leaving is not None
+        leaving()
 
-    def _gather(self, number: int) -> Transfer:
-        """Begin to send what this rank has of the matrices of a bucket to their owners. After the last: nothing."""
-        if number == len(self.buckets):
-            return Transfer(self.nothing, None)
-        bucket = self.buckets[number]
-        momenta = [[self._accumulate(matrix.parameter) for matrix in matrices] for matrices in bucket]
+    def _gather(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """Begin to send what this rank has of the momenta to the owners. The result waits for those that it owns."""
+        momenta = [[self._accumulate(matrix) for matrix in owned] for owned in bucket]
         return self._exchange(
             [momenta[rank] if rank in self.replica else [] for rank in range(self.ranks)],
-            [sum(m.elements(rank) for m in bucket[self.rank]) * (rank in self.replica) for rank in range(self.ranks)],
+            [
+                sum(self._elements(matrix, rank) for matrix in bucket[self.rank]) if rank in self.replica else 0
+                for rank in range(self.ranks)
+            ],
         )
 
     def _accumulate(self, parameter: Tensor) -> Tensor:
         """This rank's part of the momentum after this step, and one step ahead (Nesterov)."""
-        state = self.optimizer.state[parameter]
+        state, momentum = self.optimizer.state[parameter], self.config.muon_momentum
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=getattr(torch, self.config.state_dtype))
         assert parameter.grad is not None
         mean = local(state["momentum_buffer"])
         # Kernels that round once: those that fuse two operations do not, where a split leaves less than a vector.
-        share = local(parameter.grad) * (1 - self.momentum)
-        new = (mean.float() * self.momentum).add_(share)
+        share = local(parameter.grad) * (1 - momentum)
+        new = (mean.float() * momentum).add_(share)
         self._write(mean, new)
-        return (new * self.momentum).add_(share)
+        return (new * momentum).add_(share)
 
-    def _assemble(self, number: int, received: Tensor) -> list[Tensor]:
+    def _assemble(self, mine: Sequence[Tensor], received: Tensor) -> list[Tensor]:
         """The whole of each matrix that this rank owns."""
-        mine = self.buckets[number][self.rank]
         wholes = [received.new_empty(matrix.shape) for matrix in mine]
-        parts = [whole[matrix.block(rank)] for rank in self.replica for matrix, whole in zip(mine, wholes, strict=True)]
+        blocks = [[block_of(matrix, self.degrees, rank) for matrix in mine] for rank in self.replica]
+        parts = [whole[block] for of_rank in blocks for whole, block in zip(wholes, of_rank, strict=True)]
         for part, values in zip(parts, torch.split(received, [part.numel() for part in parts]), strict=True):
             part.copy_(values.view(part.shape))
         return wholes
 
-    def _scatter(self, number: int, updates: Sequence[Tensor]) -> Transfer:
-        """Begin to send each rank its parts of ``updates``, which are of the matrices that this rank owns."""
-        bucket = self.buckets[number]
+    def _scatter(self, bucket: Bucket, updates: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Begin to send each rank its parts of ``updates``, made here. The result waits for those sent to this rank."""
+        mine = list(zip(bucket[self.rank], updates, strict=True))
         return self._exchange(
-            [
-                [update[matrix.block(rank)] for matrix, update in zip(bucket[self.rank], updates, strict=True)]
-                for rank in range(self.ranks)
-            ],
-            [sum(matrix.elements(self.rank) for matrix in matrices) for matrices in bucket],
+            [[update[block_of(matrix, self.degrees, rank)] for matrix, update in mine] for rank in range(self.ranks)],
+            [sum(self._elements(matrix, self.rank) for matrix in owned) for owned in bucket],
         )
 
-    def _exchange(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Transfer:
-        """Begin to send ``parts[r]`` to rank r of the stage, and to receive ``sizes[r]`` elements from it."""
+    def _exchange(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin to send ``parts[r]`` to rank r of the stage. The result waits for ``sizes[r]`` elements from each."""
         sent = torch.cat([self.nothing, *(part.to(self.nothing).flatten() for to_one in parts for part in to_one)])
         if self.ranks == 1:
-            return Transfer(sent, None)
+            return lambda: sent
         received = sent.new_empty(sum(sizes))
         sent_sizes = [sum(part.numel() for part in to_one) for to_one in parts]
         work = dist.all_to_all_single(received, sent, list(sizes), sent_sizes, self.group, async_op=True)
-        return Transfer(received, work)
 
-    def _apply(self, number: int, received: Tensor) -> None:
-        """Add the updates of a bucket, which come in the order of their owners."""
-        matrices = [matrix for owned in self.buckets[number] for matrix in owned]
-        updates = torch.split(received, [matrix.elements(self.rank) for matrix in matrices])
+        def wait() -> Tensor:
+            work.wait()
+            return received
+
+        return wait
+
+    def _apply(self, bucket: Bucket, wait: Callable[[], Tensor]) -> None:
+        """Add the updates of a bucket, which come in the order of their owners, to this rank's parts."""
+        matrices = list(chain.from_iterable(bucket))
+        updates = torch.split(wait(), [self._elements(matrix, self.rank) for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
-            self._add(matrix, update)
-
-    def _add(self, matrix: Matrix, update: Tensor) -> None:
-        """Add to this rank's part of ``matrix`` that of its ``update``."""
-        rate, part = matrix.options["lr"], local(matrix.parameter)
-        change = update.reshape(part.shape).to(part) * (-rate * ADAMW_RMS * math.sqrt(max(matrix.shape)))
-        self._write(part, (part * (1 - rate * matrix.options["weight_decay"])).add_(change))
+            rate, part = self.options[matrix]["lr"], local(matrix)
+            factor = -rate * ADAMW_RMS * math.sqrt(max(matrix.shape))
+            change = update.reshape(part.shape).to(part) * factor
+            self._write(part, (part * (1 - rate * self.options[matrix]["weight_decay"])).add_(change))
 
     def _write(self, tensor: Tensor, new: Tensor) -> None:
         """``tensor`` becomes ``new``, unless the update is refused (see ``groups.update``)."""

@@ -63,14 +63,9 @@ class TransformerConfig:
             raise ValueError(f"head_dim = {self.head_size} must be even, and at least 2: RoPE pairs channels")
 
     @property
-    def width_factor(self) -> float:
-        """Width over that of the base."""
-        return self.dim / (self.base_dim or self.dim)
-
-    @property
-    def depth_factor(self) -> float:
-        """Number of layers over that of the base."""
-        return self.n_layers / (self.base_layers or self.n_layers)
+    def over_base(self) -> tuple[float, float]:
+        """Width and number of layers over those of the base."""
+        return self.dim / (self.base_dim or self.dim), self.n_layers / (self.base_layers or self.n_layers)
 
 
 class RMSNorm(nn.Module):
@@ -224,7 +219,7 @@ class Transformer(nn.Module):
 
         With a base (muP) they are smaller, as the table in docs/recipes.md says.
         """
-        std, width, depth = 0.02, self.config.width_factor, self.config.depth_factor
+        std, (width, depth) = 0.02, self.config.over_base
         self.tie_weights()
         if self.tok_embeddings is not None:
             init_matrix(self.tok_embeddings, std)
