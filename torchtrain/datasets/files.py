@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import has_magic
@@ -20,15 +20,11 @@ from torchtrain.datasets.formats import (
     LARGEST_TEXT_FILE_BYTES,
     PIECE_BYTES,
     SUFFIXES,
-    as_text,
     decode_piece,
     documents,
     kind_of,
     place_to_cut,
-    require_column,
-    require_text,
 )
-from torchtrain.datasets.identity import identity_of_files
 from torchtrain.datasets.text import RETRY_SECONDS, LocalText
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
@@ -36,6 +32,8 @@ from torchtrain.reading import MISSING, names_in, patiently, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
+_WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
+_BLOCK_BYTES = 1 << 16  # else three blocks of it
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -47,7 +45,7 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
     files = list(dict.fromkeys(file for path in paths for file in _find_files(path, label)))
     kinds = {kind_of(file.name) for file in files}
     if kinds <= {("txt", ""), ("md", "")}:
-        return LocalText(*_text_files(files), label, partial(identity_of_files, files), files)
+        return _text_files(files, label)
     # Progress bars would come from every rank.
     datasets.disable_progress_bars()
     try:
@@ -56,19 +54,7 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
         dataset = builder.as_dataset(split="train")
     except Exception as error:
         raise _why(error, label) from error
-    return LocalText(dataset, lambda row: row["text"], label, partial(identity_of_files, files), files)
-
-
-def open_dataset(dataset: datasets.Dataset, column: str, label: str, identity: Callable[[], str]) -> LocalText:
-    """The column of a dataset that lies on disk; DataError unless it holds text."""
-    if len(dataset) == 0:
-        raise DataError(f"{label} has no documents")
-    require_column(column, dataset.column_names, label)
-    try:
-        require_text(column, dataset.data.schema.field(column).type)
-    except DataError as error:
-        raise DataError(f"{label}: {error}") from None
-    return LocalText(dataset.select_columns([column]), lambda row: as_text(row[column]), label, identity)
+    return LocalText(dataset, label, partial(_identity, files))
 
 
 def open_standard_library() -> LocalText:
@@ -78,7 +64,7 @@ def open_standard_library() -> LocalText:
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return LocalText(*_text_files(files), "the Python standard library", partial(identity_of_files, files), files)
+    return _text_files(files, "the Python standard library")
 
 
 class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
@@ -119,6 +105,22 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
         if isinstance(error, OSError) and error.errno:
             raise unreadable(file, error, attempts=1) from error
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
+
+
+def _identity(files: Sequence[Path], whole: bool = False) -> str:
+    """Number and size of ``files``, and a hash of their names, sizes and content: of a large one of three blocks,
+    unless ``whole``."""
+    digest, total = xxhash.xxh3_128(), 0
+    for path in files:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            total += size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
+            for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
+                file.seek(start)
+                digest.update(file.read(_BLOCK_BYTES))
+    return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
 
 
 def _why(error: BaseException, label: str) -> TorchtrainError:
@@ -216,8 +218,8 @@ def _require_utf8(head: bytes, file: Path) -> None:
         raise DataError(f"{file} is not UTF-8 at byte {place}; convert it, as by iconv, or leave it out")
 
 
-def _text_files(files: Sequence[Path]) -> tuple[datasets.Dataset, Callable[[Mapping[str, Any]], str | None]]:
-    """One row for each document of ``files``, read when it is asked for, and the reader of a row."""
+def _text_files(files: Sequence[Path], label: str) -> LocalText:
+    """The documents of ``files``, each read when it is asked for."""
     rows: dict[str, list[Any]] = {"path": [], "start": [], "stop": []}
     for file in files:
         size = file.stat().st_size
@@ -226,26 +228,27 @@ def _text_files(files: Sequence[Path]) -> tuple[datasets.Dataset, Callable[[Mapp
             rows["path"].append(str(file))
             rows["start"].append(start)
             rows["stop"].append(min(start + step, size))
-    return datasets.Dataset.from_dict(rows), _read_piece
+    return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(_identity, files))
 
 
-def _read_piece(row: Mapping[str, Any]) -> str | None:
-    path = Path(row["path"])
+def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
+    return {"text": [_read_piece(Path(path), *place) for path, *place in zip(*rows.values(), strict=True)]}
 
-    def read() -> str | None:
+
+def _read_piece(path: Path, start: int, stop: int) -> str | None:
+    def read() -> tuple[bytes, int]:
         with path.open("rb") as file:
-            start, stop = _cut(file, row["start"]), _cut(file, row["stop"])
-            file.seek(start)
-            try:
-                return decode_piece(file.read(stop - start), start)
-            except DataError as error:
-                logger.warning("%s: %s; the document is skipped", path, error)
-                return None
+            begin, end = _cut(file, start), _cut(file, stop)
+            file.seek(begin)
+            return file.read(end - begin), begin
 
     try:
-        return patiently(read, path, RETRY_SECONDS)
+        return decode_piece(*patiently(read, path, RETRY_SECONDS))
     except MISSING as error:
         raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+    except DataError as error:  # it is not UTF-8
+        logger.warning("%s: %s; the document is skipped", path, error)
+        return None
 
 
 def _cut(file: BinaryIO, near: int) -> int:

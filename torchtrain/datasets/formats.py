@@ -67,10 +67,10 @@ def documents(
     return _json_lines(lines, column, start)
 
 
-def require_column(column: str, columns: Sequence[str], label: str = "it") -> None:
+def require_column(column: str, columns: Sequence[str]) -> None:
     """Raise ``DataError`` that names the columns there are."""
     if column not in columns:
-        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
+        raise DataError(f"it has no column {column!r} (text_column); its columns are {', '.join(columns)}")
 
 
 def require_text(column: str, dtype: Any) -> None:
@@ -79,10 +79,6 @@ def require_text(column: str, dtype: Any) -> None:
     types = pyarrow.types
     if not any(test(dtype) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
         raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
-
-
-def as_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def place_to_cut(block: bytes) -> int:
@@ -153,7 +149,7 @@ class _Rows:
             return None
         value = row[self.column]
         self.kinds.add(type(value).__name__)
-        return as_text(value)
+        return value if isinstance(value, str) else None
 
     def check(self) -> None:
         if self.columns:

@@ -16,14 +16,13 @@ from typing import Any, TypeVar, cast
 import datasets
 import fsspec
 import huggingface_hub
+import xxhash
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
-from torchtrain.datasets.files import open_dataset
-from torchtrain.datasets.formats import SUFFIXES, documents, kind_of
-from torchtrain.datasets.identity import identity_of_names
+from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
@@ -71,8 +70,16 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
         dataset = pickle.loads(pickled)
     except FileNotFoundError:
         dataset = pickle.loads(load())
-    # The hub's revision is in it, and no path.
-    return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
+    if len(dataset) == 0:
+        raise DataError(f"{label} has no documents")
+    column = source.text_column
+    try:
+        require_column(column, dataset.column_names)
+        require_text(column, dataset.data.schema.field(column).type)
+    except DataError as error:
+        raise DataError(f"{label}: {error}") from None
+    identity = f"revision {dataset._fingerprint}"  # the hub's revision is in it, and no path
+    return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, lambda **_: identity)
 
 
 def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
@@ -84,7 +91,9 @@ def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> S
     """
     files: list[tuple[str, int]] = ask(partial(_list_files, source, label))
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
-    return StreamedText(readers, lanes, label, partial(identity_of_names, [url for url, _ in files]))
+    names = "\0".join(url for url, _ in files)  # the revision is in them
+    identity = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
+    return StreamedText(readers, lanes, label, lambda: identity)
 
 
 def patiently_asked(question: Callable[[], T], label: str) -> T:

@@ -24,7 +24,6 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import Source
-from torchtrain.datasets.identity import identity_of_files
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
@@ -51,9 +50,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     """
     tokenizer = load_tokenizer(tokenizer_path)
     documents = _open_local(source, key)
-    # Their content, and not when it was written: a copy is the same.
-    content = identity_of_files(documents.files, whole=True) if documents.files else documents.identity()
-    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, content)
+    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(whole=True))
     tasks = _deal(documents.units)
     folder.mkdir(parents=True, exist_ok=True)
     with _writing(folder), _locked(folder):

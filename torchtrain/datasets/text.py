@@ -10,9 +10,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import datasets
 import zstandard
@@ -29,10 +27,11 @@ _DAMAGE = (ValueError, TypeError, LookupError, EOFError, csv.Error, zlib.error, 
 class TextSource(ABC):
     """Documents in units, each of which can be read at any time. ``name`` is for messages.
 
-    ``identity()``: a text that is the same for the same documents alone (``datasets/identity.py``).
+    ``identity()``: a text that is the same for the same documents alone, whatever their folder and the time of writing;
+    of large local files it looks at parts, with ``whole=True`` at all.
     """
 
-    def __init__(self, units: int, name: str, identity: Callable[[], str]):
+    def __init__(self, units: int, name: str, identity: Callable[..., str]):
         self.units = units
         self.name = name
         self.identity = identity
@@ -56,34 +55,21 @@ class LocalText(TextSource):
     """Documents with random access: each is a unit.
 
     Args:
-        dataset: one row a document.
-        text_of: the document of a row; None if it is not text.
-        files: the local files that it was made from, if any.
+        dataset: one row a document, in the column "text"; None if it is not text.
     """
 
-    def __init__(
-        self,
-        dataset: datasets.Dataset,
-        text_of: Callable[[Mapping[str, Any]], str | None],
-        name: str,
-        identity: Callable[[], str],
-        files: Sequence[Path] = (),
-    ):
+    def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str]):
         super().__init__(len(dataset), name, identity)
-        self.files = files
         self._dataset = dataset
-        self._text_of = text_of
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
-            yield 0, self._text_of(self._dataset[unit])
+            yield 0, self._dataset[unit]["text"]
 
     def read_all(self, units: range) -> Iterator[str | None]:
         """The documents of ``units``, faster than one by one."""
-        for first in range(units.start, units.stop, 256):
-            columns = self._dataset[first : min(first + 256, units.stop)]
-            for row in zip(*columns.values(), strict=True):
-                yield self._text_of(dict(zip(columns, row, strict=True)))
+        for rows in self._dataset.select(units).iter(256):
+            yield from rows["text"]
 
 
 class StreamedText(TextSource):
@@ -102,7 +88,7 @@ class StreamedText(TextSource):
         files: Sequence[Callable[[int], Iterator[str | None]]],
         lanes: int,
         name: str,
-        identity: Callable[[], str],
+        identity: Callable[..., str],
     ):
         self._shares = math.ceil(lanes / len(files))
         super().__init__(len(files) * self._shares, name, identity)
