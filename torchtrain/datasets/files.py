@@ -25,7 +25,7 @@ from torchtrain.datasets.formats import (
     kind_of,
     place_to_cut,
 )
-from torchtrain.datasets.text import RETRY_SECONDS, LocalText
+from torchtrain.datasets.text import RETRY_SECONDS, LocalText, causes
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
 from torchtrain.reading import MISSING, names_in, patiently, unreadable
@@ -125,8 +125,7 @@ def _identity(files: Sequence[Path], whole: bool = False) -> str:
 
 def _why(error: BaseException, label: str) -> TorchtrainError:
     """The cause of an error of the library ``datasets``, as an error for the user."""
-    below: BaseException | None = error
-    while below is not None:
+    for below in causes(error):
         if isinstance(below, TorchtrainError):
             return below
         if isinstance(below, OSError) and below.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -134,7 +133,6 @@ def _why(error: BaseException, label: str) -> TorchtrainError:
                 f"{label} is converted into {datasets.config.HF_DATASETS_CACHE}, and there is no room left: make room, "
                 "or name another folder by HF_DATASETS_CACHE, and start again"
             )
-        below = below.__cause__ or below.__context__
     return DataError(f"cannot read {label}: {error.__cause__ or error}")
 
 

@@ -3,25 +3,19 @@
 A unit of local data is one document. A unit of streamed data is a file, or a share of one.
 """
 
-import csv
-import gzip
 import itertools
 import math
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import datasets
-import zstandard
 
-from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
 
 # Pauses before each new attempt to read over the network, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
-
-_DAMAGE = (ValueError, TypeError, LookupError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 class TextSource(ABC):
@@ -101,25 +95,22 @@ class StreamedText(TextSource):
         start += (share - start) % self._shares
         if resumed:
             logger.info("%s: goes on in %s at document %d, and reads up to there", self.name, place, start)
-        pauses = iter(RETRY_SECONDS)
-        while True:
-            try:
-                for text in itertools.islice(self._files[number](start), 0, None, self._shares):
-                    if resumed:
-                        logger.info("%s: is there after %.1f s", self.name, time.monotonic() - began)
-                        resumed = False
-                    yield start, text
-                    start += self._shares
-                    pauses = iter(RETRY_SECONDS)
-                return
-            except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
-                stopped = f"cannot go on reading {self.name} at {place}, document {start}"
-                if isinstance(error, TorchtrainError):  # has been tried again
-                    raise type(error)(f"{stopped}: {error}") from error
-                if isinstance(error, _DAMAGE):  # What cannot be parsed now cannot be parsed later.
-                    raise DataError(f"{stopped}: {error!r}") from error
-                pause = next(pauses, None)
-                if pause is None:
-                    raise StorageError(f"{stopped}: {error!r}; start again when the network answers") from error
-                logger.error(f"reading {self.name} failed, next attempt in {pause} s: {error!r}")
-                time.sleep(pause)
+        try:
+            for text in itertools.islice(self._files[number](start), 0, None, self._shares):
+                if resumed:
+                    logger.info("%s: is there after %.1f s", self.name, time.monotonic() - began)
+                    resumed = False
+                yield start, text
+                start += self._shares
+        except Exception as error:  # Each format's reader has its own errors for a damaged file.
+            kind, told = (type(error), error) if isinstance(error, TorchtrainError) else (DataError, repr(error))
+            raise kind(f"cannot go on reading {self.name} at {place}, document {start}: {told}") from error
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error and those below it."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
