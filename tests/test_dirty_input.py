@@ -133,7 +133,7 @@ def test_an_empty_prompt_begins_a_document(trained_run: Path, capsys: pytest.Cap
 def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     told = refused(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)
-    assert "/file' cannot be a folder: File exists; name another" in told
+    assert "/file' cannot be used: File exists; name another folder" in told
 
 
 @pytest.mark.parametrize(

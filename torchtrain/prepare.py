@@ -12,6 +12,7 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.log import logger, run_door
+from torchtrain.outputs import require_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,13 +38,6 @@ def run(config: JobConfig) -> None:
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)
-    if not config.prepare.verify:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"prepare.output = {config.prepare.output!r} cannot be a folder: {error.strerror}; name another"
-            ) from error
     several = config.data.sources
     folders = [output / str(number) for number in range(len(several))] if several else [output]
     if config.prepare.verify:
@@ -51,6 +45,7 @@ def run(config: JobConfig) -> None:
             manifest = verify(folder, str(folder))
             logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
         return
+    require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or cores
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
