@@ -1,5 +1,6 @@
 """The loader: this rank's rows of the global batch, step after step, read ahead in the background."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -40,32 +41,6 @@ class _Read(NamedTuple):
     state: npt.NDArray[np.int64]  # of the loader after this batch
     targets: int  # number of labels that are not masked
     full: bool  # no label is masked
-
-
-class _Verdict(NamedTuple):
-    """The maximum over all ranks of what each knows of its next batch."""
-
-    failed: bool  # reading it raised an error
-    late: bool  # it is not there yet
-    targets: int  # number of labels that are not masked
-    ended: bool  # it is not full: the data end here
-
-
-class _Agreement:
-    """The all-reduce that makes a verdict, under way."""
-
-    def __init__(self, read: _Read | None, error: BaseException | None, group: dist.ProcessGroup | None):
-        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
-        self._values = torch.tensor(own, dtype=torch.int64)
-        self._work: dist.Work | None = None
-        if group is not None:
-            self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def wait(self) -> _Verdict:
-        if self._work is not None:
-            self._work.wait()
-        failed, late, targets, ended = self._values.tolist()
-        return _Verdict(bool(failed), bool(late), targets, bool(ended))
 
 
 class Loader:
@@ -110,7 +85,8 @@ class Loader:
         self._background: _Background | None = None
         # The next batch, or the error in place of it; neither while it is late.
         self._found: tuple[_Read | None, BaseException | None] = (None, None)
-        self._agreement: _Agreement | None = None  # on the next batch
+        # What all ranks know of their next batches: the tensor that is summed up, and the all-reduce under way.
+        self._verdict: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
         """From now on fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
@@ -129,16 +105,19 @@ class Loader:
             self._background = _Background(self._read, self._prefetch, self._device)
         self._background.ask()
         self.wait_seconds = 0.0
-        if self._agreement is None:
+        if self._verdict is None:
             self._look(ROUND_SECONDS)
-        while (verdict := self._agreed()).late and not verdict.failed:
+        while True:
+            failed, late, targets, ended = self._agreed()
+            if failed or not late:
+                break
             self._look(ROUND_SECONDS)
         read, error = self._found
-        if verdict.failed:
+        if failed:
             self.close()
             self._raise_on_all_ranks(error)
         assert read is not None
-        if (verdict.ended and self._drop_last) or not verdict.targets:
+        if (ended and self._drop_last) or not targets:
             self.close()
             raise StopIteration
         self._found, self._state = (None, None), read.state
@@ -153,13 +132,21 @@ class Loader:
             start = time.perf_counter()
             self._found = self._background.next(timeout_seconds)
             self.wait_seconds += time.perf_counter() - start
-        self._agreement = _Agreement(*self._found, self._group)
+        read, error = self._found
+        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
+        values, work = torch.tensor(own, dtype=torch.int64), None
+        if self._group is not None:
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._verdict = values, work
 
-    def _agreed(self) -> _Verdict:
-        """The result of the last ``_look`` of all ranks."""
-        assert self._agreement is not None
-        agreement, self._agreement = self._agreement, None
-        return agreement.wait()
+    def _agreed(self) -> list[int]:
+        """Of the last ``_look`` of all ranks, the maximum of each: whether reading failed, whether the batch is late,
+        the number of labels that are not masked, whether the data ended."""
+        assert self._verdict is not None
+        (values, work), self._verdict = self._verdict, None
+        if work is not None:
+            work.wait()
+        return values.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """``{"rows": int64 tensor (rows, k)}``: where each row goes on after the batch that was returned last.
@@ -196,7 +183,7 @@ class Loader:
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._found, self._agreement = (None, None), None
+        self._found, self._verdict = (None, None), None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
         columns = [np.tile(np.array([self._step, *self._turns]), (len(self._rows), 1))]
@@ -271,17 +258,13 @@ class _Background:
     def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
         """The next result, if there is one in time. After an error always that error, even if results are left."""
         if self._thread is None:
-            try:
-                return self._read(), None
-            except BaseException as error:
-                return None, error
-        read = None
+            self._read_one()
         if self._error is None:
-            try:
+            with contextlib.suppress(queue.Empty):
                 read = self._results.get(timeout=timeout_seconds)
-            except queue.Empty:
-                return None, None
-        return (None, self._error) if self._error else (read, None)
+                if self._error is None:
+                    return read, None
+        return None, self._error
 
     def close(self) -> None:
         """Let the thread end. One that hangs on the network is left behind: it ends with the process."""
@@ -294,11 +277,12 @@ class _Background:
         if self._device.type == "cuda":
             # A new thread's device is the first GPU: pinning there would cost every rank memory on it.
             torch.cuda.set_device(self._device)
-        while self._allowed.acquire() and not self._closed:
-            try:
-                read = self._read()
-            except BaseException as error:
-                self._error = error
-                self._results.put(None)
-                return
-            self._results.put(read)
+        while self._allowed.acquire() and not self._closed and self._error is None:
+            self._read_one()
+
+    def _read_one(self) -> None:
+        try:
+            self._results.put(self._read())
+        except BaseException as error:
+            self._error = error
+            self._results.put(None)  # for whoever waits

@@ -91,10 +91,8 @@ class PreparedTokens:
             )
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
-        self.documents = sum(shard.documents for shard in manifest.shards)
         self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
-        for shard in manifest.shards:
-            path = folder / f"{shard.name}.tokens"
+        for path, shard in zip(self._paths, manifest.shards, strict=True):
             expected = shard.tokens * manifest.dtype.itemsize
             size = path.stat().st_size if path.exists() else None
             if size != expected:
@@ -180,8 +178,7 @@ def verify(folder: Path, label: str) -> Manifest:
     """Read every byte; DataError names the first file whose hash is not that of the manifest."""
     manifest = Manifest.read(folder / MANIFEST, label)
     for shard in manifest.shards:
-        damaged = damaged_file(folder, shard)
-        if damaged is not None:
+        if damaged := damaged_file(folder, shard):
             raise DataError(
                 f"{label}: {damaged} is damaged or missing: it has not the hash that the manifest says; prepare the "
                 "data anew into an empty folder"
