@@ -134,14 +134,14 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 
 
 def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterator[str | None]:
-    """``column`` of the rows of a file without a schema; with ``check``, DataError in the end if none has text there."""
+    """``column`` of rows without a schema; with ``check``, DataError in the end if none has text there."""
     columns: dict[str, None] = {}
     kinds: set[str] = set()  # of values in the column
-    first_other = ""  # of rows that are no JSON object
+    begin = ""  # of the first row that is no JSON object
     for row in rows:
         if not isinstance(row, dict):
             line = str(row).strip()
-            first_other = first_other or line
+            begin = begin or line[:40]
             yield None if line else ""
             continue
         if len(columns) < 100:
@@ -153,10 +153,8 @@ def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterat
         return
     if columns:
         require_column(column, (*columns, *([column] if kinds else [])))
-    elif first_other:
-        raise DataError(
-            f"it must hold one JSON object a line, or an array of them; it begins with {first_other[:40]!r}"
-        )
+    elif begin:
+        raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {begin!r}")
     if kinds and not kinds & {"str", "NoneType"}:
         raise DataError(f"the column {column!r} (text_column) holds {', '.join(sorted(kinds))}, not text")
 
