@@ -25,10 +25,10 @@ from torchtrain.datasets.formats import (
     kind_of,
     place_to_cut,
 )
-from torchtrain.datasets.text import RETRY_SECONDS, LocalText, causes
+from torchtrain.datasets.text import LocalText, causes, read_again
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
-from torchtrain.reading import MISSING, names_in, patiently, unreadable
+from torchtrain.reading import names_in, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
@@ -240,10 +240,9 @@ def _read_piece(path: Path, start: int, stop: int) -> str | None:
             file.seek(begin)
             return file.read(end - begin), begin
 
+    piece, begin = read_again(read, path)
     try:
-        return decode_piece(*patiently(read, path, RETRY_SECONDS))
-    except MISSING as error:
-        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+        return decode_piece(piece, begin)
     except DataError as error:  # it is not UTF-8
         logger.warning("%s: %s; the document is skipped", path, error)
         return None

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class _Read(NamedTuple):
     full: bool  # no label is masked
 
 
+@dataclass(eq=False)
 class Loader:
     """An iterator of batches. Made by ``build_loader``.
 
@@ -50,34 +51,22 @@ class Loader:
     that is not full; or, with ``drop_last`` off, after the last token, the rest of the last rows being masked.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Sequence[Stream]],
-        mixture: Mixture,
-        rows: range,
-        *,
-        seq_len: int,
-        global_batch_size: int,
-        prefetch: int,
-        drop_last: bool,
-        device: torch.device,
-        identity: Callable[[], Mapping[str, str]] = dict,
-    ):
-        """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream.
+    streams: Sequence[Sequence[Stream]]
+    """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream."""
+    mixture: Mixture
+    rows: range
+    _: KW_ONLY
+    seq_len: int
+    global_batch_size: int
+    prefetch: int
+    drop_last: bool
+    device: torch.device
+    identity: Callable[[], Mapping[str, str]] = dict
+    """For each option that names data, a text that is the same for the same data alone."""
 
-        ``identity()``: for each option that names data, a text that is the same for the same data alone.
-        """
-        self._streams = streams
-        self._mixture = mixture
-        self._rows = rows
-        self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
-        self._prefetch = prefetch
-        self._drop_last = drop_last
-        self._device = device
-        self.identity = identity
+    def __post_init__(self) -> None:
         self._step = 0
-        self._turns = np.zeros(len(streams), dtype=np.int64)  # windows that each source has given to all rows
+        self._turns = np.zeros(len(self.streams), dtype=np.int64)  # windows that each source has given to all rows
         self._state = self._snapshot()
         self.wait_seconds = 0.0
         """How long this rank waited for its own last batch."""
@@ -102,7 +91,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._background is None:
-            self._background = _Background(self._read, self._prefetch, self._device)
+            self._background = _Background(self._read, self.prefetch, self.device)
         self._background.ask()
         self.wait_seconds = 0.0
         if self._verdict is None:
@@ -117,11 +106,11 @@ class Loader:
             self.close()
             self._raise_on_all_ranks(error)
         assert read is not None
-        if (ended and self._drop_last) or not targets:
+        if (ended and self.drop_last) or not targets:
             self.close()
             raise StopIteration
         self._found, self._state = (None, None), read.state
-        if self._group is not None and self._prefetch > 0:
+        if self._group is not None and self.prefetch > 0:
             self._look(0.0)  # at the next batch: its all-reduce runs during this step
         return read.batch
 
@@ -169,9 +158,9 @@ class Loader:
                 "resume with the same training.global_batch_size and the same [data] section"
             )
         self.close()
-        self._step, first = int(rows[0, 0]), 1 + len(self._streams)
+        self._step, first = int(rows[0, 0]), 1 + len(self.streams)
         self._turns = rows[0, 1:first].copy()
-        for streams in self._streams:
+        for streams in self.streams:
             size = len(streams[0].state)
             for stream, row in zip(streams, rows[:, first : first + size].tolist(), strict=True):
                 stream.state = tuple(row)
@@ -186,27 +175,27 @@ class Loader:
         self._found, self._verdict = (None, None), None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
-        columns = [np.tile(np.array([self._step, *self._turns]), (len(self._rows), 1))]
-        columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self._streams]
+        columns = [np.tile(np.array([self._step, *self._turns]), (len(self.rows), 1))]
+        columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self.streams]
         return np.concatenate(columns, axis=1)
 
     def _read(self) -> _Read:
         """The next batch, and the state after it."""
-        windows = np.zeros((len(self._rows), self._seq_len + 1), dtype=np.int64)
-        filled = np.empty(len(self._rows), dtype=np.int64)
+        windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
+        filled = np.empty(len(self.rows), dtype=np.int64)
         # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
         #   its source                 A  A  B  A
         #   its turn                   7  8  5  9    where self._turns was [7, 5]; afterwards it is [10, 6]
-        sources = self._mixture.choose(np.arange(self._global_batch_size) + self._step * self._global_batch_size)
-        of_source = sources == np.arange(len(self._streams))[:, None]  # (sources, rows of the global batch)
+        sources = self.mixture.choose(np.arange(self.global_batch_size) + self._step * self.global_batch_size)
+        of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
         rows_of: dict[int, list[int]] = {}  # by the stream that they share
-        for row, number in enumerate(self._rows):
-            rows_of.setdefault(id(self._streams[sources[number]][row]), []).append(row)
+        for row, number in enumerate(self.rows):
+            rows_of.setdefault(id(self.streams[sources[number]][row]), []).append(row)
         for rows in rows_of.values():
-            numbers = [self._rows[row] for row in rows]
-            stream = self._streams[sources[numbers[0]]][rows[0]]
+            numbers = [self.rows[row] for row in rows]
+            stream = self.streams[sources[numbers[0]]][rows[0]]
             filled[rows] = stream.fill(
                 [windows[row] for row in rows], [int(turns[sources[number], number]) for number in numbers]
             )
@@ -214,11 +203,11 @@ class Loader:
         self._turns = turns[:, -1] + 1
         both = torch.from_numpy(windows)
         tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
-        full = bool((filled == self._seq_len + 1).all())
+        full = bool((filled == self.seq_len + 1).all())
         if not full:
-            beyond = torch.arange(self._seq_len) >= torch.from_numpy(filled)[:, None] - 1
+            beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
 

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from torchtrain.datasets.text import RETRY_SECONDS
+from torchtrain.datasets.text import read_again
 from torchtrain.errors import DataError
-from torchtrain.reading import MISSING, patiently
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
@@ -130,13 +129,7 @@ class PreparedTokens:
                     os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
         for shard, first, out in parts:
             read = functools.partial(self._pread, shard, first * size, len(out) * size)
-            try:
-                content = patiently(read, self._paths[shard], RETRY_SECONDS)
-            except MISSING as error:
-                raise DataError(
-                    f"{self._paths[shard]} was there when the run began, and is not any more: put it back"
-                ) from error
-            out[:] = np.frombuffer(content, self._manifest.dtype)
+            out[:] = np.frombuffer(read_again(read, self._paths[shard]), self._manifest.dtype)
 
     def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
         """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""

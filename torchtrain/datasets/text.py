@@ -8,14 +8,27 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import datasets
 
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
+from torchtrain.reading import MISSING, patiently
 
-# Pauses before each new attempt to read over the network, about four minutes in all.
+T = TypeVar("T")
+
+# Pauses before each new attempt to read data, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+
+
+def read_again(read: Callable[[], T], path: Path) -> T:
+    """``read()`` of a file that was there when the run began; tried again for minutes while the file system fails."""
+    try:
+        return patiently(read, path, RETRY_SECONDS)
+    except MISSING as error:
+        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
 
 
 class TextSource(ABC):

@@ -45,18 +45,8 @@ def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int
 def _llama3(
     dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
 ) -> TransformerConfig:
-    return TransformerConfig(
-        dim,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        ffn_dim,
-        vocab_size=128256,
-        max_seq_len=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor=scale),
-        tied_embeddings=tied,
-    )
+    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=128256, max_seq_len=131072)
+    return replace(shape, rope_theta=500000.0, rope_scaling=RopeScaling(factor=scale), tied_embeddings=tied)
 
 
 def _qwen3(
