@@ -1,11 +1,12 @@
 """Local files of text: found, converted once into one column of text, and read in any order."""
 
 import codecs
-import errno
+import fcntl
 import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import has_magic
@@ -25,8 +26,8 @@ from torchtrain.datasets.formats import (
     kind_of,
     place_to_cut,
 )
-from torchtrain.datasets.text import LocalText, causes, read_again
-from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.datasets.text import LocalText, read_again
+from torchtrain.errors import DataError
 from torchtrain.log import logger
 from torchtrain.reading import names_in, unreadable
 
@@ -46,14 +47,9 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
     kinds = {kind_of(file.name) for file in files}
     if kinds <= {("txt", ""), ("md", "")}:
         return _text_files(files, label)
-    # Progress bars would come from every rank.
-    datasets.disable_progress_bars()
-    try:
-        builder = _Converter(files, column)
-        builder.download_and_prepare(verification_mode="no_checks")
-        dataset = builder.as_dataset(split="train")
-    except Exception as error:
-        raise _why(error, label) from error
+    dataset = _converted(files, column, label)
+    if len(dataset) == 0:
+        raise DataError(f"{label} has no documents")
     return LocalText(dataset, label, partial(_identity, files))
 
 
@@ -67,28 +63,43 @@ def open_standard_library() -> LocalText:
     return _text_files(files, "the Python standard library")
 
 
-class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes the documents of files into the cache of ``datasets``, whose locks and temporary files it uses."""
+def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Dataset:
+    """The documents of ``files``, which the first process to come writes into the cache of ``datasets``."""
+    stats = [(str(file.absolute()), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
+    name = xxhash.xxh3_128_hexdigest(repr((_CONVERSION, column, stats)).encode())
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    path = cache / "torchtrain" / f"{name}.arrow"
+    schema = pyarrow.schema({"text": pyarrow.large_string()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with written_whole(path) as output, pyarrow.ipc.new_stream(output, schema) as writer:
+                    texts = itertools.chain.from_iterable(_documents_of(file, column) for file in files)
+                    while rows := list(itertools.islice(texts, _ROWS)):
+                        # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
+                        rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
+                        writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
+    except OSError as error:
+        raise DataError(
+            f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
+            "another folder by HF_DATASETS_CACHE, and start again"
+        ) from error
+    return datasets.Dataset.from_file(str(path))
 
-    def __init__(self, files: Sequence[Path], column: str):
-        self.files, self.column = files, column
-        stats = [(str(file.absolute()), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
-        super().__init__(hash=xxhash.xxh3_128_hexdigest(repr((_CONVERSION, column, stats)).encode()))
 
-    def _info(self) -> datasets.DatasetInfo:
-        return datasets.DatasetInfo(features=datasets.Features({"text": datasets.Value("large_string")}))
-
-    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:  # noqa: ARG002
-        return [datasets.SplitGenerator(name="train")]
-
-    def _generate_tables(self) -> Iterator[tuple[str, pyarrow.Table]]:
-        for file in self.files:
-            texts, first = _documents_of(file, self.column), 0
-            while rows := list(itertools.islice(texts, _ROWS)):
-                # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
-                rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
-                yield f"{file} {first}", pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_string())})
-                first += _ROWS
+@contextmanager
+def written_whole(path: Path) -> Iterator[Any]:
+    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb", buffering=1 << 20) as file:
+            yield file
+        partial.rename(path)
+    except BaseException:  # as on a full disk, which should not stay full of it
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _documents_of(file: Path, column: str) -> Iterator[str | None]:
@@ -121,19 +132,6 @@ def _identity(files: Sequence[Path], whole: bool = False) -> str:
                 file.seek(start)
                 digest.update(file.read(_BLOCK_BYTES))
     return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
-
-
-def _why(error: BaseException, label: str) -> TorchtrainError:
-    """The cause of an error of the library ``datasets``, as an error for the user."""
-    for below in causes(error):
-        if isinstance(below, TorchtrainError):
-            return below
-        if isinstance(below, OSError) and below.errno in (errno.ENOSPC, errno.EDQUOT):
-            return DataError(
-                f"{label} is converted into {datasets.config.HF_DATASETS_CACHE}, and there is no room left: make room, "
-                "or name another folder by HF_DATASETS_CACHE, and start again"
-            )
-    return DataError(f"cannot read {label}: {error.__cause__ or error}")
 
 
 def _find_files(pattern: str, label: str) -> list[Path]:

@@ -25,7 +25,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
 from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
-from torchtrain.datasets.text import LocalText, StreamedText, causes
+from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
 
@@ -106,7 +106,7 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
         except TorchtrainError:
             raise
         except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
-            chain = causes(error)
+            chain = _causes(error)
             told = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
             if not _may_pass(chain):
                 raise DataError(f"cannot open {label}: {told}") from error
@@ -118,6 +118,15 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
             logger.error("%s: next attempt in %g s: %s", label, seconds, told)
             time.sleep(seconds)
     raise AssertionError
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """The error and those below it."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
 
 
 def _may_pass(chain: Sequence[BaseException]) -> bool:

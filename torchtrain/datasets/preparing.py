@@ -25,6 +25,7 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import Source
+from torchtrain.datasets.files import written_whole
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
@@ -188,7 +189,7 @@ def _write_shard(
     """Write the tokens, where documents begin, and at last the record."""
     starts, tokens, size, skipped = [], 0, 0, 0
     hasher = xxhash.xxh3_128()
-    with _written_whole(folder / f"{name}.tokens") as file:
+    with written_whole(folder / f"{name}.tokens") as file:
         for text in documents.read_all(numbers):
             if not text:
                 skipped += text is None
@@ -200,7 +201,7 @@ def _write_shard(
             tokens += len(ids)
             size += len(text.encode("utf-8", "replace"))
     offsets = np.array([*starts, tokens], dtype="<i8")
-    with _written_whole(folder / f"{name}.documents") as file:
+    with written_whole(folder / f"{name}.documents") as file:
         file.write(offsets.data)
     hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
     _write_json(folder / f"{name}.json", Shard(name, tokens, len(starts), size, skipped, *hashes))
@@ -215,18 +216,5 @@ def _is_complete(folder: Path, name: str) -> bool:
 
 
 def _write_json(path: Path, content: Manifest | Shard) -> None:
-    with _written_whole(path) as file:
+    with written_whole(path) as file:
         file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Any]:
-    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb", buffering=1 << 20) as file:
-            yield file
-        partial.rename(path)
-    except OSError:  # as on a full disk, which should not stay full of it
-        partial.unlink(missing_ok=True)
-        raise

@@ -118,12 +118,3 @@ class StreamedText(TextSource):
         except Exception as error:  # Each format's reader has its own errors for a damaged file.
             kind, told = (type(error), error) if isinstance(error, TorchtrainError) else (DataError, repr(error))
             raise kind(f"cannot go on reading {self.name} at {place}, document {start}: {told}") from error
-
-
-def causes(error: BaseException | None) -> list[BaseException]:
-    """The error and those below it."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
