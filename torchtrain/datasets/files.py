@@ -137,21 +137,19 @@ def _identity(files: Sequence[Path], whole: bool = False) -> str:
 def _find_files(pattern: str, label: str) -> list[Path]:
     """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
     path = Path(pattern)
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
+    if path.is_dir():
         files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
         for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
+        if not files:
+            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
     else:
-        files = sorted(file for file in _matches(Path(path.anchor), path.parts[bool(path.anchor) :]) if file.is_file())
+        found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
+        files = sorted(file for file in found if file.is_file())
         if not files:
             raise DataError(f"{label} does not exist (looked for {path.absolute()})")
-    if not files:
-        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
-    for file in files:
-        if not kind_of(file.name)[0]:
-            raise DataError(f"{label}: {file.name} must end in one of {SUFFIXES}")
+    if bad := [file.name for file in files if not kind_of(file.name)[0]]:
+        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{label} has no documents")
