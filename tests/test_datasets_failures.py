@@ -148,7 +148,7 @@ def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
-    monkeypatch.setattr(text.time, "sleep", slept.append)
+    monkeypatch.setattr("time.sleep", slept.append)
     return slept
 
 

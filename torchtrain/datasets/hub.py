@@ -35,7 +35,8 @@ _RANGE_BYTES = 1 << 23  # of a file that is read from its start
 _HEAD_ROWS = 100  # of the first file, in which its column must be
 
 
-Ask = Callable[[Callable[[], Any]], Any]  # calls a question, possibly on one rank for all, and returns the answer
+Ask = Callable[[Callable[[], Any]], Any]
+"""Calls a question to the hub, on one rank for all or on each, and returns the answer."""
 
 
 def alone(question: Callable[[], T]) -> T:
@@ -85,12 +86,7 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
 
 
 def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers.
-
-    Raises:
-        DataError: it is not what ``source`` says.
-        StorageError: the hub does not answer.
-    """
+    """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``."""
     files = ask(partial(patiently_asked, partial(_list_files, source, label), label))
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them

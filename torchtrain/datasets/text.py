@@ -1,7 +1,4 @@
-"""Sources of documents, in units that can be read in any order.
-
-A unit of local data is one document. A unit of streamed data is a file, or a share of one.
-"""
+"""Sources of documents, in units that can be read in any order."""
 
 import itertools
 import math
@@ -59,11 +56,7 @@ class TextSource(ABC):
 
 
 class LocalText(TextSource):
-    """Documents with random access: each is a unit.
-
-    Args:
-        dataset: one row a document, in the column "text"; None if it is not text.
-    """
+    """Documents with random access, in the column "text" of a dataset: each is a unit; None if it is not text."""
 
     def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str]):
         super().__init__(len(dataset), name, identity)
@@ -85,9 +78,7 @@ class StreamedText(TextSource):
     Its unit is a file. With fewer files than lanes, the documents of each are dealt out among several units; each of
     these reads the whole file and keeps its share.
 
-    Args:
-        files: for each file a function that gives its documents from a number on.
-        lanes: number of readers.
+    ``files``: for each file a function that gives its documents from a number on. ``lanes``: number of readers.
     """
 
     def __init__(

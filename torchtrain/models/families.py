@@ -267,8 +267,9 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope_type == "default":
         return None
     rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
-    values: dict[str, Any] = {name: rope.get(_hf_scaling_name(name)) for name in _SCALING[rope_type]}
+    values = {name: rope.get(_hf_scaling_name(name)) for name in _SCALING[rope_type]}
     optional = {"beta_fast", "beta_slow", "attention_factor"}
     if missing := [name for name, value in values.items() if value is None and name not in optional]:
         raise ValueError(f"{', '.join(missing)} of RoPE with rope_type = {rope_type!r} must be given, and not null")
-    return RopeScaling(type=rope_type, **{name: value for name, value in values.items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return RopeScaling(**{"type": rope_type, **given})
