@@ -17,19 +17,14 @@ from torchtrain.outputs import require_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
-
-    def run_until_done() -> int:
-        try:
-            run(parse(sys.argv[1:] if argv is None else argv))
-        except KeyboardInterrupt:
-            logger.error("stopped; the same command goes on from here")
-            return 130
-        return 0
-
-    return run_door(run_until_done)
+    try:
+        return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv)))
+    except KeyboardInterrupt:
+        logger.error("stopped; the same command goes on from here")
+        return 130
 
 
-def run(config: JobConfig) -> None:
+def run(config: JobConfig) -> int:
     """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
     # Here and not above: --help and a refused option need no datasets.
     from torchtrain.datasets.prepared import verify
@@ -44,7 +39,7 @@ def run(config: JobConfig) -> None:
         for folder in folders:
             manifest = verify(folder, str(folder))
             logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
-        return
+        return 0
     require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or cores
@@ -60,6 +55,7 @@ def run(config: JobConfig) -> None:
             sum(shard.skipped for shard in shards),
             folder,
         )
+    return 0
 
 
 if __name__ == "__main__":
