@@ -147,8 +147,8 @@ def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> Non
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
-                            f"a process that tokenized for {folder} ended with code {worker.exitcode}, perhaps for "
-                            "want of memory; run prepare again to go on, with fewer --prepare.processes"
+                            f"a process that tokenized for {folder} ended with code {worker.exitcode}, perhaps out of "
+                            "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
                 if isinstance(message, str):
