@@ -1,11 +1,12 @@
 """What goes wrong while data are read: counted, tried again, or the same error at once on every rank."""
 
+import errno
 import gzip
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_samples import DOCUMENTS, make_loader, take, write_hub_folder, write_jsonl
+from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
 from torchtrain.config.schema import Data
-from torchtrain.datasets import text
+from torchtrain.datasets import formats, hub, text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
-from torchtrain.datasets.text import StreamedText
+from torchtrain.datasets.sources import open_text
 from torchtrain.errors import DataError, StorageError
 
 
@@ -143,57 +145,62 @@ def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
     assert "data" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
-def flaky(failures: dict[int, int], error: Callable[[], Exception]) -> Callable[[int], Iterator[str | None]]:
-    """A file of ten documents; reading number ``n`` fails ``failures[n]`` times before it succeeds."""
-
-    def read(start: int) -> Iterator[str | None]:
-        for number in range(start, 10):
-            if failures.get(number, 0) > 0:
-                failures[number] -= 1
-                raise error()
-            yield f"document {number}"
-
-    return read
-
-
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
-    monkeypatch.setattr(text.time, "sleep", slept.append)
+    monkeypatch.setattr("time.sleep", slept.append)
     return slept
 
 
-def streamed(file: Any, lanes: int) -> StreamedText:
-    return StreamedText([file], lanes, name="data.name = 'x'", identity=str)
+class Remote:
+    """A streamed dataset of one file, and what happens to the next of its ranges: an error, or None."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.name = write_hub_folder(folder / "hub", DOCUMENTS, files=1)
+        self.source = open_text(Data(name=self.name), "data", lanes=2)
+        self.whole = list(self.source.read(0, 0))
+        self.next: list[Exception | None] = []
+        fetch = LocalFileSystem.cat_file
+
+        def fail(file_system: Any, path: str, **place: int) -> bytes:
+            if self.next and (error := self.next.pop(0)):
+                raise error
+            return fetch(file_system, path, **place)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(hub, "_RANGE_BYTES", 256)
+        monkeypatch.setattr(formats, "_BLOCK_BYTES", 256)
+        monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
 
 
-def test_network_trouble_is_tried_again(pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    return Remote(tmp_path, monkeypatch)
+
+
+def test_trouble_is_tried_again(remote: Remote, pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("torchtrain").addHandler(caplog.handler)
-    source = StreamedText(
-        [flaky({0: 1, 4: 3}, lambda: ConnectionError("reset"))], lanes=2, name="data.name = 'x'", identity=str
-    )
-    assert list(source.read(0, 0)) == [(n, f"document {n}") for n in range(0, 10, 2)]
-    assert pauses == [1, 1, 2, 4]  # from the beginning again once a document has come
-    assert "reading data.name = 'x' failed, next attempt in 4 s: ConnectionError('reset')" in caplog.text
+    reset, broken = ConnectionError("reset"), OSError(errno.EIO, "Input/output error")
+    remote.next = [reset, None, None, reset, broken, reset]
+    assert list(remote.source.read(0, 0)) == remote.whole
+    assert not remote.next
+    assert pauses == [1, 1, 2, 4]  # from the beginning again once a range has come
+    assert "train-0.jsonl: next attempt in 4 s: reset" in caplog.text
 
 
-def test_lasting_trouble_names_the_source_and_the_place(pauses: list[float]) -> None:
-    source = StreamedText(
-        [flaky({5: 99}, lambda: ConnectionError("reset"))], lanes=1, name="data.name = 'x'", identity=str
-    )
-    with pytest.raises(StorageError, match=r"cannot go on reading data.name = 'x' at file 0 of 1, document 5: .*reset"):
-        list(source.read(0, 0))
+def test_lasting_trouble_names_the_source_and_the_place(remote: Remote, pauses: list[float]) -> None:
+    remote.next = [None, None, *[ConnectionError("reset")] * 99]
+    place = rf"cannot go on reading data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
+    with pytest.raises(StorageError, match=place):
+        list(remote.source.read(0, 0))
     assert StorageError.exit_code == 74  # later, the same command may work
     assert pauses == list(text.RETRY_SECONDS)
     assert sum(pauses) > 200
 
 
-def test_what_cannot_be_parsed_is_not_tried_again(pauses: list[float]) -> None:
-    source = StreamedText(
-        [flaky({5: 99}, lambda: ValueError("bad bytes"))], lanes=1, name="data.name = 'x'", identity=str
-    )
+def test_what_another_attempt_would_not_mend_is_not_tried_again(remote: Remote, pauses: list[float]) -> None:
+    remote.next = [None, ValueError("bad bytes")]
     with pytest.raises(DataError, match="bad bytes"):
-        list(source.read(0, 0))
+        list(remote.source.read(0, 0))
     assert pauses == []
 
 

@@ -56,7 +56,7 @@ def file_for_a_dump_folder(folder: Path) -> str:
             "--faults.wall_clock_limit_minutes 0.2",
             "faults.wall_clock_limit_minutes = 0.2 must be longer than faults.stop_grace_seconds = 30",
         ),
-        (spm_without_bytes, "each of the 256 bytes must be one of its 2 tokens, and 254 are not"),
+        (spm_without_bytes, "has 2 ranks, and Llama 3's file has 128,000, the 256 bytes among them"),
         (lambda folder: f"--model.tokenizer_path {folder}", "no tokenizer.json or tokenizer.model is in it"),
         (file_for_a_dump_folder, "/file/run' cannot be used: Not a directory; name another folder"),
     ],
@@ -134,7 +134,7 @@ def test_an_empty_prompt_begins_a_document(trained_run: Path, capsys: pytest.Cap
 def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     told = refused(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)
-    assert "/file' cannot be a folder: File exists; name another" in told
+    assert "/file' cannot be used: File exists; name another folder" in told
 
 
 @pytest.mark.parametrize(

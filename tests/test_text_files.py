@@ -263,7 +263,9 @@ def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: P
 
     cache = os.environ["HF_DATASETS_CACHE"]
     disk.fail("write", f"{cache}/*", errno.ENOSPC)
-    assert f"data.path = '{file}' is converted into {cache}, and there is no room left: make room" in run(2)
+    assert (
+        f"data.path = '{file}' is converted into {cache}, and that failed: No space left on device. Make room" in run(2)
+    )
     disk.heal()
     disk.fail("write", f"{output}/shard-0003*", errno.ENOSPC)
     assert f"{output} cannot be written: No space left on device. Make room" in run(2)

@@ -13,23 +13,19 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.log import logger, run_door
+from torchtrain.outputs import require_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
-
-    def run_until_done() -> int:
-        try:
-            run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__))
-        except KeyboardInterrupt:
-            logger.error("stopped; the same command goes on from here")
-            return 130
-        return 0
-
-    return run_door(run_until_done)
+    try:
+        return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__)))
+    except KeyboardInterrupt:
+        logger.error("stopped; the same command goes on from here")
+        return 130
 
 
-def run(config: JobConfig) -> None:
+def run(config: JobConfig) -> int:
     """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
     # Here and not above: --help and a refused option need no datasets.
     from torchtrain.datasets.prepared import verify
@@ -38,20 +34,14 @@ def run(config: JobConfig) -> None:
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)
-    if not config.prepare.verify:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"prepare.output = {config.prepare.output!r} cannot be a folder: {error.strerror}; name another"
-            ) from error
     several = config.data.sources
     folders = [output / str(number) for number in range(len(several))] if several else [output]
     if config.prepare.verify:
         for folder in folders:
             manifest = verify(folder, str(folder))
             logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
-        return
+        return 0
+    require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or cores
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
@@ -66,6 +56,7 @@ def run(config: JobConfig) -> None:
             sum(shard.skipped for shard in shards),
             folder,
         )
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,11 +25,8 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
     changes = given(model.shape)
     scaling = changes.pop("rope_scaling", None)
     vocab_size = model.vocab_size
-    if vocab_size is None and tokenizer is None:
-        vocab_size = flavor_config(model.name, model.flavor).vocab_size
-    elif vocab_size is None and tokenizer is not None:
-        vocab_size = tokenizer.vocab_size
-    assert vocab_size is not None
+    if vocab_size is None:
+        vocab_size = (tokenizer or flavor_config(model.name, model.flavor)).vocab_size
     if tokenizer is not None:
         check_vocabulary(vocab_size, tokenizer)
     try:

@@ -4,14 +4,14 @@ The content of a file tells its kind: two kinds have the name ``tokenizer.model`
 """
 
 import base64
-import binascii
 import hashlib
 import itertools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tiktoken
@@ -23,7 +23,7 @@ from torchtrain.reading import MISSING, read_file
 TOKENIZER_JSON = "tokenizer.json"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What every tokenizer offers. Ids are ints in ``range(vocab_size)``."""
 
     vocab_size: int
@@ -38,12 +38,24 @@ class Tokenizer(Protocol):
     """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of ``text``. Text that spells a special token is plain text: it never yields that token's id."""
-        ...
+        """Ids of ``text``, with those that begin and end a document as far as the tokenizer has them.
 
+        Text that spells a special token is plain text: it never yields that token's id.
+        """
+        ids = self.ids_of(text)
+        if bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    @abstractmethod
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of ``text`` alone."""
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, ids that the tokenizer does not have nothing."""
-        ...
 
 
 def tokenizer_file(path: str = "") -> Path:
@@ -72,28 +84,28 @@ def load_tokenizer(path: str = "") -> Tokenizer:
             f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a {TOKENIZER_JSON}, a SentencePiece "
             "model or Llama 3's tiktoken rank file, or a folder with one of them"
         ) from None
-    if content.lstrip()[:1] == b"{":
-        return JsonTokenizer(content, path, file.parent)
-    # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
-    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
-        return TiktokenTokenizer(content, path)
-    return SentencePieceTokenizer(content, path)
+    try:
+        if content.lstrip()[:1] == b"{":
+            return JsonTokenizer(content, file.parent)
+        # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
+        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
+            return TiktokenTokenizer(content)
+        return SentencePieceTokenizer(content)
+    except TokenizerError as error:
+        raise TokenizerError(f"model.tokenizer_path = {path!r}: {error}") from None
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model (Llama 2's tokenizer.model, or the package's own)."""
 
-    def __init__(self, content: bytes, path: str) -> None:
+    def __init__(self, content: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
-            raise TokenizerError(
-                f"model.tokenizer_path = {path!r} is no {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file"
-            ) from None
+            raise TokenizerError(f"it is no {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file") from None
         self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id = _present(self._processor.bos_id())
-        self.eos_id = _present(self._processor.eos_id())
+        self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.eos_id()))
         self.content_hash = hashlib.sha256(content).hexdigest()
         self.token_bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
 
@@ -104,35 +116,33 @@ class SentencePieceTokenizer:
         # "\u2581" stands for a space.
         return 1 if processor.IsByte(token) else len(processor.IdToPiece(token).replace("\u2581", " ").encode())
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    def ids_of(self, text: str) -> list[int]:
         # A lone surrogate, which JSON can spell, has no UTF-8.
-        text = text.encode("utf-8", "replace").decode()
-        return _framed(self, self._processor.encode(text), bos, eos)
+        ids: list[int] = self._processor.encode(text.encode("utf-8", "replace").decode())
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode([i for i in ids if i < self.vocab_size])
         return text
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``, with the files beside it that name its special tokens."""
 
-    def __init__(self, content: bytes, path: str, folder: Path) -> None:
+    def __init__(self, content: bytes, folder: Path) -> None:
         try:
             about = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library has no narrower one
-            raise TokenizerError(f"model.tokenizer_path = {path!r} is no {TOKENIZER_JSON}: {error}") from None
+            raise TokenizerError(f"it is no {TOKENIZER_JSON}: {error}") from None
         if about["model"].get("type") not in ("BPE", "Unigram"):
-            raise TokenizerError(
-                f"model.tokenizer_path = {path!r} is a {about['model'].get('type')} model; there are BPE and Unigram"
-            )
+            raise TokenizerError(f"it is a {about['model'].get('type')} model; there are BPE and Unigram")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # as plain text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
-        self.bos_id, self.eos_id = (special_id(name, vocabulary, folder, path) for name in ("bos", "eos"))
+        self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
         self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()
         added = {token["id"]: token for token in about.get("added_tokens", ())}
         unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
@@ -148,15 +158,15 @@ class JsonTokenizer:
             else:
                 self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    def ids_of(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # as above
-        return _framed(self, self._tokenizer.encode(text, add_special_tokens=False).ids, bos, eos)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def special_id(name: str, vocabulary: Mapping[str, int], folder: Path, path: str) -> int | None:
+def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | None:
     """Id of the token ``name`` (bos or eos) by the files in ``folder``; None where they say that there is none."""
     for file, key in (("tokenizer_config.json", f"{name}_token"), ("generation_config.json", f"{name}_token_id")):
         try:
@@ -164,14 +174,12 @@ def special_id(name: str, vocabulary: Mapping[str, int], folder: Path, path: str
         except (*MISSING, KeyError):
             continue
         except (ValueError, TypeError) as error:
-            raise TokenizerError(
-                f"{folder / file}, beside model.tokenizer_path = {path!r}, is damaged: {error}"
-            ) from None
+            raise TokenizerError(f"{file}, beside it, is damaged: {error}") from None
         value = value[0] if isinstance(value, list) and value else value
         value = value.get("content", "") if isinstance(value, dict) else value
         found = vocabulary.get(value) if isinstance(value, str) else value
         if value is not None and found not in vocabulary.values():
-            raise TokenizerError(f"{folder / file}: {key} = {value!r} is no token of model.tokenizer_path = {path!r}")
+            raise TokenizerError(f"{file}, beside it: {key} = {value!r} is no token of it")
         return found
     return None
 
@@ -205,35 +213,25 @@ _LONGEST_RUN = 25_000
 _RUNS = re.compile(rf"\s{{1,{_LONGEST_RUN}}}|\S{{1,{_LONGEST_RUN}}}")
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken rank file (Llama 3's tokenizer.model) with Llama 3's split pattern and 256 special tokens."""
 
-    def __init__(self, content: bytes, path: str) -> None:
+    def __init__(self, content: bytes) -> None:
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(content.splitlines(), 1):
             try:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except (ValueError, binascii.Error):
+            except ValueError:
                 raise TokenizerError(
-                    f"model.tokenizer_path = {path!r}: line {number} is not '<base64> <rank>' as in the rest of the "
-                    "file; it may be damaged: fetch it again"
+                    f"line {number} is not '<base64> <rank>' as in the rest of the file; it is damaged: fetch it again"
                 ) from None
-        if sorted(ranks.values()) != list(range(len(ranks))):
+        single = {bytes((byte,)) for byte in range(256)}
+        if sorted(ranks.values()) != list(range(LLAMA3_RANKS)) or not single <= ranks.keys():
             raise TokenizerError(
-                f"model.tokenizer_path = {path!r}: the ranks of its {len(ranks)} tokens must be 0 to {len(ranks) - 1}, "
-                "each once; the file may be cut short: fetch it again"
-            )
-        if missing := [byte for byte in range(256) if bytes((byte,)) not in ranks]:
-            raise TokenizerError(
-                f"model.tokenizer_path = {path!r}: each of the 256 bytes must be one of its {len(ranks)} tokens, and "
-                f"{len(missing)} are not (such as {missing[0]}); the file may be cut short: fetch it again"
-            )
-        if len(ranks) != LLAMA3_RANKS:
-            raise TokenizerError(
-                f"model.tokenizer_path = {path!r} has {len(ranks):,} ranks, and Llama 3's file has {LLAMA3_RANKS:,}: "
-                "it is cut short, or of another model (Llama 4's has 200,000), which splits text by another pattern; "
-                f"give that model's {TOKENIZER_JSON}"
+                f"it has {len(ranks):,} ranks, and Llama 3's file has {LLAMA3_RANKS:,}, "
+                "the 256 bytes among them: it is cut short or damaged, or of another model (Llama 4's has 200,000), "
+                f"which splits text by another pattern; fetch it again, or give that model's {TOKENIZER_JSON}"
             )
         reserved = (f"<|reserved_special_token_{n}|>" for n in itertools.count(3))
         names = itertools.islice(itertools.chain(_LLAMA3_SPECIALS, reserved), _LLAMA3_SPECIAL_COUNT)
@@ -249,11 +247,8 @@ class TiktokenTokenizer:
         for piece, number in ranks.items():
             self.token_bytes[number] = len(piece)
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        ids: list[int] = []
-        for part in _short_parts(text):
-            ids += self._encoding.encode_ordinary(part)
-        return _framed(self, ids, bos, eos)
+    def ids_of(self, text: str) -> list[int]:
+        return [token for part in _short_parts(text) for token in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in ids if i < self.vocab_size])
@@ -278,16 +273,3 @@ def _has_long_run(text: str) -> bool:
     # A run of full length covers one of these stretches, whose bounds lie half of that apart.
     half = _LONGEST_RUN // 2
     return any(run.end() - start >= half for start in range(0, len(text), half) if (run := _RUNS.match(text, start)))
-
-
-def _present(token: int) -> int | None:
-    return token if token >= 0 else None
-
-
-def _framed(tokenizer: Tokenizer, ids: list[int], bos: bool, eos: bool) -> list[int]:
-    """``ids`` with the ids that begin and end a document, as far as the tokenizer has them."""
-    if bos and tokenizer.bos_id is not None:
-        ids.insert(0, tokenizer.bos_id)
-    if eos and tokenizer.eos_id is not None:
-        ids.append(tokenizer.eos_id)
-    return ids

@@ -35,12 +35,9 @@ def build_loader(
     step and ``r`` alone.
 
     Args:
-        seq_len: tokens in a row.
         rows: the rows of the global batch that this rank wants.
-        device: where batches will go.
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
-        ask: runs a question to the hub on one rank and gives all ranks the answer.
 
     Raises:
         DataError: the data are missing, empty, or not what ``config`` says.

@@ -1,11 +1,12 @@
 """Local files of text: found, converted once into one column of text, and read in any order."""
 
 import codecs
-import errno
+import fcntl
 import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import has_magic
@@ -20,22 +21,20 @@ from torchtrain.datasets.formats import (
     LARGEST_TEXT_FILE_BYTES,
     PIECE_BYTES,
     SUFFIXES,
-    as_text,
     decode_piece,
     documents,
     kind_of,
     place_to_cut,
-    require_column,
-    require_text,
 )
-from torchtrain.datasets.identity import identity_of_files
-from torchtrain.datasets.text import RETRY_SECONDS, LocalText
-from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.datasets.text import LocalText, read_again
+from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.reading import MISSING, names_in, patiently, unreadable
+from torchtrain.reading import names_in, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
+_WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
+_BLOCK_BYTES = 1 << 16  # else three blocks of it
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -47,28 +46,11 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
     files = list(dict.fromkeys(file for path in paths for file in _find_files(path, label)))
     kinds = {kind_of(file.name) for file in files}
     if kinds <= {("txt", ""), ("md", "")}:
-        return LocalText(*_text_files(files), label, partial(identity_of_files, files), files)
-    # Progress bars would come from every rank.
-    datasets.disable_progress_bars()
-    try:
-        builder = _Converter(files, column)
-        builder.download_and_prepare(verification_mode="no_checks")
-        dataset = builder.as_dataset(split="train")
-    except Exception as error:
-        raise _why(error, label) from error
-    return LocalText(dataset, lambda row: row["text"], label, partial(identity_of_files, files), files)
-
-
-def open_dataset(dataset: datasets.Dataset, column: str, label: str, identity: Callable[[], str]) -> LocalText:
-    """The column of a dataset that lies on disk; DataError unless it holds text."""
+        return _text_files(files, label)
+    dataset = _converted(files, column, label)
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
-    require_column(column, dataset.column_names, label)
-    try:
-        require_text(column, dataset.data.schema.field(column).type)
-    except DataError as error:
-        raise DataError(f"{label}: {error}") from None
-    return LocalText(dataset.select_columns([column]), lambda row: as_text(row[column]), label, identity)
+    return LocalText(dataset, label, partial(_identity, files))
 
 
 def open_standard_library() -> LocalText:
@@ -78,31 +60,46 @@ def open_standard_library() -> LocalText:
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return LocalText(*_text_files(files), "the Python standard library", partial(identity_of_files, files), files)
+    return _text_files(files, "the Python standard library")
 
 
-class _Converter(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes the documents of files into the cache of ``datasets``, whose locks and temporary files it uses."""
+def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Dataset:
+    """The documents of ``files``, which the first process to come writes into the cache of ``datasets``."""
+    stats = [(str(file.absolute()), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
+    name = xxhash.xxh3_128_hexdigest(repr((_CONVERSION, column, stats)).encode())
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    path = cache / "torchtrain" / f"{name}.arrow"
+    schema = pyarrow.schema({"text": pyarrow.large_string()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with written_whole(path) as output, pyarrow.ipc.new_stream(output, schema) as writer:
+                    texts = itertools.chain.from_iterable(_documents_of(file, column) for file in files)
+                    while rows := list(itertools.islice(texts, _ROWS)):
+                        # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
+                        rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
+                        writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
+    except OSError as error:
+        raise DataError(
+            f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
+            "another folder by HF_DATASETS_CACHE, and start again"
+        ) from error
+    return datasets.Dataset.from_file(str(path))
 
-    def __init__(self, files: Sequence[Path], column: str):
-        self.files, self.column = files, column
-        stats = [(str(file.absolute()), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
-        super().__init__(hash=xxhash.xxh3_128_hexdigest(repr((_CONVERSION, column, stats)).encode()))
 
-    def _info(self) -> datasets.DatasetInfo:
-        return datasets.DatasetInfo(features=datasets.Features({"text": datasets.Value("large_string")}))
-
-    def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:  # noqa: ARG002
-        return [datasets.SplitGenerator(name="train")]
-
-    def _generate_tables(self) -> Iterator[tuple[str, pyarrow.Table]]:
-        for file in self.files:
-            texts, first = _documents_of(file, self.column), 0
-            while rows := list(itertools.islice(texts, _ROWS)):
-                # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
-                rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
-                yield f"{file} {first}", pyarrow.table({"text": pyarrow.array(rows, pyarrow.large_string())})
-                first += _ROWS
+@contextmanager
+def written_whole(path: Path) -> Iterator[Any]:
+    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb", buffering=1 << 20) as file:
+            yield file
+        partial.rename(path)
+    except BaseException:  # as on a full disk, which should not stay full of it
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _documents_of(file: Path, column: str) -> Iterator[str | None]:
@@ -121,39 +118,38 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
-def _why(error: BaseException, label: str) -> TorchtrainError:
-    """The cause of an error of the library ``datasets``, as an error for the user."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, TorchtrainError):
-            return below
-        if isinstance(below, OSError) and below.errno in (errno.ENOSPC, errno.EDQUOT):
-            return DataError(
-                f"{label} is converted into {datasets.config.HF_DATASETS_CACHE}, and there is no room left: make room, "
-                "or name another folder by HF_DATASETS_CACHE, and start again"
-            )
-        below = below.__cause__ or below.__context__
-    return DataError(f"cannot read {label}: {error.__cause__ or error}")
+def _identity(files: Sequence[Path], whole: bool = False) -> str:
+    """Number and size of ``files``, and a hash of their names, sizes and content: of a large one of three blocks,
+    unless ``whole``."""
+    digest, total = xxhash.xxh3_128(), 0
+    for path in files:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            total += size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
+            for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
+                file.seek(start)
+                digest.update(file.read(_BLOCK_BYTES))
+    return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
 
 
 def _find_files(pattern: str, label: str) -> list[Path]:
     """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
     path = Path(pattern)
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
+    if path.is_dir():
         files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
         for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
+        if not files:
+            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
     else:
-        files = sorted(file for file in _matches(Path(path.anchor), path.parts[bool(path.anchor) :]) if file.is_file())
+        found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
+        files = sorted(file for file in found if file.is_file())
         if not files:
             raise DataError(f"{label} does not exist (looked for {path.absolute()})")
-    if not files:
-        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
-    for file in files:
-        if not kind_of(file.name)[0]:
-            raise DataError(f"{label}: {file.name} must end in one of {SUFFIXES}")
+    if bad := [file.name for file in files if not kind_of(file.name)[0]]:
+        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{label} has no documents")
@@ -216,8 +212,8 @@ def _require_utf8(head: bytes, file: Path) -> None:
         raise DataError(f"{file} is not UTF-8 at byte {place}; convert it, as by iconv, or leave it out")
 
 
-def _text_files(files: Sequence[Path]) -> tuple[datasets.Dataset, Callable[[Mapping[str, Any]], str | None]]:
-    """One row for each document of ``files``, read when it is asked for, and the reader of a row."""
+def _text_files(files: Sequence[Path], label: str) -> LocalText:
+    """The documents of ``files``, each read when it is asked for."""
     rows: dict[str, list[Any]] = {"path": [], "start": [], "stop": []}
     for file in files:
         size = file.stat().st_size
@@ -226,26 +222,26 @@ def _text_files(files: Sequence[Path]) -> tuple[datasets.Dataset, Callable[[Mapp
             rows["path"].append(str(file))
             rows["start"].append(start)
             rows["stop"].append(min(start + step, size))
-    return datasets.Dataset.from_dict(rows), _read_piece
+    return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(_identity, files))
 
 
-def _read_piece(row: Mapping[str, Any]) -> str | None:
-    path = Path(row["path"])
+def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
+    return {"text": [_read_piece(Path(path), *place) for path, *place in zip(*rows.values(), strict=True)]}
 
-    def read() -> str | None:
+
+def _read_piece(path: Path, start: int, stop: int) -> str | None:
+    def read() -> tuple[bytes, int]:
         with path.open("rb") as file:
-            start, stop = _cut(file, row["start"]), _cut(file, row["stop"])
-            file.seek(start)
-            try:
-                return decode_piece(file.read(stop - start), start)
-            except DataError as error:
-                logger.warning("%s: %s; the document is skipped", path, error)
-                return None
+            begin, end = _cut(file, start), _cut(file, stop)
+            file.seek(begin)
+            return file.read(end - begin), begin
 
+    piece, begin = read_again(read, path)
     try:
-        return patiently(read, path, RETRY_SECONDS)
-    except MISSING as error:
-        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+        return decode_piece(piece, begin)
+    except DataError as error:  # it is not UTF-8
+        logger.warning("%s: %s; the document is skipped", path, error)
+        return None
 
 
 def _cut(file: BinaryIO, near: int) -> int:

@@ -3,12 +3,13 @@
 A row without text gives None and a blank line gives "", so that documents keep the numbers of their rows.
 """
 
+import codecs
 import csv
 import gzip
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
@@ -54,23 +55,23 @@ def documents(
     if kind == "arrow":
         return itertools.islice(_arrow(raw, column), start, None)
     blocks = _unpacked(raw, packing)
-    if kind == "json":
-        block = next(blocks, b"")
-        blocks = itertools.chain([block], blocks)
-        if block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            return itertools.islice(_json_array(_lines(blocks), column), start, None)
-    lines = itertools.islice(_lines(blocks), head)
-    if kind in ("txt", "md"):
-        return itertools.islice(_decoded(lines) if text_by_line else _pieces(blocks), start, None)
-    if kind in ("csv", "tsv"):
-        return itertools.islice(_table(_decoded(lines), column, "," if kind == "csv" else "\t"), start, None)
-    return _json_lines(lines, column, start)
+    if kind in ("txt", "md") and not text_by_line:
+        return itertools.islice(_pieces(blocks), start, None)
+    block = next(blocks, b"")
+    is_array = kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    lines = _decoded(itertools.islice(_lines(itertools.chain([block], blocks)), None if is_array else head))
+    if is_array:
+        return itertools.islice(_texts(_array(lines), column), start, None)
+    if kind in ("json", "jsonl"):  # Line by line: a column's type may change between lines, and a bad line is skipped.
+        return _texts(map(_row, itertools.islice(lines, start, None)), column, check=start == 0)
+    rows = _table(lines, column, "," if kind == "csv" else "\t") if kind in ("csv", "tsv") else lines
+    return itertools.islice(rows, start, None)
 
 
-def require_column(column: str, columns: Sequence[str], label: str = "it") -> None:
+def require_column(column: str, columns: Sequence[str]) -> None:
     """Raise ``DataError`` that names the columns there are."""
     if column not in columns:
-        raise DataError(f"{label} has no column {column!r} (text_column); its columns are {', '.join(columns)}")
+        raise DataError(f"it has no column {column!r} (text_column); its columns are {', '.join(columns)}")
 
 
 def require_text(column: str, dtype: Any) -> None:
@@ -79,10 +80,6 @@ def require_text(column: str, dtype: Any) -> None:
     types = pyarrow.types
     if not any(test(dtype) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
         raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
-
-
-def as_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def place_to_cut(block: bytes) -> int:
@@ -136,62 +133,49 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
         offset += len(line) + 1
 
 
-class _Rows:
-    """Collects the columns of a file without a schema, to tell whether any row has text in the wanted one."""
-
-    def __init__(self, column: str):
-        self.column = column
-        self.columns: dict[str, None] = {}
-        self.kinds: set[str] = set()
-
-    def text(self, row: object) -> str | None:
+def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterator[str | None]:
+    """``column`` of rows without a schema; with ``check``, DataError in the end if none has text there."""
+    columns: dict[str, None] = {}
+    kinds: set[str] = set()  # of values in the column
+    begin = ""  # of the first row that is no JSON object
+    for row in rows:
         if not isinstance(row, dict):
-            return None
-        if len(self.columns) < 100:
-            self.columns.update(dict.fromkeys(row))
-        if self.column not in row:
-            return None
-        value = row[self.column]
-        self.kinds.add(type(value).__name__)
-        return as_text(value)
-
-    def check(self) -> None:
-        if self.columns:
-            require_column(self.column, (*self.columns, *([self.column] if self.kinds else [])))
-        if self.kinds and not self.kinds & {"str", "NoneType"}:
-            raise DataError(f"the column {self.column!r} (text_column) holds {', '.join(sorted(self.kinds))}, not text")
-
-
-def _json_lines(lines: Iterator[bytes], column: str, start: int) -> Iterator[str | None]:
-    """Line by line: a column's type may change between lines, and a bad line is only skipped."""
-    rows, first = _Rows(column), ""
-    for line in itertools.islice(_decoded(lines), start, None):
-        if not line.strip():
-            yield ""
+            line = str(row).strip()
+            begin = begin or line[:40]
+            yield None if line else ""
             continue
-        first = first or line
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        yield rows.text(row)
-    if start == 0:
-        rows.check()
-        if first and not rows.columns:
-            raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {first[:40]!r}")
+        if len(columns) < 100:
+            columns.update(dict.fromkeys(row))
+        if column in row:
+            kinds.add(type(row[column]).__name__)
+        yield row[column] if isinstance(row.get(column), str) else None
+    if not check:
+        return
+    if columns:
+        require_column(column, (*columns, *([column] if kinds else [])))
+    elif begin:
+        raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {begin!r}")
+    if kinds and not kinds & {"str", "NoneType"}:
+        raise DataError(f"the column {column!r} (text_column) holds {', '.join(sorted(kinds))}, not text")
 
 
-def _json_array(lines: Iterator[bytes], column: str) -> Iterator[str | None]:
-    content = "\n".join(_decoded(lines))
+def _row(line: str) -> object:
+    """The JSON object in ``line``, or ``line`` if it is none."""
     try:
-        items = json.loads(content)
+        row = json.loads(line)
+    except ValueError:
+        return line
+    return row if isinstance(row, dict) else line
+
+
+def _array(lines: Iterator[str]) -> list[object]:
+    try:
+        items: list[object] = json.loads("\n".join(lines))
     except json.JSONDecodeError as error:
         raise DataError(f"line {error.lineno} is not valid JSON: {error.msg}") from None
     if not items:
         raise DataError("it has no data: its array is empty")
-    rows = _Rows(column)
-    yield from map(rows.text, items)
-    rows.check()
+    return items
 
 
 def _table(lines: Iterator[str], column: str, delimiter: str) -> Iterator[str | None]:

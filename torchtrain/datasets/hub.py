@@ -5,6 +5,7 @@ revision that was found.
 """
 
 import contextlib
+import errno
 import itertools
 import pickle
 import time
@@ -16,14 +17,14 @@ from typing import Any, TypeVar, cast
 import datasets
 import fsspec
 import huggingface_hub
+import xxhash
+from datasets.utils.file_utils import xgetsize
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
-from torchtrain.datasets.files import open_dataset
-from torchtrain.datasets.formats import SUFFIXES, documents, kind_of
-from torchtrain.datasets.identity import identity_of_names
+from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
@@ -32,10 +33,10 @@ T = TypeVar("T")
 
 _RANGE_BYTES = 1 << 23  # of a file that is read from its start
 _HEAD_ROWS = 100  # of the first file, in which its column must be
-_PATHS_AT_ONCE = 500
 
 
-Ask = Callable[[Callable[[], Any]], Any]  # calls a question, possibly on one rank for all, and returns the answer
+Ask = Callable[[Callable[[], Any]], Any]
+"""Calls a question to the hub, on one rank for all or on each, and returns the answer."""
 
 
 def alone(question: Callable[[], T]) -> T:
@@ -60,157 +61,62 @@ def find_revision(source: Source, label: str) -> str | None:
 def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
     """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another."""
     datasets.disable_progress_bars()
+    column = source.text_column
 
-    def load() -> bytes:
-        _fetch_card(source, label)
-        load = partial(datasets.load_dataset, source.name, source.subset or None, revision=source.revision)
-        return pickle.dumps(patiently_asked(lambda: load(split=source.split), label))  # the paths of its files
+    def download() -> bytes:
+        _fetch_card(source)
+        subset = source.subset or None
+        dataset = datasets.load_dataset(source.name, subset, split=source.split, revision=source.revision)
+        return pickle.dumps(dataset)  # the paths of its files
 
-    pickled = ask(load)
+    pickled = ask(partial(patiently_asked, download, label))
     try:
         dataset = pickle.loads(pickled)
     except FileNotFoundError:
-        dataset = pickle.loads(load())
-    # The hub's revision is in it, and no path.
-    return open_dataset(dataset, source.text_column, label, lambda: f"revision {dataset._fingerprint}")
+        dataset = pickle.loads(patiently_asked(download, label))
+    if len(dataset) == 0:
+        raise DataError(f"{label} has no documents")
+    try:
+        require_column(column, dataset.column_names)
+        require_text(column, dataset.data.schema.field(column).type)
+    except DataError as error:
+        raise DataError(f"{label}: {error}") from None
+    identity = f"revision {dataset._fingerprint}"  # the hub's revision is in it, and no path
+    return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, lambda **_: identity)
 
 
 def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers.
-
-    Raises:
-        DataError: it is not what ``source`` says.
-        StorageError: the hub does not answer.
-    """
-    files: list[tuple[str, int]] = ask(partial(_list_files, source, label))
+    """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``."""
+    files = ask(partial(patiently_asked, partial(_list_files, source, label), label))
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
-    return StreamedText(readers, lanes, label, partial(identity_of_names, [url for url, _ in files]))
+    names = "\0".join(url for url, _ in files)  # the revision is in them
+    identity = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
+    return StreamedText(readers, lanes, label, lambda: identity)
 
 
 def patiently_asked(question: Callable[[], T], label: str) -> T:
     """``question()``, tried again with growing pauses, or as long as the hub says, while the network fails."""
-    pauses = iter(text.RETRY_SECONDS)
-    while True:
+    for pause in (*text.RETRY_SECONDS, None):
         try:
             return question()
         except TorchtrainError:
             raise
         except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
-            chain = _chain(error)
-            causes = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
+            chain = _causes(error)
+            told = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
             if not _may_pass(chain):
-                raise DataError(f"cannot open {label}: {causes}") from error
-            pause = next(pauses, None)
+                raise DataError(f"cannot open {label}: {told}") from error
             if pause is None:
                 raise StorageError(
-                    f"{label}: the hub or the network does not answer: {causes}. Start again later; nothing is lost"
+                    f"{label}: the hub or the network does not answer: {told}. Start again later; nothing is lost"
                 ) from error
             seconds = max(pause, *map(_retry_after, chain))
-            logger.error("%s: next attempt in %g s: %s", label, seconds, causes)
+            logger.error("%s: next attempt in %g s: %s", label, seconds, told)
             time.sleep(seconds)
+    raise AssertionError
 
 
-def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
-    """Address and size in bytes of each file."""
-    _fetch_card(source, label)
-    build = partial(datasets.load_dataset_builder, source.name, source.subset or None, revision=source.revision)
-    data_files = patiently_asked(build, label).config.data_files or {}
-    if source.split not in data_files:
-        raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
-    urls = [str(url) for url in data_files[source.split]]
-    if bad := [url for url in urls if not kind_of(url)[0]]:
-        raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
-    files = list(zip(urls, patiently_asked(lambda: _sizes(urls), label), strict=True))
-    if not urls or not patiently_asked(partial(_head, *files[0], source.text_column, label), label):
-        raise DataError(f"{label} has no documents")
-    return files
-
-
-def _head(url: str, size: int, column: str, label: str) -> list[str | None]:
-    name = url.rpartition("/")[2]
-    try:
-        with _open(url, size) as raw:
-            return list(
-                itertools.islice(documents(raw, name, column, text_by_line=True, head=_HEAD_ROWS), _HEAD_ROWS + 1)
-            )
-    except DataError as error:
-        raise DataError(f"{label}: {name}: {error}") from None
-
-
-def _fetch_card(source: Source, label: str) -> None:
-    """Download the dataset's README into the cache: the library ``datasets`` takes a failed download for no README."""
-
-    def fetch() -> None:
-        try:
-            huggingface_hub.hf_hub_download(source.name, "README.md", repo_type="dataset", revision=source.revision)
-        except LocalEntryNotFoundError as error:  # what it is called when the hub does not answer
-            raise ConnectionError(str(error)) from error
-        except EntryNotFoundError:
-            pass
-
-    if not Path(source.name).exists():
-        patiently_asked(fetch, label)
-
-
-def _sizes(urls: Sequence[str]) -> list[int]:
-    if not urls[0].startswith("hf://"):
-        return [fsspec.core.url_to_fs(url)[0].size(url) for url in urls]
-    found: dict[str, int] = {}
-    for first in range(0, len(urls), _PATHS_AT_ONCE):
-        parts = [_parts(url) for url in urls[first : first + _PATHS_AT_ONCE]]
-        repository, revision, _ = parts[0]
-        paths = [path for *_, path in parts]
-        for file in huggingface_hub.HfApi().get_paths_info(repository, paths, revision=revision, repo_type="dataset"):
-            found[file.path] = getattr(file, "size", 0)
-    return [found[_parts(url)[2]] for url in urls]
-
-
-def _parts(url: str) -> tuple[str, str, str]:
-    """Repository, revision and path of hf://datasets/REPOSITORY@REVISION/PATH."""
-    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    revision, _, path = rest.partition("/")
-    return repository, revision, path
-
-
-def _read(url: str, size: int, column: str, start: int) -> Iterator[str | None]:
-    with _open(url, size) as raw:
-        yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True)
-
-
-def _open(url: str, size: int) -> Any:
-    return _RemoteFile(url, size) if url.startswith("hf://") else fsspec.open(url)
-
-
-class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
-    """A file of the hub, fetched in ranges. Its size and revision are known, so no other requests are made."""
-
-    def __init__(self, url: str, size: int):
-        repository, revision, path = _parts(url)
-        self.url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision)
-        # Parquet's reader asks for exactly the bytes that it needs.
-        cache = "none" if kind_of(path)[0] == "parquet" else "readahead"
-        super().__init__(None, path, block_size=_RANGE_BYTES, cache_type=cache, size=size)
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        return patiently_asked(lambda: self._fetch(start, end), self.path)
-
-    def _fetch(self, start: int, end: int) -> bytes:
-        response = http_backoff(
-            "GET",
-            self.url,
-            headers={**build_hf_headers(), "range": f"bytes={start}-{end - 1}"},
-            timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            max_retries=0,
-        )
-        hf_raise_for_status(response)
-        # 200: the whole file, from a server that knows no ranges
-        content: bytes = response.content[start:end] if response.status_code == 200 else response.content
-        if len(content) != end - start:
-            raise ConnectionError(f"{len(content)} bytes came instead of {end - start}")
-        return content
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
+def _causes(error: BaseException | None) -> list[BaseException]:
     """The error and those below it."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -220,11 +126,13 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _may_pass(chain: Sequence[BaseException]) -> bool:
-    """Whether the error is one of the hub or the network that a later attempt may not meet."""
+    """Whether the error is one of the hub, the network or a file system that a later attempt may not meet."""
     for error in chain:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return status in (408, 425, 429) or status >= 500
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+            return True
     # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
     kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}
     return bool(kinds & {"ConnectionError", "TimeoutError", "HTTPError", "RequestException", "ClientError"})
@@ -235,3 +143,80 @@ def _retry_after(error: BaseException) -> float:
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
         return float(error.response.headers["Retry-After"])  # type: ignore[attr-defined]
     return 0.0
+
+
+def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
+    """Address and size in bytes of each file."""
+    _fetch_card(source)
+    builder = datasets.load_dataset_builder(source.name, source.subset or None, revision=source.revision)
+    data_files = builder.config.data_files or {}
+    if source.split not in data_files:
+        raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
+    urls = [str(url) for url in data_files[source.split]]
+    if bad := [url for url in urls if not kind_of(url)[0]]:
+        raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
+    files = [(url, xgetsize(url)) for url in urls]
+    try:
+        head = _read(*files[0], source.text_column, 0, head=_HEAD_ROWS) if files else ()
+        empty = not list(itertools.islice(head, _HEAD_ROWS + 1))
+    except DataError as error:
+        raise DataError(f"{label}: {urls[0].rpartition('/')[2]}: {error}") from None
+    if empty:
+        raise DataError(f"{label} has no documents")
+    return files
+
+
+def _fetch_card(source: Source) -> None:
+    """Download the dataset's README into the cache: the library ``datasets`` takes a failed download for no README."""
+    if Path(source.name).exists():
+        return
+    try:
+        huggingface_hub.hf_hub_download(source.name, "README.md", repo_type="dataset", revision=source.revision)
+    except LocalEntryNotFoundError as error:  # what it is called when the hub does not answer
+        raise ConnectionError(str(error)) from error
+    except EntryNotFoundError:
+        pass
+
+
+def _read(url: str, size: int, column: str, start: int, head: int | None = None) -> Iterator[str | None]:
+    with _RemoteFile(url, size) as raw:
+        yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True, head=head)
+
+
+class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+    """A file that is fetched in ranges. Of the hub's, size and revision are known, so no other requests are made."""
+
+    def __init__(self, url: str, size: int):
+        # Parquet's reader asks for exactly the bytes that it needs.
+        cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
+        super().__init__(None, url, block_size=_RANGE_BYTES, cache_type=cache, size=size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return patiently_asked(lambda: self._fetch(start, end), self.path)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        if self.path.startswith("hf://"):
+            content = _fetch_of_hub(self.path, start, end)
+        else:
+            file_system, path = fsspec.core.url_to_fs(self.path)
+            content = file_system.cat_file(path, start=start, end=end)
+        if len(content) == self.size:  # from a server that knows no ranges
+            content = content[start:end]
+        if len(content) != end - start:
+            raise ConnectionError(f"{len(content)} bytes came instead of {end - start}")
+        return content
+
+
+def _fetch_of_hub(url: str, start: int, end: int) -> bytes:
+    """Bytes of hf://datasets/REPOSITORY@REVISION/PATH."""
+    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
+    revision, _, path = rest.partition("/")
+    response = http_backoff(
+        "GET",
+        huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision),
+        headers={**build_hf_headers(), "range": f"bytes={start}-{end - 1}"},
+        timeout=huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        max_retries=0,
+    )
+    hf_raise_for_status(response)
+    return response.content

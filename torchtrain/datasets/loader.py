@@ -1,10 +1,11 @@
 """The loader: this rank's rows of the global batch, step after step, read ahead in the background."""
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,32 +43,7 @@ class _Read(NamedTuple):
     full: bool  # no label is masked
 
 
-class _Verdict(NamedTuple):
-    """The maximum over all ranks of what each knows of its next batch."""
-
-    failed: bool  # reading it raised an error
-    late: bool  # it is not there yet
-    targets: int  # number of labels that are not masked
-    ended: bool  # it is not full: the data end here
-
-
-class _Agreement:
-    """The all-reduce that makes a verdict, under way."""
-
-    def __init__(self, read: _Read | None, error: BaseException | None, group: dist.ProcessGroup | None):
-        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
-        self._values = torch.tensor(own, dtype=torch.int64)
-        self._work: dist.Work | None = None
-        if group is not None:
-            self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def wait(self) -> _Verdict:
-        if self._work is not None:
-            self._work.wait()
-        failed, late, targets, ended = self._values.tolist()
-        return _Verdict(bool(failed), bool(late), targets, bool(ended))
-
-
+@dataclass(eq=False)
 class Loader:
     """An iterator of batches. Made by ``build_loader``.
 
@@ -75,34 +51,22 @@ class Loader:
     that is not full; or, with ``drop_last`` off, after the last token, the rest of the last rows being masked.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[Sequence[Stream]],
-        mixture: Mixture,
-        rows: range,
-        *,
-        seq_len: int,
-        global_batch_size: int,
-        prefetch: int,
-        drop_last: bool,
-        device: torch.device,
-        identity: Callable[[], Mapping[str, str]] = dict,
-    ):
-        """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream.
+    streams: Sequence[Sequence[Stream]]
+    """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream."""
+    mixture: Mixture
+    rows: range
+    _: KW_ONLY
+    seq_len: int
+    global_batch_size: int
+    prefetch: int
+    drop_last: bool
+    device: torch.device
+    identity: Callable[[], Mapping[str, str]] = dict
+    """For each option that names data, a text that is the same for the same data alone."""
 
-        ``identity()``: for each option that names data, a text that is the same for the same data alone.
-        """
-        self._streams = streams
-        self._mixture = mixture
-        self._rows = rows
-        self._seq_len = seq_len
-        self._global_batch_size = global_batch_size
-        self._prefetch = prefetch
-        self._drop_last = drop_last
-        self._device = device
-        self.identity = identity
+    def __post_init__(self) -> None:
         self._step = 0
-        self._turns = np.zeros(len(streams), dtype=np.int64)  # windows that each source has given to all rows
+        self._turns = np.zeros(len(self.streams), dtype=np.int64)  # windows that each source has given to all rows
         self._state = self._snapshot()
         self.wait_seconds = 0.0
         """How long this rank waited for its own last batch."""
@@ -110,7 +74,8 @@ class Loader:
         self._background: _Background | None = None
         # The next batch, or the error in place of it; neither while it is late.
         self._found: tuple[_Read | None, BaseException | None] = (None, None)
-        self._agreement: _Agreement | None = None  # on the next batch
+        # What all ranks know of their next batches: the tensor that is summed up, and the all-reduce under way.
+        self._verdict: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
         """From now on fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
@@ -126,23 +91,26 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._background is None:
-            self._background = _Background(self._read, self._prefetch, self._device)
+            self._background = _Background(self._read, self.prefetch, self.device)
         self._background.ask()
         self.wait_seconds = 0.0
-        if self._agreement is None:
+        if self._verdict is None:
             self._look(ROUND_SECONDS)
-        while (verdict := self._agreed()).late and not verdict.failed:
+        while True:
+            failed, late, targets, ended = self._agreed()
+            if failed or not late:
+                break
             self._look(ROUND_SECONDS)
         read, error = self._found
-        if verdict.failed:
+        if failed:
             self.close()
             self._raise_on_all_ranks(error)
         assert read is not None
-        if (verdict.ended and self._drop_last) or not verdict.targets:
+        if (ended and self.drop_last) or not targets:
             self.close()
             raise StopIteration
         self._found, self._state = (None, None), read.state
-        if self._group is not None and self._prefetch > 0:
+        if self._group is not None and self.prefetch > 0:
             self._look(0.0)  # at the next batch: its all-reduce runs during this step
         return read.batch
 
@@ -153,13 +121,21 @@ class Loader:
             start = time.perf_counter()
             self._found = self._background.next(timeout_seconds)
             self.wait_seconds += time.perf_counter() - start
-        self._agreement = _Agreement(*self._found, self._group)
+        read, error = self._found
+        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
+        values, work = torch.tensor(own, dtype=torch.int64), None
+        if self._group is not None:
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._verdict = values, work
 
-    def _agreed(self) -> _Verdict:
-        """The result of the last ``_look`` of all ranks."""
-        assert self._agreement is not None
-        agreement, self._agreement = self._agreement, None
-        return agreement.wait()
+    def _agreed(self) -> list[int]:
+        """Of the last ``_look`` of all ranks, the maximum of each: whether reading failed, whether the batch is late,
+        the number of labels that are not masked, whether the data ended."""
+        assert self._verdict is not None
+        (values, work), self._verdict = self._verdict, None
+        if work is not None:
+            work.wait()
+        return values.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """``{"rows": int64 tensor (rows, k)}``: where each row goes on after the batch that was returned last.
@@ -182,9 +158,9 @@ class Loader:
                 "resume with the same training.global_batch_size and the same [data] section"
             )
         self.close()
-        self._step, first = int(rows[0, 0]), 1 + len(self._streams)
+        self._step, first = int(rows[0, 0]), 1 + len(self.streams)
         self._turns = rows[0, 1:first].copy()
-        for streams in self._streams:
+        for streams in self.streams:
             size = len(streams[0].state)
             for stream, row in zip(streams, rows[:, first : first + size].tolist(), strict=True):
                 stream.state = tuple(row)
@@ -196,30 +172,30 @@ class Loader:
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._found, self._agreement = (None, None), None
+        self._found, self._verdict = (None, None), None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
-        columns = [np.tile(np.array([self._step, *self._turns]), (len(self._rows), 1))]
-        columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self._streams]
+        columns = [np.tile(np.array([self._step, *self._turns]), (len(self.rows), 1))]
+        columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self.streams]
         return np.concatenate(columns, axis=1)
 
     def _read(self) -> _Read:
         """The next batch, and the state after it."""
-        windows = np.zeros((len(self._rows), self._seq_len + 1), dtype=np.int64)
-        filled = np.empty(len(self._rows), dtype=np.int64)
+        windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
+        filled = np.empty(len(self.rows), dtype=np.int64)
         # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
         #   its source                 A  A  B  A
         #   its turn                   7  8  5  9    where self._turns was [7, 5]; afterwards it is [10, 6]
-        sources = self._mixture.choose(np.arange(self._global_batch_size) + self._step * self._global_batch_size)
-        of_source = sources == np.arange(len(self._streams))[:, None]  # (sources, rows of the global batch)
+        sources = self.mixture.choose(np.arange(self.global_batch_size) + self._step * self.global_batch_size)
+        of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
         rows_of: dict[int, list[int]] = {}  # by the stream that they share
-        for row, number in enumerate(self._rows):
-            rows_of.setdefault(id(self._streams[sources[number]][row]), []).append(row)
+        for row, number in enumerate(self.rows):
+            rows_of.setdefault(id(self.streams[sources[number]][row]), []).append(row)
         for rows in rows_of.values():
-            numbers = [self._rows[row] for row in rows]
-            stream = self._streams[sources[numbers[0]]][rows[0]]
+            numbers = [self.rows[row] for row in rows]
+            stream = self.streams[sources[numbers[0]]][rows[0]]
             filled[rows] = stream.fill(
                 [windows[row] for row in rows], [int(turns[sources[number], number]) for number in numbers]
             )
@@ -227,11 +203,11 @@ class Loader:
         self._turns = turns[:, -1] + 1
         both = torch.from_numpy(windows)
         tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
-        full = bool((filled == self._seq_len + 1).all())
+        full = bool((filled == self.seq_len + 1).all())
         if not full:
-            beyond = torch.arange(self._seq_len) >= torch.from_numpy(filled)[:, None] - 1
+            beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
 
@@ -271,17 +247,13 @@ class _Background:
     def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
         """The next result, if there is one in time. After an error always that error, even if results are left."""
         if self._thread is None:
-            try:
-                return self._read(), None
-            except BaseException as error:
-                return None, error
-        read = None
+            self._read_one()
         if self._error is None:
-            try:
+            with contextlib.suppress(queue.Empty):
                 read = self._results.get(timeout=timeout_seconds)
-            except queue.Empty:
-                return None, None
-        return (None, self._error) if self._error else (read, None)
+                if self._error is None:
+                    return read, None
+        return None, self._error
 
     def close(self) -> None:
         """Let the thread end. One that hangs on the network is left behind: it ends with the process."""
@@ -294,11 +266,12 @@ class _Background:
         if self._device.type == "cuda":
             # A new thread's device is the first GPU: pinning there would cost every rank memory on it.
             torch.cuda.set_device(self._device)
-        while self._allowed.acquire() and not self._closed:
-            try:
-                read = self._read()
-            except BaseException as error:
-                self._error = error
-                self._results.put(None)
-                return
-            self._results.put(read)
+        while self._allowed.acquire() and not self._closed and self._error is None:
+            self._read_one()
+
+    def _read_one(self) -> None:
+        try:
+            self._results.put(self._read())
+        except BaseException as error:
+            self._error = error
+            self._results.put(None)  # for whoever waits

@@ -42,8 +42,7 @@ class TextStream:
         numbers of units over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the lane reads those in brackets
         what they are in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
 
-    The state (number, document, token) is where the next window begins: the number of a unit, the document in it, the
-    token in that.
+    The state is its place: (number of the unit, document in it, token in that).
     """
 
     def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
@@ -61,50 +60,46 @@ class TextStream:
     @state.setter
     def state(self, state: State) -> None:
         self._number, self._document, self._token = state
-        self._texts: Iterator[tuple[int, str | None]] | None = None
-        self._tokens: Tokens | None = None
+        self._documents = self._read_documents()
+        self._tokens: Tokens | None = None  # of the document that the state is in
 
     def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:  # noqa: ARG002
         return [self._fill(window) for window in windows]
 
     def _fill(self, window: Tokens) -> int:
-        limit = self._number + self._lanes * self._source.units
-        filled = 0
-        while True:
+        filled, self._begun_at, self._length = 0, self._number, len(window)
+        while filled < len(window):
             if self._tokens is None:
-                self._tokens = self._next_tokens(limit, len(window))
+                self._tokens = next(self._documents, None)
             if self._tokens is None:
                 return filled
             taken = self._tokens[self._token : self._token + len(window) - filled]
             window[filled : filled + len(taken)] = taken
             filled += len(taken)
             self._token += len(taken)
-            if filled == len(window):
-                self._token -= 1  # The last token is the first input of the next window.
-                return filled
-            self._document, self._token, self._tokens = self._document + 1, 0, None
+            if filled < len(window):
+                self._document, self._token, self._tokens = self._document + 1, 0, None
+        self._token -= 1  # The last token is the first input of the next window.
+        return filled
 
-    def _next_tokens(self, limit: int, length: int) -> Tokens | None:
-        """Tokens of the next document that has text; None at the end."""
-        while True:
-            if self._texts is None:
-                epoch, place = divmod(self._number, self._source.units)
-                if epoch > 0 and not self._repeat:
-                    return None
-                if self._number > limit:
-                    raise DataError(
-                        f"{self._source.name} has too little text: all of its {self._source.units} documents together "
-                        f"do not fill a window of training.seq_len + 1 = {length} tokens"
-                    )
-                unit = permute(np.array([place]), self._source.units, stream_seed(self._seed, epoch))[0]
-                self._texts = self._source.read(int(unit), self._document)
-            for number, text in self._texts:
+    def _read_documents(self) -> Iterator[Tokens]:
+        """Tokens of each document that has text, from the state on."""
+        units = self._source.units
+        while self._repeat or self._number < units:
+            if self._number > self._begun_at + self._lanes * units:
+                raise DataError(
+                    f"{self._source.name} has too little text: all of its {units} documents together do not fill a "
+                    f"window of training.seq_len + 1 = {self._length} tokens"
+                )
+            epoch, place = divmod(self._number, units)
+            unit = permute(np.array([place]), units, stream_seed(self._seed, epoch))[0]
+            for number, text in self._source.read(int(unit), self._document):
                 if text is None:
                     self._source.count_skipped()
                 elif text:
                     self._document = number
-                    return np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
-            self._number, self._document, self._texts = self._number + self._lanes, 0, None
+                    yield np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
+            self._number, self._document = self._number + self._lanes, 0
 
 
 class WindowStream:

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from torchtrain.datasets.text import RETRY_SECONDS
+from torchtrain.datasets.text import read_again
 from torchtrain.errors import DataError
-from torchtrain.reading import MISSING, patiently
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
@@ -91,10 +90,8 @@ class PreparedTokens:
             )
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
-        self.documents = sum(shard.documents for shard in manifest.shards)
         self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
-        for shard in manifest.shards:
-            path = folder / f"{shard.name}.tokens"
+        for path, shard in zip(self._paths, manifest.shards, strict=True):
             expected = shard.tokens * manifest.dtype.itemsize
             size = path.stat().st_size if path.exists() else None
             if size != expected:
@@ -132,13 +129,7 @@ class PreparedTokens:
                     os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
         for shard, first, out in parts:
             read = functools.partial(self._pread, shard, first * size, len(out) * size)
-            try:
-                content = patiently(read, self._paths[shard], RETRY_SECONDS)
-            except MISSING as error:
-                raise DataError(
-                    f"{self._paths[shard]} was there when the run began, and is not any more: put it back"
-                ) from error
-            out[:] = np.frombuffer(content, self._manifest.dtype)
+            out[:] = np.frombuffer(read_again(read, self._paths[shard]), self._manifest.dtype)
 
     def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
         """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""
@@ -180,8 +171,7 @@ def verify(folder: Path, label: str) -> Manifest:
     """Read every byte; DataError names the first file whose hash is not that of the manifest."""
     manifest = Manifest.read(folder / MANIFEST, label)
     for shard in manifest.shards:
-        damaged = damaged_file(folder, shard)
-        if damaged is not None:
+        if damaged := damaged_file(folder, shard):
             raise DataError(
                 f"{label}: {damaged} is damaged or missing: it has not the hash that the manifest says; prepare the "
                 "data anew into an empty folder"

@@ -12,9 +12,10 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,12 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import Source
-from torchtrain.datasets.identity import identity_of_files
+from torchtrain.datasets.files import written_whole
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One shard: its name and its documents."""
-
-    name: str
-    documents: range
 
 
 def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, processes: int) -> Manifest:
@@ -50,11 +43,10 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             is at work in it; or ``source`` is not what it says.
     """
     tokenizer = load_tokenizer(tokenizer_path)
-    documents = _open_local(source, key)
-    # Their content, and not when it was written: a copy is the same.
-    content = identity_of_files(documents.files, whole=True) if documents.files else documents.identity()
-    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, content)
-    tasks = _deal(documents.units)
+    documents = open_text(replace(source, download=True), key, lanes=1)
+    assert isinstance(documents, LocalText)
+    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(whole=True))
+    shards = _deal(documents.units)
     folder.mkdir(parents=True, exist_ok=True)
     with _writing(folder), _locked(folder):
         for name in (MANIFEST, UNFINISHED):
@@ -64,29 +56,24 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             _write_json(folder / UNFINISHED, plan)
             for leftover in folder.glob("*.partial"):
                 leftover.unlink()
-            _run(_ShardWriter(documents, tokenizer, folder, plan.dtype), tasks, processes)
-            shards = tuple(Shard(**json.loads(_record(folder, task.name).read_text())) for task in tasks)
-            _flush(path for path in folder.iterdir() if path.name.startswith("shard-"))
-            if not any(shard.documents for shard in shards):
+            _run(partial(_write_shard, documents, tokenizer, folder, plan.dtype), shards, folder, processes)
+            for path in folder.glob("shard-*"):  # at the end: after each shard the processes would wait for the disk
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            written = tuple(Shard(**json.loads((folder / f"{name}.json").read_text())) for name in shards)
+            if not any(shard.documents for shard in written):
                 raise DataError(f"{documents.name} has no text in its {documents.units} documents")
-            _write_json(folder / MANIFEST, replace(plan, shards=shards))
-        for path in (folder / UNFINISHED, *(_record(folder, task.name) for task in tasks)):
+            _write_json(folder / MANIFEST, replace(plan, shards=written))
+        for path in (folder / UNFINISHED, *(folder / f"{name}.json" for name in shards)):
             path.unlink(missing_ok=True)
     return Manifest.read(folder / MANIFEST, str(folder))
 
 
-def _open_local(source: Source, key: str) -> LocalText:
-    """The documents of ``source``; those of the hub are downloaded."""
-    opened = open_text(replace(source, download=True), key, lanes=1)
-    assert isinstance(opened, LocalText)
-    return opened
-
-
-def _deal(documents: int) -> list[_Task]:
-    """Enough shards to keep many cores busy with little data, and few enough to be mapped all at once."""
+def _deal(documents: int) -> dict[str, range]:
+    """The documents of each shard: enough shards to keep many cores busy with little data, and not too many files."""
     count = min(documents, max(64, min(4096, documents // 1024)))
     borders = [documents * number // count for number in range(count + 1)]
-    return [_Task(f"shard-{n:05}", range(borders[n], borders[n + 1])) for n in range(count)]
+    return {f"shard-{n:05}": range(borders[n], borders[n + 1]) for n in range(count)}
 
 
 def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
@@ -125,31 +112,31 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run(writer: "_ShardWriter", tasks: Sequence[_Task], processes: int) -> None:
-    """Write the shards that are not complete yet."""
+def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, processes: int) -> None:
+    """Call ``write`` in processes for each shard, of which those that are complete are passed over."""
     # A forked process starts at once, with the source and the tokenizer open. It calls nothing that needs a lock which
     # a thread of this process could hold.
     context = multiprocessing.get_context("fork")
-    next_task = context.Value("q", 0)
+    next_shard = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork wherever there are threads
-        for _ in range(min(processes, len(tasks))):
+        for _ in range(min(processes, len(shards))):
             ours, theirs = context.Pipe(duplex=False)
-            workers[ours] = context.Process(target=_work, args=(writer, tasks, next_task, theirs), daemon=True)
+            workers[ours] = context.Process(target=_work, args=(write, shards, folder, next_shard, theirs), daemon=True)
             workers[ours].start()
             theirs.close()  # so that the pipe ends with the process
     try:
-        _follow(workers, str(writer.folder), tasks[-1].documents.stop)
+        _follow(workers, folder, sum(map(len, shards.values())))
     finally:
         for worker in workers.values():
             worker.terminate()
             worker.join()
 
 
-def _follow(workers: dict[Connection, Any], name: str, documents: int) -> None:
+def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> None:
     """Show how far the workers are, until all have ended."""
-    with tqdm(desc=name, total=documents, unit=" documents", dynamic_ncols=True) as progress:
+    with tqdm(desc=str(folder), total=documents, unit=" documents", dynamic_ncols=True) as progress:
         while workers:
             for pipe in wait(list(workers)):
                 assert isinstance(pipe, Connection)
@@ -160,7 +147,7 @@ def _follow(workers: dict[Connection, Any], name: str, documents: int) -> None:
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
-                            f"a process that tokenized for {name} ended with code {worker.exitcode}, perhaps out of "
+                            f"a process that tokenized for {folder} ended with code {worker.exitcode}, perhaps out of "
                             "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
@@ -169,21 +156,22 @@ def _follow(workers: dict[Connection, Any], name: str, documents: int) -> None:
                 progress.update(message)
 
 
-def _work(writer: "_ShardWriter", tasks: Sequence[_Task], next_task: Any, pipe: Connection) -> None:
+def _work(
+    write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, next_shard: Any, pipe: Connection
+) -> None:
     """A process: write the next shard that no other has taken, until none is left; report the documents done."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent answers it
     try:
-        while True:
-            with next_task.get_lock():
-                number = next_task.value
-                next_task.value += 1
-            if number >= len(tasks):
-                return
-            if not _is_complete(writer.folder, tasks[number].name):
-                with _writing(writer.folder):
-                    writer.write(tasks[number])
-            pipe.send(len(tasks[number].documents))
+        for number, (name, documents) in enumerate(shards.items()):
+            with next_shard.get_lock():
+                if number < next_shard.value:
+                    continue
+                next_shard.value = number + 1
+            if not _is_complete(folder, name):
+                with _writing(folder):
+                    write(name, documents)
+            pipe.send(len(documents))
     except TorchtrainError as error:
         pipe.send(str(error))
 
@@ -195,70 +183,38 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-@dataclass(frozen=True)
-class _ShardWriter:
-    """Tokenizes documents into the files of a shard."""
-
-    documents: LocalText
-    tokenizer: Tokenizer
-    folder: Path
-    dtype: np.dtype[Any]
-
-    def write(self, task: _Task) -> None:
-        """Write the tokens, where documents begin, and at last the record."""
-        starts, tokens, size, skipped = [], 0, 0, 0
-        hasher = xxhash.xxh3_128()
-        path = self.folder / f"{task.name}.tokens"
-        with _written_whole(path) as file:
-            for text in self.documents.read_all(task.documents):
-                if not text:
-                    skipped += text is None
-                    continue
-                ids = np.array(self.tokenizer.encode(text, bos=True, eos=True), dtype=self.dtype)
-                file.write(ids.data)
-                hasher.update(ids.data)
-                starts.append(tokens)
-                tokens += len(ids)
-                size += len(text.encode("utf-8", "replace"))
-        offsets = np.array([*starts, tokens], dtype="<i8")
-        with _written_whole(self.folder / f"{task.name}.documents") as file:
-            file.write(offsets.data)
-        hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
-        _write_json(_record(self.folder, task.name), Shard(task.name, tokens, len(starts), size, skipped, *hashes))
+def _write_shard(
+    documents: LocalText, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any], name: str, numbers: range
+) -> None:
+    """Write the tokens, where documents begin, and at last the record."""
+    starts, tokens, size, skipped = [], 0, 0, 0
+    hasher = xxhash.xxh3_128()
+    with written_whole(folder / f"{name}.tokens") as file:
+        for text in documents.read_all(numbers):
+            if not text:
+                skipped += text is None
+                continue
+            ids = np.array(tokenizer.encode(text, bos=True, eos=True), dtype=dtype)
+            file.write(ids.data)
+            hasher.update(ids.data)
+            starts.append(tokens)
+            tokens += len(ids)
+            size += len(text.encode("utf-8", "replace"))
+    offsets = np.array([*starts, tokens], dtype="<i8")
+    with written_whole(folder / f"{name}.documents") as file:
+        file.write(offsets.data)
+    hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
+    _write_json(folder / f"{name}.json", Shard(name, tokens, len(starts), size, skipped, *hashes))
 
 
 def _is_complete(folder: Path, name: str) -> bool:
     try:
-        shard = Shard(**json.loads(_record(folder, name).read_text()))
+        shard = Shard(**json.loads((folder / f"{name}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return False
     return damaged_file(folder, shard) is None
 
 
-def _record(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
-
-
 def _write_json(path: Path, content: Manifest | Shard) -> None:
-    with _written_whole(path) as file:
+    with written_whole(path) as file:
         file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Any]:
-    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb", buffering=1 << 20) as file:
-            yield file
-        partial.rename(path)
-    except OSError:  # as on a full disk, which should not stay full of it
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _flush(paths: Iterable[Path]) -> None:
-    """Flush the files to disk, all at the end: after each shard the processes would wait for the disk."""
-    for path in paths:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())

@@ -21,9 +21,12 @@ Several = TypeVar("Several", bound=Sources)
 def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: float) -> PreparedTokens | None:
     """The folder that ``source`` names, if it holds prepared data."""
     label = f"{key}.path = {source.path!r}"
+    if len(source.paths) == 1 and Path(source.paths[0], MANIFEST).exists():
+        opened = PreparedTokens(Path(source.paths[0]), tokenizer_hash, verify_bytes, label)
+        if opened.skipped:
+            logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
+        return opened
     for path in map(Path, source.paths):
-        if (path / MANIFEST).exists() and len(source.paths) == 1:
-            break
         if (path / UNFINISHED).exists():
             raise DataError(f"{label}: {path} is not prepared to its end; run torchtrain.prepare again, it goes on")
         inner = [path / name for name in names_in(path) if not kind_of(name)[0]] if path.is_dir() else []
@@ -33,12 +36,7 @@ def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: f
                 f"{label} holds prepared data in several folders ({', '.join(prepared)}); name each in a table "
                 "[[data.sources]] with its path and its weight"
             )
-    else:
-        return None
-    opened = PreparedTokens(path, tokenizer_hash, verify_bytes, label)
-    if opened.skipped:
-        logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
-    return opened
+    return None
 
 
 def with_revisions(config: Several, saved: Sources | None, key: str, ask: Ask) -> Several:
@@ -61,17 +59,10 @@ def label_of(source: Source, key: str) -> str:
 
 
 def open_text(source: Source, key: str, lanes: int, ask: Ask = alone) -> TextSource:
-    """The documents of ``source``, if need be streamed by ``lanes`` readers side by side.
-
-    Args:
-        key: its config key.
-        ask: runs a question to the hub on one rank and gives all ranks the answer.
-    """
+    """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side."""
     if source.path:
         return open_files(source.paths, source.text_column, f"{key}.path = {source.path!r}")
     if not source.name:
         return open_standard_library()
     label = label_of(source, key)
-    if source.download:
-        return open_downloaded(source, label, ask)
-    return open_streamed(source, lanes, label, ask)
+    return open_downloaded(source, label, ask) if source.download else open_streamed(source, lanes, label, ask)

@@ -1,38 +1,41 @@
-"""Sources of documents, in units that can be read in any order.
+"""Sources of documents, in units that can be read in any order."""
 
-A unit of local data is one document. A unit of streamed data is a file, or a share of one.
-"""
-
-import csv
-import gzip
 import itertools
 import math
 import time
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import datasets
-import zstandard
 
-from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
+from torchtrain.reading import MISSING, patiently
 
-# Pauses before each new attempt to read over the network, about four minutes in all.
+T = TypeVar("T")
+
+# Pauses before each new attempt to read data, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 
-_DAMAGE = (ValueError, TypeError, LookupError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+
+def read_again(read: Callable[[], T], path: Path) -> T:
+    """``read()`` of a file that was there when the run began; tried again for minutes while the file system fails."""
+    try:
+        return patiently(read, path, RETRY_SECONDS)
+    except MISSING as error:
+        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
 
 
 class TextSource(ABC):
     """Documents in units, each of which can be read at any time. ``name`` is for messages.
 
-    ``identity()``: a text that is the same for the same documents alone (``datasets/identity.py``).
+    ``identity()``: a text that is the same for the same documents alone, whatever their folder and the time of writing;
+    of large local files it looks at parts, with ``whole=True`` at all.
     """
 
-    def __init__(self, units: int, name: str, identity: Callable[[], str]):
+    def __init__(self, units: int, name: str, identity: Callable[..., str]):
         self.units = units
         self.name = name
         self.identity = identity
@@ -53,37 +56,20 @@ class TextSource(ABC):
 
 
 class LocalText(TextSource):
-    """Documents with random access: each is a unit.
+    """Documents with random access, in the column "text" of a dataset: each is a unit; None if it is not text."""
 
-    Args:
-        dataset: one row a document.
-        text_of: the document of a row; None if it is not text.
-        files: the local files that it was made from, if any.
-    """
-
-    def __init__(
-        self,
-        dataset: datasets.Dataset,
-        text_of: Callable[[Mapping[str, Any]], str | None],
-        name: str,
-        identity: Callable[[], str],
-        files: Sequence[Path] = (),
-    ):
+    def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str]):
         super().__init__(len(dataset), name, identity)
-        self.files = files
         self._dataset = dataset
-        self._text_of = text_of
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
-            yield 0, self._text_of(self._dataset[unit])
+            yield 0, self._dataset[unit]["text"]
 
     def read_all(self, units: range) -> Iterator[str | None]:
         """The documents of ``units``, faster than one by one."""
-        for first in range(units.start, units.stop, 256):
-            columns = self._dataset[first : min(first + 256, units.stop)]
-            for row in zip(*columns.values(), strict=True):
-                yield self._text_of(dict(zip(columns, row, strict=True)))
+        for rows in self._dataset.select(units).iter(256):
+            yield from rows["text"]
 
 
 class StreamedText(TextSource):
@@ -92,9 +78,7 @@ class StreamedText(TextSource):
     Its unit is a file. With fewer files than lanes, the documents of each are dealt out among several units; each of
     these reads the whole file and keeps its share.
 
-    Args:
-        files: for each file a function that gives its documents from a number on.
-        lanes: number of readers.
+    ``files``: for each file a function that gives its documents from a number on. ``lanes``: number of readers.
     """
 
     def __init__(
@@ -102,7 +86,7 @@ class StreamedText(TextSource):
         files: Sequence[Callable[[int], Iterator[str | None]]],
         lanes: int,
         name: str,
-        identity: Callable[[], str],
+        identity: Callable[..., str],
     ):
         self._shares = math.ceil(lanes / len(files))
         super().__init__(len(files) * self._shares, name, identity)
@@ -115,25 +99,13 @@ class StreamedText(TextSource):
         start += (share - start) % self._shares
         if resumed:
             logger.info("%s: reading %s up to document %d, where the run goes on", self.name, place, start)
-        pauses = iter(RETRY_SECONDS)
-        while True:
-            try:
-                for text in itertools.islice(self._files[number](start), 0, None, self._shares):
-                    if resumed:
-                        logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
-                        resumed = False
-                    yield start, text
-                    start += self._shares
-                    pauses = iter(RETRY_SECONDS)
-                return
-            except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
-                stopped = f"cannot go on reading {self.name} at {place}, document {start}"
-                if isinstance(error, TorchtrainError):  # has been tried again
-                    raise type(error)(f"{stopped}: {error}") from error
-                if isinstance(error, _DAMAGE):  # What cannot be parsed now cannot be parsed later.
-                    raise DataError(f"{stopped}: {error!r}") from error
-                pause = next(pauses, None)
-                if pause is None:
-                    raise StorageError(f"{stopped}: {error!r}; start again when the network answers") from error
-                logger.error(f"reading {self.name} failed, next attempt in {pause} s: {error!r}")
-                time.sleep(pause)
+        try:
+            for text in itertools.islice(self._files[number](start), 0, None, self._shares):
+                if resumed:
+                    logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
+                    resumed = False
+                yield start, text
+                start += self._shares
+        except Exception as error:  # Each format's reader has its own errors for a damaged file.
+            kind, told = (type(error), error) if isinstance(error, TorchtrainError) else (DataError, repr(error))
+            raise kind(f"cannot go on reading {self.name} at {place}, document {start}: {told}") from error

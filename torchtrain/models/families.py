@@ -45,18 +45,8 @@ def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int
 def _llama3(
     dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
 ) -> TransformerConfig:
-    return TransformerConfig(
-        dim,
-        n_layers,
-        n_heads,
-        n_kv_heads,
-        ffn_dim,
-        vocab_size=128256,
-        max_seq_len=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor=scale),
-        tied_embeddings=tied,
-    )
+    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=128256, max_seq_len=131072)
+    return replace(shape, rope_theta=500000.0, rope_scaling=RopeScaling(factor=scale), tied_embeddings=tied)
 
 
 def _qwen3(
@@ -276,10 +266,10 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
-    optional = {"beta_fast": None, "beta_slow": None, "attention_factor": None}
-    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **optional, **rope}
-    found = {name: rope[_hf_scaling_name(name)] for name in _SCALING[rope_type]}
-    values: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if null := [name for name in found if name not in values and name not in optional]:
-        raise ValueError(f"{', '.join(null)} of RoPE with rope_type = {rope_type!r} must not be null")
-    return RopeScaling(**{"type": rope_type, **values})
+    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
+    values = {name: rope.get(_hf_scaling_name(name)) for name in _SCALING[rope_type]}
+    optional = {"beta_fast", "beta_slow", "attention_factor"}
+    if missing := [name for name, value in values.items() if value is None and name not in optional]:
+        raise ValueError(f"{', '.join(missing)} of RoPE with rope_type = {rope_type!r} must be given, and not null")
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return RopeScaling(**{"type": rope_type, **given})
