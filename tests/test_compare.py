@@ -379,10 +379,9 @@ def test_a_file_that_is_no_ranks_is_damage(gloo: GlooPool, tmp_path: Path) -> No
         about = json.loads(file.metadata()["about"])
     save_file(arrays, folder / "rank-0 (copy).safetensors", {"about": json.dumps(about)})
     for name in about:
-        if name != "step":
-            lacking = {key: value for key, value in about.items() if key != name}
-            save_file(arrays, folder / f"rank-{10 + len(name)}.safetensors", {"about": json.dumps(lacking)})
-    without = {key: x for key, x in arrays.items() if not key.endswith("figures")}
+        lacking = {key: value for key, value in about.items() if key != name}
+        save_file(arrays, folder / f"rank-{10 + len(name)}.safetensors", {"about": json.dumps(lacking)})
+    without = {key: x for key, x in arrays.items() if not key.endswith("output")}
     save_file(without, folder / "rank-1.safetensors", {"about": json.dumps(about)})
     step = read(folder)
     assert len(step.problems) == 5

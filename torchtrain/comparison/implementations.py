@@ -11,9 +11,10 @@ from torchtrain.checkpoint.hf import check_same_shape
 from torchtrain.comparison.runs import Section, open_run
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
+from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.errors import ConfigError
 from torchtrain.fingerprints.judge import Step, read, walk
-from torchtrain.fingerprints.record import Fingerprints, Place
+from torchtrain.fingerprints.record import Fingerprints
 from torchtrain.loss import cross_entropy_sum
 from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama import TransformerConfig
@@ -75,15 +76,14 @@ def fingerprint_of(
     """Of forward and backward of ``batch``, on this process alone, by our names."""
     rows, seq = batch.tokens.shape
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(range(rows), rows, torch.arange(seq), seq)
-        prints = Fingerprints(Path(folder), config, place, "float32")
-        prints.add_parameters("", parameters)
-        prints.begin(batch.tokens)
+        alone = Mesh(torch.device("cpu"), Degrees())
+        prints = Fingerprints(Path(folder), config, alone, "float32", rows, torch.arange(seq))
+        prints.begin(batch.tokens, parameters)
         with prints.watching({model: modules}):
             logits = model(batch.tokens)
             total = cross_entropy_sum(getattr(logits, "logits", logits), batch.labels)
             (total / batch.labels.numel()).backward()  # type: ignore[no-untyped-call]
         prints.add_parameters("gradient", {name: p.grad for name, p in parameters.items() if p.grad is not None})
         prints.add_loss(total.detach())
-        prints.write(1, batch.tokens, batch.labels)
+        prints.write(1, batch)
         return read(Path(folder) / "step-1")
