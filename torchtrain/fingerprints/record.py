@@ -1,67 +1,32 @@
 """Fingerprints of a step: a few numbers of each tensor of the whole model, the same on every layout.
 
 Of each tensor: dtype, shape, sum, sum of absolutes, largest absolute, and values at places that its name gives. A rank
-writes what it holds of each, and where that lies in the whole; ``judge.read`` puts the parts of all ranks together.
+notes what it holds of each, and where that lies in the whole; the first rank puts the parts of all together.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors.numpy import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtrain.datasets.loader import Batch
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.distributed.mesh import Mesh, local
+from torchtrain.fingerprints.judge import Box, Fingerprint, Step, together, whole
 from torchtrain.initialization import full_name
-from torchtrain.log import BestEffort
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.torch_internals import compute_local_shape_and_global_offset
-
-Numbers = npt.NDArray[np.float64]
 
 SAMPLES = 256  # values of a tensor that are kept
 ROWS, SEQUENCE = -1, -2  # in place of a size that is not the model's
 LOSS = "loss"
-
-
-@dataclass
-class Fingerprint:
-    """Of a tensor, or of a rank's part of it."""
-
-    dtype: str
-    shape: list[int]  # of the whole
-    box: list[list[list[int]]]
-    """Along each dimension of the whole the ranges that are held, each a start and a stop."""
-    numbers: Numbers
-    """Sum, sum of absolutes, largest absolute, then values at sampled places of the whole, 0 where others hold it."""
-    rank: int = 0
-
-    # What ``judge.whole`` finds:
-    note: str = ""
-    """What is wrong with how the parts fit together."""
-    complete: bool = True
-
-    @property
-    def eps(self) -> float:
-        return torch.finfo(getattr(torch, self.dtype)).eps
-
-
-def together(parts: list[Numbers]) -> Numbers:
-    """``Fingerprint.numbers`` of a tensor that these parts make."""
-    numbers = np.stack(parts)
-    return np.concatenate((numbers[:, :2].sum(0), numbers[:, 2:3].max(0), numbers[:, 3:].sum(0)))
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -115,20 +80,17 @@ def shapes_of(config: TransformerConfig) -> dict[str, list[int]]:
     return {**own, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
 
 
-def ranges(index: Tensor) -> list[list[int]]:
-    """The runs of successive numbers in ``index``: start and stop of each."""
-    ends = torch.nonzero(index.diff() != 1).flatten() + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in index.tensor_split(ends)]
+def box_of(indices: Iterable[Tensor]) -> Box:
+    """The runs of successive numbers in the index of each dimension."""
+    ends = ((index, torch.nonzero(index.diff() != 1).flatten() + 1) for index in indices)
+    return [[(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(end)] for index, end in ends]
 
 
 class Fingerprints:
-    """Writes those of steps to ``folder``."""
+    """Takes them, step by step, of what this rank computes."""
 
-    def __init__(
-        self, folder: Path, config: TransformerConfig, mesh: Mesh, dtype: str, global_rows: int, sequence: Tensor
-    ) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh, dtype: str, global_rows: int, sequence: Tensor) -> None:
         """``dtype``: in which the model computes. ``sequence``: this rank's positions of a sequence, in its order."""
-        self.folder = folder
         self.tensor_parallel = mesh.tensor
         self.dtype = dtype
         self.shapes = shapes_of(config)
@@ -136,11 +98,10 @@ class Fingerprints:
         first = mesh.degrees.batch_rank(dist.get_rank()) * rows
         self.own = {ROWS: torch.arange(first, first + rows), SEQUENCE: sequence}
         self.whole = {ROWS: global_rows, SEQUENCE: len(sequence) * mesh.degrees.context}
-        self.parts: dict[str, Fingerprint] = {}
+        self.parts: dict[str, tuple[Box, Fingerprint]] = {}
         self.tokens = torch.empty(0)  # of this rank's rows
         self.next_row: dict[nn.Module, int] = {}  # of these: each model's next microbatch
         self.rows: Tensor | None = None  # of the forward that is under way
-        self.best_effort = BestEffort("fingerprints")
 
     @contextmanager
     def watching(self, models: Mapping[nn.Module, Mapping[str, nn.Module]]) -> Iterator[None]:
@@ -188,8 +149,8 @@ class Fingerprints:
         """Note this rank's part of what the model computes for ``rows``."""
         if isinstance(tensor, DTensor):
             # Gradients of what all ranks read are sums that are still to be made.
-            whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-            tensor = tensor.redistribute(placements=whole).to_local()
+            done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            tensor = tensor.redistribute(placements=done).to_local()
         own = {**self.own, ROWS: rows}
         index = []
         for size, here in zip(self.shapes[key], tensor.shape, strict=True):
@@ -215,9 +176,7 @@ class Fingerprints:
     def add_loss(self, total: Tensor) -> None:
         """Note the sum of the losses of this rank's tokens."""
         numbers = np.array([total.item(), total.item(), 1.0, total.item()])  # no largest one is known
-        self.parts[LOSS] = Fingerprint(
-            "float32", list(self.whole.values()), list(map(ranges, self.own.values())), numbers
-        )
+        self.parts[LOSS] = box_of(self.own.values()), Fingerprint("float32", list(self.whole.values()), "", numbers)
 
     def _note(self, key: str, tensor: Tensor, index: list[Tensor]) -> None:
         if tensor.numel() == 0:
@@ -237,26 +196,28 @@ class Fingerprints:
         values[torch.stack(at).amin(dim=0) < 0] = 0
         flat, wide = tensor.flatten(), torch.float64
         figures = torch.stack((flat.sum(dtype=wide), flat.abs().sum(dtype=wide), flat.abs().max().to(wide)))
-        numbers, box = torch.cat((figures.cpu(), values)).numpy(), list(map(ranges, index))
-        if earlier := self.parts.get(key):  # rows of another microbatch
-            box[0] = earlier.box[0] + box[0]
-            numbers = together([earlier.numbers, numbers])
-        self.parts[key] = Fingerprint(dtype, shape, box, numbers)
+        box, part = box_of(index), Fingerprint(dtype, shape, "", torch.cat((figures.cpu(), values)).numpy())
+        if key in self.parts:  # rows of another microbatch
+            earlier_box, earlier = self.parts[key]
+            box[0] = earlier_box[0] + box[0]
+            part = together((earlier, part))
+        self.parts[key] = box, part
 
-    def write(self, step: int, batch: Batch) -> None:
-        """Write what was seen of ``step``, and this rank's rows of the batch."""
-        tensors = {"tokens": batch.tokens.int().numpy(), "labels": batch.labels.int().numpy()}
-        entries = {}
-        for number, key in enumerate(self.shapes):
-            if part := self.parts.get(key):
-                name = f"{number:06} {key}"  # in the order of execution
-                tensors[name] = part.numbers
-                entries[name] = [part.dtype, part.shape, part.box]
-        about = {"ranks": dist.get_world_size(), "first_row": self.own[ROWS][0].item(), "entries": entries}
-        folder = self.folder / f"step-{step}"
-        with self.best_effort:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"rank-{dist.get_rank()}.safetensors"
-            save_file(tensors, file.with_suffix(".partial"), {"about": json.dumps(about)})
-            file.with_suffix(".partial").rename(file)
-        self.parts.clear()
+    def collect(self, batch: Batch) -> Step | None:
+        """What all ranks have noted of the step, on the first one. Collective. ``batch``: of this rank's rows."""
+        own = self.own[ROWS].tolist(), torch.stack((batch.tokens, batch.labels), dim=1).int().numpy(), self.parts
+        ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, ranks)
+        if ranks is None:
+            return None
+        rows: dict[int, Any] = {}
+        faults = []
+        for rank, (numbers, held, _) in enumerate(ranks):
+            for number, row in zip(numbers, held, strict=True):
+                if not np.array_equal(rows.setdefault(number, row), row):
+                    faults.append(f"rank {rank} has another row {number} of the batch than a rank before it")
+        tensors = {}
+        for key in self.shapes:
+            if parts := {rank: held[key] for rank, (_, _, held) in enumerate(ranks) if key in held}:
+                tensors[key] = whole(parts)
+        return Step(tensors, np.stack([rows[number] for number in sorted(rows)]), faults)
