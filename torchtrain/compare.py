@@ -49,35 +49,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         import torch.distributed as dist
 
         from torchtrain.comparison.implementations import compare_implementations
-        from torchtrain.comparison.runs import compare_runs, draw, open_run, verdict
+        from torchtrain.comparison.runs import compare_runs, draw, open_run
 
         runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
         report = compare_implementations(*runs, Path(options.against)) if options.against else compare_runs(*runs)
         if dist.is_initialized():
             dist.destroy_process_group()
-        verdicts = {title: verdict(answer) for title, answer in report.items()}
-        alike = False not in verdicts.values()
-        if alike and not any(told for title, told in verdicts.items() if title != "config"):
+        alike = all(answer["alike"] is not False for answer in report.values())
+        if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
             raise ConfigError(
                 "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
                 "written fingerprints of (--debug.fingerprint_steps 1 2)"
             )
         if options.json:
-            sections = {
-                title: {
-                    "alike": verdicts[title],
-                    "lines": [said.line for said in answer],
-                    "found": [said.found for said in answer if said.found],
-                }
-                for title, answer in report.items()
-            }
             # JSON has no infinity: null.
-            finite = json.loads(json.dumps({"alike": alike, **sections}), parse_constant=lambda _: None)
-            sys.stdout.write(json.dumps(finite, indent=1) + "\n")
+            finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
+            text = json.dumps(finite, indent=1)
         else:
-            for title, answer in report.items():
-                sys.stdout.write("\n".join([f"{title}:", *(f"  {said.line}" for said in answer)]) + "\n")
-            sys.stdout.write("alike to rounding\n" if alike else "they differ\n")
+            text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
+            text += "alike to rounding" if alike else "they differ"
+        sys.stdout.write(f"{text}\n")
         if options.picture:
             with writing(options.picture, "--picture"):
                 draw(*runs, options.picture)

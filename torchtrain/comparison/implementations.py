@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape
-from torchtrain.comparison.runs import RunFolder, Said
+from torchtrain.comparison.runs import RunFolder, Said, summed_up
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Degrees, Mesh
@@ -21,7 +22,7 @@ from torchtrain.models.llama.meta import meta_rows_to_ours
 from torchtrain.trained_model import load_model
 
 
-def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, list[Said]]:
+def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:
     """Our model, of the run's newest checkpoint, beside transformers' of ``hf_folder``, on rows of the run's data."""
     try:
         from transformers import AutoModelForCausalLM
@@ -46,14 +47,14 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, list[S
     step = fingerprint_of(ours, ours, str, batch)
     finding, before = walk(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
     if finding is None:
-        return {"computed": [Said(f"{len(step.tensors)} tensors agree to {before:.1e}", True)]}
+        return {"computed": summed_up([Said(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
     said = [Said(str(finding), False, finding._asdict())]
     for kind, heads in {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}.items():
         if finding.key.endswith(f"{kind}.weight"):
             other = theirs.get_parameter(hf_name(finding.key))
             if torch.allclose(meta_rows_to_ours(other, heads), ours.get_parameter(finding.key)):
                 said.append(Said("its rows are in the order of Meta's files, not in that of Hugging Face's"))
-    return {"computed": said}
+    return {"computed": summed_up(said)}
 
 
 def fingerprint_of(model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch) -> Step:

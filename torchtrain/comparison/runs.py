@@ -83,23 +83,23 @@ def open_run(path: Path) -> RunFolder:
     return run
 
 
-def verdict(answer: Iterable[Said]) -> bool | None:
-    """Whether the runs are alike by this answer; None where there is nothing to compare."""
-    told = [said.alike for said in answer if said.alike is not None]
-    return all(told) if told else None
+def summed_up(answer: Iterable[Said]) -> dict[str, Any]:
+    """``alike``: None where there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
+    told: list[Said] = []
+    try:
+        for said in answer:
+            told.append(said)
+    except TorchtrainError as error:  # damaged files, or none: the other questions are asked
+        told.append(Said(str(error)))
+    verdicts = [said.alike for said in told if said.alike is not None]
+    found = [said.found for said in told if said.found]
+    return {"alike": all(verdicts) if verdicts else None, "lines": [said.line for said in told], "found": found}
 
 
-def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, list[Said]]:
-    """The answers by question. Where files are damaged an answer says so, and the other questions are asked."""
+def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
+    """The answers by question, each ``summed_up``."""
     questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
-    report: dict[str, list[Said]] = {title: [] for title in questions}
-    for title, ask in questions.items():
-        try:
-            for said in ask(a, b):
-                report[title].append(said)
-        except TorchtrainError as error:
-            report[title].append(Said(str(error)))
-    return report
+    return {title: summed_up(ask(a, b)) for title, ask in questions.items()}
 
 
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
@@ -120,8 +120,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
     steps = sorted(a.lines.keys() & b.lines.keys())
     if not steps:
-        yield Said("no step that both have logged")
-        return
+        raise TorchtrainError("no step that both have logged")
     for key in CURVES:
         limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
         apart = {step: relative(a, b, step, key) for step in steps}
@@ -147,19 +146,18 @@ def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
     return float(abs(x - y) / max(abs(x), abs(y), 1e-300))
 
 
-def in_both(a: RunFolder, b: RunFolder, kind: str) -> dict[int, list[Path]]:
-    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs."""
+def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, list[Path]]:
+    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs; an error, ``missing``, if none."""
     folders = [run.path / kind for run in (a, b)]
-    steps = sorted(set(saved_steps(folders[0])) & set(saved_steps(folders[1])))
+    steps = sorted(set.intersection(*(set(saved_steps(folder)) for folder in folders)))
+    if not steps:
+        raise TorchtrainError(missing)
     return {step: [step_folder(folder, step) for folder in folders] for step in steps}
 
 
 def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """From the newest step that both have saved back to the first at which the checkpoints differ."""
-    steps = in_both(a, b, "checkpoint")
-    if not steps:
-        yield Said("no step that both have saved")
-        return
+    steps = in_both(a, b, "checkpoint", "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     first: list[Said] = []
@@ -205,23 +203,20 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
-        if not weights:
-            yield name, "not in both checkpoints", False
-            continue
-        ours, theirs = weights[0]
-        if ours.shape != theirs.shape:
-            yield name, f"shape {tuple(ours.shape)} in A, {tuple(theirs.shape)} in B", False
+        if not weights or weights[0][0].shape != weights[0][1].shape:
+            yield name, "not in both checkpoints, or of another shape", False
             continue
         if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
             continue
         # Of Muon, and of weights alone, the size that its updates have at most.
-        update = rate * getattr(optimizer, group_of(name, ours)).lr_factor
+        update = rate * getattr(optimizer, group_of(name, weights[0][0])).lr_factor
         if moments.keys() >= betas.keys():
             mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
             update *= size(mean / (square.sqrt() + optimizer.eps))
         apart = max(size(x.double() - y.double()) for x, y in weights)
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
-        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts, default=0) <= 4 * run.rounding
+        explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
+        alike = apart <= explained and max(parts, default=0) <= 4 * run.rounding
         of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
         yield name, f"{apart:.1e} apart, where its update is {update:.1e}; moments {of_moments} of their size", alike
     rows = both("loader.rows")
@@ -237,18 +232,15 @@ def size(x: Tensor) -> float:
 
 def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
-    steps = in_both(a, b, "fingerprints")
-    if not steps:
-        yield Said("no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2")
-        return
+    missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
     before, compared = 0.0, {}
-    for step, folders in steps.items():
+    for step, folders in in_both(a, b, "fingerprints", missing).items():
         try:
             ours, theirs = map(read, folders)
         except TorchtrainError as error:
             yield Said(f"step {step}: {error}")
             continue
-        found = [Said(f"step {step}: {fault}", False) for fault in (*ours.faults, *theirs.faults)]
+        found = []
         pairs = enumerate(zip_longest(ours.rows, theirs.rows))
         row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
         if row is not None:

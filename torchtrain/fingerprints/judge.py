@@ -42,29 +42,26 @@ class Step:
 
     tensors: dict[str, Fingerprint]  # in the order of execution
     rows: npt.NDArray[np.int32]  # of the whole batch: (rows, 2, seq), tokens and labels
-    faults: list[str]  # ranks that do not agree on the batch
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor.numbers for key, tensor in self.tensors.items()}
-        about = {"tensors": {key: tensor[:3] for key, tensor in self.tensors.items()}, "faults": self.faults}
-        save_file({**tensors, "rows": self.rows}, folder / f"{FILE}.partial", {"about": json.dumps(about)})
+        about = {"about": json.dumps({key: tensor[:3] for key, tensor in self.tensors.items()})}
+        save_file({**tensors, "rows": self.rows}, folder / f"{FILE}.partial", about)
         (folder / f"{FILE}.partial").rename(folder / FILE)
 
 
 def read(folder: Path) -> Step:
-    """What ``Step.save`` has written; TorchtrainError: it is damaged, or missing."""
+    """What ``Step.save`` has written; TorchtrainError: it is missing or damaged."""
     try:
         with safe_open(folder / FILE, "np") as file:
             about = json.loads(file.metadata()["about"])
             tensors = {}
-            for key, (dtype, shape, note) in about["tensors"].items():
+            for key, (dtype, shape, note) in about.items():
                 tensors[key] = Fingerprint(dtype, shape, note, file.get_tensor(key))
-            return Step(tensors, file.get_tensor("rows"), list(about["faults"]))
-    except FileNotFoundError as error:
-        raise TorchtrainError(f"{folder / FILE} is not there, or not yet") from error
+            return Step(tensors, file.get_tensor("rows"))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise TorchtrainError(f"{folder / FILE} is damaged ({error})") from error
+        raise TorchtrainError(f"{folder / FILE} is missing or damaged ({error})") from error
 
 
 def together(parts: Sequence[Fingerprint], note: str = "") -> Fingerprint:
@@ -124,47 +121,35 @@ class Finding(NamedTuple):
     allowed: float
     dtype: str
     note: str
-    also: list[str]
-    """Keys of further tensors that differ, in order."""
 
     def __str__(self) -> str:
         apart = self.note or f"{self.distance:.1e} apart"
-        text = f"step {self.step}, {self.key}: {apart} where all before it agrees to {self.before:.1e}"
-        if math.isfinite(self.distance):
-            text += f" ({self.dtype} allows {self.allowed:.1e})"
-        if self.also:
-            text += f"; then {len(self.also)} more: {', '.join(self.also[:3])}{', ...' if len(self.also) > 3 else ''}"
-        return text
+        allowed = f" ({self.dtype} allows {self.allowed:.1e})" if math.isfinite(self.distance) else ""
+        return f"step {self.step}, {self.key}: {apart} where all before it agrees to {self.before:.1e}{allowed}"
 
 
 def walk(a: Step, b: Step, number: int, before: float = 0.0) -> tuple[Finding | None, float]:
-    """The first tensor of step ``number`` that differs by more than rounding allows, and the distance of the others.
+    """The first tensor of step ``number`` that differs by more than rounding allows, and the distance of those before.
 
     ``before``: distance of what was compared before this step.
     """
-    first: Finding | None = None
     for key in {**a.tensors, **b.tensors}:
         ours, theirs = a.tensors.get(key), b.tensors.get(key)
         if ours is None or theirs is None:
-            apart, allowed, dtype, note = math.inf, 0.0, "", f"only {'A' if theirs is None else 'B'} has it,"
-        else:
-            apart = distance(ours, theirs, key.endswith(" update"))
-            eps, dtype = max((f.eps, f.dtype) for f in (ours, theirs))
-            allowed = max(LEAST, GAIN * (eps + before))
-            update = a.tensors.get(f"{key} update")
-            if update is not None and ours.numbers[1]:
-                # Parameters drift apart: Adam may turn an update around where the gradient is next to zero.
-                allowed += math.sqrt(update.eps) * (number - 1) * update.numbers[1] / ours.numbers[1]
-            note = "; ".join(f"{name}: {f.note}" for name, f in (("A", ours), ("B", theirs)) if f.note)
-            if apart <= allowed and not note:
-                before = max(before, apart) if first is None else before
-                continue
-            note = note or multiple(ours, theirs)
-        if first is None:
-            first = Finding(number, key, apart, before, allowed, dtype, note, [])
-        else:
-            first.also.append(key)
-    return first, before
+            note = f"only {'A' if theirs is None else 'B'} has it,"
+            return Finding(number, key, math.inf, before, 0.0, "", note), before
+        apart = distance(ours, theirs, key.endswith(" update"))
+        eps, dtype = max((f.eps, f.dtype) for f in (ours, theirs))
+        allowed = max(LEAST, GAIN * (eps + before))
+        update = a.tensors.get(f"{key} update")
+        if update is not None and ours.numbers[1]:
+            # Parameters drift apart: Adam may turn an update around where the gradient is next to zero.
+            allowed += math.sqrt(update.eps) * (number - 1) * update.numbers[1] / ours.numbers[1]
+        note = "; ".join(f"{name}: {f.note}" for name, f in (("A", ours), ("B", theirs)) if f.note)
+        if note or apart > allowed:
+            return Finding(number, key, apart, before, allowed, dtype, note or multiple(ours, theirs)), before
+        before = max(before, apart)
+    return None, before
 
 
 def multiple(a: Fingerprint, b: Fingerprint) -> str:

@@ -26,7 +26,7 @@ from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 SAMPLES = 256  # values of a tensor that are kept
 ROWS, SEQUENCE = -1, -2  # in place of a size that is not the model's
-LOSS = "loss"
+BATCH, LOSS = "batch", "loss"
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -77,7 +77,7 @@ def shapes_of(config: TransformerConfig) -> dict[str, list[int]]:
         module = key.removesuffix(" output")
         backward |= {f"{n} gradient": s for n, s in own.items() if n.rpartition(".")[0] == module}
     updates = {f"{name} update": shape for name, shape in own.items()}
-    return {**own, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
+    return {BATCH: [ROWS, SEQUENCE], **own, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
 
 
 def box_of(indices: Iterable[Tensor]) -> Box:
@@ -118,6 +118,7 @@ class Fingerprints:
         """The step begins, or begins again. ``tokens`` (rows, seq): of this rank's rows, in order."""
         self.tokens, self.next_row = tokens[:, self.own[SEQUENCE]], {}
         self.parts.clear()
+        self._add(BATCH, self.tokens.double(), self.own[ROWS])
         self.add_parameters("", parameters)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -210,14 +211,9 @@ class Fingerprints:
         dist.gather_object(own, ranks)
         if ranks is None:
             return None
-        rows: dict[int, Any] = {}
-        faults = []
-        for rank, (numbers, held, _) in enumerate(ranks):
-            for number, row in zip(numbers, held, strict=True):
-                if not np.array_equal(rows.setdefault(number, row), row):
-                    faults.append(f"rank {rank} has another row {number} of the batch than a rank before it")
+        rows = dict(row for numbers, held, _ in ranks for row in zip(numbers, held, strict=True))
         tensors = {}
         for key in self.shapes:
             if parts := {rank: held[key] for rank, (_, _, held) in enumerate(ranks) if key in held}:
                 tensors[key] = whole(parts)
-        return Step(tensors, np.stack([rows[number] for number in sorted(rows)]), faults)
+        return Step(tensors, np.stack([rows[number] for number in sorted(rows)]))
