@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchtrain.comparison.runs import compare_runs, draw, open_run
 
         runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
-        report = compare_implementations(*runs, Path(options.against)) if options.against else compare_runs(*runs)
+        report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
         if dist.is_initialized():
             dist.destroy_process_group()
         alike = all(answer["alike"] is not False for answer in report.values())
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{text}\n")
         if options.picture:
             with writing(options.picture, "--picture"):
-                draw(*runs, options.picture)
+                draw(runs, options.picture)
         return int(not alike)
 
     return run_door(run)

@@ -272,14 +272,15 @@ def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> st
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
 
 
-def draw(a: RunFolder, b: RunFolder, path: str) -> None:
+def draw(runs: Sequence[RunFolder], path: str) -> None:
     """Both losses, and how far they are apart."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7))
     above, below = figure.subplots(2, 1, sharex=True)
-    for run in (a, b):
+    for run in runs:
         above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
+    a, b = runs
     steps = sorted(a.lines.keys() & b.lines.keys())
     below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
     above.set(ylabel="loss")

@@ -7,7 +7,7 @@ notes what it holds of each, and where that lies in the whole; the first rank pu
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,14 @@ def box_of(indices: Iterable[Tensor]) -> Box:
     """The runs of successive numbers in the index of each dimension."""
     ends = ((index, torch.nonzero(index.diff() != 1).flatten() + 1) for index in indices)
     return [[(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(end)] for index, end in ends]
+
+
+@cache
+def places(name: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """Of the samples of a tensor, its gradient and its update: indices along each dimension."""
+    count = math.prod(shape)
+    chosen = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
+    return [index.contiguous() for index in torch.unravel_index(torch.from_numpy(chosen), shape)]
 
 
 class Fingerprints:
@@ -186,17 +194,13 @@ class Fingerprints:
         # Gradients and updates were computed in self.dtype.
         dtype = str(tensor.dtype).removeprefix("torch.") if key == name else self.dtype
         shape = [self.whole.get(size, size) for size in self.shapes[key]]
-        count = math.prod(shape)
-        places = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
-        at = []
-        for size, along, held in zip(shape, np.unravel_index(places, shape), index, strict=True):
-            position = torch.full((size,), -1)
-            position[held] = torch.arange(len(held))
-            at.append(position[along])
-        values = tensor[tuple(i.to(tensor.device) for i in at)].double().cpu()  # of those that others hold any one
-        values[torch.stack(at).amin(dim=0) < 0] = 0
+        along = places(name, tuple(shape))
+        at = [torch.searchsorted(held[:-1], i) for held, i in zip(index, along, strict=True)]
+        here = torch.stack([held[j] == i for held, j, i in zip(index, at, along, strict=True)]).all(dim=0)
+        values = torch.where(here, tensor[tuple(j.to(tensor.device) for j in at)].double().cpu(), 0.0)
         flat, wide = tensor.flatten(), torch.float64
-        figures = torch.stack((flat.sum(dtype=wide), flat.abs().sum(dtype=wide), flat.abs().max().to(wide)))
+        absolute = flat.abs()
+        figures = torch.stack((flat.sum(dtype=wide), absolute.sum(dtype=wide), absolute.max().to(wide)))
         box, part = box_of(index), Fingerprint(dtype, shape, "", torch.cat((figures.cpu(), values)).numpy())
         if key in self.parts:  # rows of another microbatch
             earlier_box, earlier = self.parts[key]
