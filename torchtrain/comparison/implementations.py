@@ -33,6 +33,14 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     others_may = ("norm_eps", "rope_theta", "rope_scaling")
     check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, others_may)
     theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
+        if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
+            for parameter in ours.parameters():
+                parameter.data = parameter.data.to(dtype).float()
+    for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
+        if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
+            for parameter in ours.parameters():
+                parameter.data = parameter.data.to(dtype).float()
     loader = build_loader(
         run.config.data,
         trained.tokenizer,
