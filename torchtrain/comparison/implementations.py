@@ -37,10 +37,6 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
         if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
             for parameter in ours.parameters():
                 parameter.data = parameter.data.to(dtype).float()
-    for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
-        if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
-            for parameter in ours.parameters():
-                parameter.data = parameter.data.to(dtype).float()
     loader = build_loader(
         run.config.data,
         trained.tokenizer,
