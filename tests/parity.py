@@ -30,7 +30,7 @@ from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
-from torchtrain.steps.fingerprinted_step import step_maker
+from torchtrain.steps.fingerprinted_step import make_step
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
@@ -105,7 +105,10 @@ def train(
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     averages = Averages(model.parts, config.ema) if config.ema.enable else None
-    train_step = step_maker(config, Path(config.job.dump_folder), model, GLOBAL_BATCH)(
+    train_step = make_step(
+        config,
+        Path(config.job.dump_folder),
+        GLOBAL_BATCH,
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
         optimizer,

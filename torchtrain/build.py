@@ -39,7 +39,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
 from torchtrain.shape import given
-from torchtrain.steps.fingerprinted_step import StepFunction, step_maker
+from torchtrain.steps.fingerprinted_step import StepFunction, make_step
 from torchtrain.validation import Validator
 
 
@@ -176,7 +176,10 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     hangs = HangWatch(
         folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
     )
-    train_step = step_maker(config, folder, run.model, plan.global_batch_size)(
+    train_step = make_step(
+        config,
+        folder,
+        plan.global_batch_size,
         run.model,
         run.microbatches,
         run.optimizer,

@@ -6,7 +6,7 @@ Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +36,8 @@ class Options:
             raise ConfigError("compare needs one of RUN_B and --against; see --help")
         if self.picture and self.against:
             raise ConfigError("--picture needs RUN_B: with --against there are no curves")
+        if self.picture:
+            require_picture(self.picture, "--picture")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,33 +49,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         import torch.distributed as dist
 
         from torchtrain.comparison.implementations import compare_implementations
-        from torchtrain.comparison.runs import compare_runs, draw
+        from torchtrain.comparison.runs import compare_runs, draw, open_run
 
-        run_a = Path(options.run_a)
-        if options.picture:
-            require_picture(options.picture, "--picture")
-        if options.against:
-            report = compare_implementations(run_a, Path(options.against))
-        else:
-            report = compare_runs(run_a, Path(options.run_b))
+        runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
+        report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
         if dist.is_initialized():
             dist.destroy_process_group()
-        alike = all(section.alike is not False for section in report)
-        if alike and not any(section.alike for section in report if section.title != "config"):
+        alike = all(answer["alike"] is not False for answer in report.values())
+        if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
             raise ConfigError(
                 "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
                 "written fingerprints of (--debug.fingerprint_steps 1 2)"
             )
         if options.json:
-            sections = {section.title: asdict(section) for section in report}
-            sys.stdout.write(json.dumps({"alike": alike, **sections}, indent=1) + "\n")
+            # JSON has no infinity: null.
+            finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
+            text = json.dumps(finite, indent=1)
         else:
-            for section in report:
-                sys.stdout.write("\n".join([f"{section.title}:", *(f"  {line}" for line in section.lines)]) + "\n")
-            sys.stdout.write("alike to rounding\n" if alike else "they differ\n")
+            text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
+            text += "alike to rounding" if alike else "they differ"
+        sys.stdout.write(f"{text}\n")
         if options.picture:
             with writing(options.picture, "--picture"):
-                draw(run_a, Path(options.run_b), options.picture)
+                draw(runs, options.picture)
         return int(not alike)
 
     return run_door(run)

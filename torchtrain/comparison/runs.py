@@ -1,12 +1,12 @@
 """Two runs beside each other: config, what was logged, saved, and computed."""
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.fingerprints.judge import Step, differing_rows, read, walk
+from torchtrain.fingerprints.judge import Step, read, walk
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizers.groups import group_of
 from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
@@ -42,22 +42,12 @@ CURVES = ("loss", "grad_norm", "lr")
 JUMP = 10  # times as far apart as ever before
 
 
-@dataclass
-class Section:
-    """The answer to one question. ``alike``: None where there is nothing to compare."""
+class Said(NamedTuple):
+    """A line of an answer. ``alike``: whether it says that the runs are; ``found``: a difference, for programs."""
 
-    title: str
+    line: str
     alike: bool | None = None
-    lines: list[str] = field(default_factory=list)
-    found: list[dict[str, Any]] = field(default_factory=list)
-
-    def say(self, line: str, alike: bool | None = None, **found: Any) -> None:
-        """Add a line. ``alike``: whether it says so, if it says either. ``found``: a difference, for programs."""
-        self.lines.append(line)
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}  # for JSON
-        self.found += [finite] if found else []
-        if alike is not None:
-            self.alike = alike and self.alike is not False
+    found: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -80,51 +70,52 @@ def open_run(path: Path) -> RunFolder:
     names = names_in(path) if path.is_dir() else []
     if "config.toml" not in names:
         raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
-    start: dict[str, Any] = {}
-    lines: dict[int, dict[str, Any]] = {}
+    run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
     for text in read_file(path / "metrics.jsonl").splitlines() if "metrics.jsonl" in names else ():
         try:
             line = json.loads(text)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
             continue
-        if any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
-            continue
         if line.get("event") == "start":
-            start = line
-        elif "event" not in line:
-            lines.setdefault(step, {}).update(line)
-    return RunFolder(path, from_file(str(path / "config.toml")), lines, start)
+            run.start = line
+        elif "event" not in line and not any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
+            run.lines.setdefault(step, {}).update(line)
+    return run
 
 
-def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
-    """The answers in order. Where files are damaged the answer says so, and the other questions are asked."""
-    a, b = open_run(folder_a), open_run(folder_b)
+def summed_up(answer: Iterable[Said]) -> dict[str, Any]:
+    """``alike``: None where there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
+    told: list[Said] = []
+    try:
+        for said in answer:
+            told.append(said)
+    except TorchtrainError as error:  # damaged files, or none: the other questions are asked
+        told.append(Said(str(error)))
+    verdicts = [said.alike for said in told if said.alike is not None]
+    found = [said.found for said in told if said.found]
+    return {"alike": all(verdicts) if verdicts else None, "lines": [said.line for said in told], "found": found}
+
+
+def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
+    """The answers by question, each ``summed_up``."""
     questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
-    report = []
-    for title, ask in questions.items():
-        report.append(section := Section(title))
-        try:
-            ask(a, b, section)
-        except TorchtrainError as error:
-            section.say(str(error))
-    return report
+    return {title: summed_up(ask(a, b)) for title, ask in questions.items()}
 
 
-def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
+def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """Options by what they mean for a run, and where the two ran."""
     known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
     found = differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
-    section.alike = True
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
         if listed:
-            section.say(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
+            yield Said(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
     for key in ("ranks", "device", "device_name", "torch", "code"):
         if a.start.get(key) != b.start.get(key):
-            section.say(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B")
-    if not section.lines:
-        section.say("the same")
+            yield Said(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B", True)
+    if not found:
+        yield Said("options are the same", True)
 
 
 def with_batch_size(run: RunFolder) -> JobConfig:
@@ -134,90 +125,84 @@ def with_batch_size(run: RunFolder) -> JobConfig:
     return replace(run.config, training=training)
 
 
-def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
+def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
     steps = sorted(a.lines.keys() & b.lines.keys())
     if not steps:
-        return section.say("no step that both have logged")
-    tolerance = max(a.rounding, b.rounding) / 4
+        raise TorchtrainError("no step that both have logged")
     for key in CURVES:
-        limit = 1e-12 if key == "lr" else tolerance
-        apart = {step: relative(a.lines[step].get(key), b.lines[step].get(key)) for step in steps}
+        limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
+        apart = {step: relative(a, b, step, key) for step in steps}
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
             worst = max(apart.values())
-            section.say(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+            yield Said(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
             continue
         earlier = [apart[step] for step in steps if step < beyond]
         most = max(earlier, default=0.0)
-        how = "drifts: rounding that grows" if most > apart[beyond] / JUMP else "jumps: a fault"
+        how, why = ("drifts", "rounding that grows") if most > apart[beyond] / JUMP else ("jumps", "a fault")
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
-        line = f"{key} {how}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
-        section.say(line, False, curve=key, step=beyond, how=how.partition(":")[0], distance=apart[beyond])
-    return None
+        line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
+        yield Said(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
 
 
-def relative(x: float | None, y: float | None) -> float:
+def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
+    """How far what both have logged is apart, relative to its size."""
+    x, y = a.lines[step].get(key), b.lines[step].get(key)
     if x is None or y is None:  # not finite
         return 0.0 if x is y else math.inf
-    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+    return float(abs(x - y) / max(abs(x), abs(y), 1e-300))
 
 
-def in_both(a: RunFolder, b: RunFolder, kind: str) -> dict[int, list[Path]]:
-    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs."""
+def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, list[Path]]:
+    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs; an error, ``missing``, if none."""
     folders = [run.path / kind for run in (a, b)]
-    steps = sorted(set(saved_steps(folders[0])) & set(saved_steps(folders[1])))
+    steps = sorted(set.intersection(*(set(saved_steps(folder)) for folder in folders)))
+    if not steps:
+        raise TorchtrainError(missing)
     return {step: [step_folder(folder, step) for folder in folders] for step in steps}
 
 
-def checkpoints(a: RunFolder, b: RunFolder, section: Section) -> None:
+def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """From the newest step that both have saved back to the first at which the checkpoints differ."""
-    steps = in_both(a, b, "checkpoint")
-    if not steps:
-        return section.say("no step that both have saved")
+    steps = in_both(a, b, "checkpoint", "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
-    first: tuple[int, list[str]] | None = None
+    first: list[Said] = []
     for step, folders in reversed(steps.items()):
         try:
             found = list(saved_differences(a, folders, step))
         except CheckpointError as error:
-            section.say(f"step {step}: {error}")
+            yield Said(f"step {step}: {error}")
             continue
-        bad = [line for line, alike in found if not alike]
+        bad = {name: how for name, how, alike in found if not alike}
         if not bad:
             how = f"{len(found)} tensors to rounding, the others bitwise" if found else "bitwise"
-            section.say(f"step {step}: alike, {how}", True)
+            yield Said(f"step {step}: alike, {how}", True)
             break
-        first = step, bad
-    if first is not None:
-        step, bad = first
-        names = [line.partition(":")[0] for line in bad]
-        section.say(f"step {step}: {len(bad)} tensors are not alike", False, step=step, tensors=names)
-        section.lines += [f"  {line}" for line in bad[:10]]
-    return None
+        first = [Said(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
+        first += [Said(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
+    yield from first
 
 
-def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, bool]]:
-    """For each parameter, moments and average included, that is not bitwise the same: how, and if rounding explains it.
+def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
+    """The name of each parameter, moments and average included, that is not bitwise the same; how; if to rounding.
 
     The last may be the place in the data. CheckpointError: a file is damaged.
     """
-    readers = []
+    readers = [VerifiedReader(folder) for folder in folders]
     for folder in folders:
         verify(folder, read_manifest(folder).files)
-        readers.append(VerifiedReader(folder))
-    saved: list[dict[str, Any]] = [dict(reader.read_metadata().state_dict_metadata) for reader in readers]
+    saved: list[Mapping[str, Any]] = [reader.read_metadata().state_dict_metadata for reader in readers]
 
     def both(name: str) -> list[Tensor]:
         """The tensor of both, or nothing where one lacks it."""
-        tensors: list[Tensor] = []
-        for entries, reader in zip(saved, readers, strict=True):
-            if name not in entries:
-                return []
-            tensors.append(torch.empty(entries[name].size, dtype=entries[name].properties.dtype))
-            load_tensors({name: tensors[-1]}, reader)
+        if not all(name in entries for entries in saved):
+            return []
+        tensors = [torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for entries in saved]
+        for tensor, reader in zip(tensors, readers, strict=True):
+            load_tensors({name: tensor}, reader)
         return tensors
 
     optimizer = run.config.optimizer
@@ -226,28 +211,26 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
-        if not weights:
-            yield f"{name}: not in both checkpoints", False
-            continue
-        ours, theirs = weights[0]
-        if ours.shape != theirs.shape:
-            yield f"{name}: shape {tuple(ours.shape)} in A, {tuple(theirs.shape)} in B", False
+        if not weights or weights[0][0].shape != weights[0][1].shape:
+            yield name, "not in both checkpoints, or of another shape", False
             continue
         if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
             continue
         # Of Muon, and of weights alone, the size that its updates have at most.
-        update = rate * getattr(optimizer, group_of(name, ours)).lr_factor
+        update = rate * getattr(optimizer, group_of(name, weights[0][0])).lr_factor
         if moments.keys() >= betas.keys():
             mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
             update *= size(mean / (square.sqrt() + optimizer.eps))
         apart = max(size(x.double() - y.double()) for x, y in weights)
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
-        alike = apart <= run.rounding * step * update + 1e-6 * size(ours) and max(parts, default=0) <= 4 * run.rounding
-        line = f"{name}: {apart:.1e} apart, where its update is {update:.1e}"
-        yield f"{line}; moments {' and '.join(f'{part:.1e}' for part in parts) or 'none'} of their size", alike
+        explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
+        alike = apart <= explained and max(parts, default=0) <= 4 * run.rounding
+        of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
+        yield name, f"{apart:.1e} apart, where its update is {update:.1e}; moments {of_moments} of their size", alike
     rows = both("loader.rows")
     if rows and not torch.equal(*rows):
-        yield f"place in the data: {rows[0][0].tolist()} in A, {rows[1][0].tolist()} in B, for the first row", False
+        firsts = [tensor[0].tolist() for tensor in rows]
+        yield "place in the data", f"{firsts[0]} in A, {firsts[1]} in B, for the first row", False
 
 
 def size(x: Tensor) -> float:
@@ -255,60 +238,59 @@ def size(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def fingerprints(a: RunFolder, b: RunFolder, section: Section) -> None:
+def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
-    steps = in_both(a, b, "fingerprints")
-    if not steps:
-        return section.say("no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2")
-    before, count = 0.0, 0
-    for step, folders in steps.items():
-        ours, theirs = map(read, folders)
-        for problem in (*ours.problems, *theirs.problems):
-            section.say(f"step {step}: {problem}")
-        for fault in (*ours.faults, *theirs.faults):
-            section.say(f"step {step}: {fault}", False)
-        for row in itertools.islice(differing_rows(ours, theirs), 1):
-            section.say(row_found(a, step, row, ours, theirs), False, step=step, row=row)
-        found, before = walk(ours, theirs, step, before)
-        count += len(ours.tensors)
-        if found is not None:
-            section.say(str(found), False, **found._asdict())
-        if section.alike is False:
-            return None
-    how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
-    section.say(f"steps {', '.join(map(str, steps))}: {count} tensors {how}", True)
-    return None
+    missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
+    before, compared = 0.0, {}
+    for step, folders in in_both(a, b, "fingerprints", missing).items():
+        try:
+            ours, theirs = map(read, folders)
+        except TorchtrainError as error:
+            yield Said(f"step {step}: {error}")
+            continue
+        found = []
+        pairs = enumerate(zip_longest(ours.rows, theirs.rows))
+        row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
+        if row is not None:
+            found.append(Said(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
+        finding, before = walk(ours, theirs, step, before)
+        if finding is not None:
+            found.append(Said(str(finding), False, finding._asdict()))
+        if found:
+            yield from found
+            return
+        compared[step] = len(ours.tensors)
+    if compared:
+        how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
+        yield Said(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
 
 
 def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> str:
     """What the two have as ``row`` of the batch, as text."""
-    x, y = ours.rows.get(row), theirs.rows.get(row)
-    data = a.config.data
-    chosen = Mixture([source.weight for source in data.all]).choose(np.array([(step - 1) * len(ours.rows) + row]))
-    source = data.all[int(chosen[0])]
+    data, place = a.config.data, np.array([(step - 1) * len(ours.rows) + row])
+    source = data.all[Mixture([source.weight for source in data.all]).choose(place).item()]
     text = f"step {step}, row {row} of the batch, from {source.path or source.name or 'the standard library'}:"
-    if x is None or y is None:
-        return f"{text} only {'B' if x is None else 'A'} has it"
-    twin = next((number for number, other in ours.rows.items() if np.array_equal(other, y)), None)
+    if row >= min(len(ours.rows), len(theirs.rows)):
+        return f"{text} only {'A' if row < len(ours.rows) else 'B'} has it"
+    x, y = ours.rows[row], theirs.rows[row]
+    twin = next((f" (B's is row {i} of A)" for i, other in enumerate(ours.rows) if np.array_equal(other, y)), "")
     first = int(np.argmax((x != y).any(axis=0))) if x.shape == y.shape else 0
     decode = load_tokenizer(a.config.model.tokenizer_path).decode
     shown = [decode(z[0, first : first + 24].tolist()) for z in (x, y)]
-    same = f" (B's is row {twin} of A)" if twin is not None else ""
-    return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{same}"
+    return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
 
 
-def draw(folder_a: Path, folder_b: Path, path: str) -> None:
+def draw(runs: Sequence[RunFolder], path: str) -> None:
     """Both losses, and how far they are apart."""
     from matplotlib.figure import Figure
 
-    runs = [open_run(folder) for folder in (folder_a, folder_b)]
     figure = Figure(figsize=(10, 7))
     above, below = figure.subplots(2, 1, sharex=True)
     for run in runs:
         above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
-    steps = sorted(runs[0].lines.keys() & runs[1].lines.keys())
-    apart = [relative(*(run.lines[step].get("loss") for run in runs)) for step in steps]
-    below.semilogy(steps, [max(distance, 1e-9) for distance in apart], marker=".")
+    a, b = runs
+    steps = sorted(a.lines.keys() & b.lines.keys())
+    below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
     above.set(ylabel="loss")
     above.legend()
     below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")

@@ -1,58 +1,32 @@
 """Fingerprints of a step: a few numbers of each tensor of the whole model, the same on every layout.
 
-Of each tensor: shape, dtype, sum, sum of absolutes, largest absolute, and values at places that its name gives. A rank
-writes what it holds of each, and where that lies in the whole; ``judge.read`` puts the parts of all ranks together.
+Of each tensor: dtype, shape, sum, sum of absolutes, largest absolute, and values at places that its name gives. A rank
+notes what it holds of each, and where that lies in the whole; the first rank puts the parts of all together.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtrain.datasets.loader import Batch
 from torchtrain.datasets.order import permute, stream_seed
+from torchtrain.distributed.mesh import Mesh, local
+from torchtrain.fingerprints.judge import Box, Fingerprint, Step, together, whole
 from torchtrain.initialization import full_name
-from torchtrain.log import BestEffort
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 SAMPLES = 256  # values of a tensor that are kept
-BLOCK = 1 << 24  # elements that exist in float64 at once
 ROWS, SEQUENCE = -1, -2  # in place of a size that is not the model's
-LOSS = "loss"
-
-
-@dataclass
-class Part:
-    """What a rank has seen of a tensor. ``index``: along each dimension the indices in the whole that it holds."""
-
-    dtype: str
-    index: list[Tensor]
-    figures: list[Tensor] = field(default_factory=list)  # sum, sum of absolutes, largest absolute
-    places: list[Tensor] = field(default_factory=list)  # in the flattened whole tensor
-    values: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Place:
-    """What of the batch, and of each matrix, is this rank's."""
-
-    rows: range
-    global_rows: int
-    sequence: Tensor  # positions, in this rank's order
-    seq_len: int
-    tensor: tuple[int, int] = (0, 1)  # rank and ranks that matrices are split over
-    rank: int = 0
-    ranks: int = 1
+BATCH, LOSS = "batch", "loss"
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -87,8 +61,7 @@ def shapes_of(config: TransformerConfig) -> dict[str, list[int]]:
     """Every key there is, in the order of execution, with the shape of its tensor, ``ROWS`` and ``SEQUENCE`` in it."""
     with torch.device("meta"):
         model = Transformer(config)
-    sizes = (config.vocab_size, config.ffn_dim, config.dim, config.n_heads * config.head_size)
-    seq = 1 + max(sizes)  # unlike any other size
+    seq = 1 + max(config.vocab_size, config.ffn_dim, config.dim, config.n_heads * config.head_size)  # unlike any other
     forward: dict[str, list[int]] = {}
 
     def see(key: str, tensor: Tensor) -> None:
@@ -104,29 +77,39 @@ def shapes_of(config: TransformerConfig) -> dict[str, list[int]]:
         module = key.removesuffix(" output")
         backward |= {f"{n} gradient": s for n, s in own.items() if n.rpartition(".")[0] == module}
     updates = {f"{name} update": shape for name, shape in own.items()}
-    return {**own, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
+    return {BATCH: [ROWS, SEQUENCE], **own, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
 
 
-def ranges(index: Tensor) -> list[list[int]]:
-    """The runs of successive numbers in ``index``: start and stop of each."""
-    ends = torch.nonzero(index.diff() != 1).flatten() + 1
-    return [[int(run[0]), int(run[-1]) + 1] for run in index.tensor_split(ends)]
+def box_of(indices: Iterable[Tensor]) -> Box:
+    """The runs of successive numbers in the index of each dimension."""
+    ends = ((index, torch.nonzero(index.diff() != 1).flatten() + 1) for index in indices)
+    return [[(int(run[0]), int(run[-1]) + 1) for run in index.tensor_split(end)] for index, end in ends]
+
+
+@cache
+def places(name: str, shape: tuple[int, ...]) -> list[Tensor]:
+    """Of the samples of a tensor, its gradient and its update: indices along each dimension."""
+    count = math.prod(shape)
+    chosen = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
+    return [index.contiguous() for index in torch.unravel_index(torch.from_numpy(chosen), shape)]
 
 
 class Fingerprints:
-    """Writes those of steps to ``folder``. ``dtype``: in which the model computes."""
+    """Takes them, step by step, of what this rank computes."""
 
-    def __init__(self, folder: Path, config: TransformerConfig, place: Place, dtype: str) -> None:
-        self.folder = folder
-        self.place = place
+    def __init__(self, config: TransformerConfig, mesh: Mesh, dtype: str, global_rows: int, sequence: Tensor) -> None:
+        """``dtype``: in which the model computes. ``sequence``: this rank's positions of a sequence, in its order."""
+        self.tensor_parallel = mesh.tensor
         self.dtype = dtype
         self.shapes = shapes_of(config)
-        self.parts: dict[str, Part] = {}
-        self.places: dict[str, Tensor] = {}  # of the samples: those of a tensor, its gradient and its update
-        self.tokens = torch.empty(0)
-        self.next_row: dict[nn.Module, int] = {}  # of each model's next microbatch
+        rows = global_rows // mesh.degrees.batch
+        first = mesh.degrees.batch_rank(dist.get_rank()) * rows
+        self.own = {ROWS: torch.arange(first, first + rows), SEQUENCE: sequence}
+        self.whole = {ROWS: global_rows, SEQUENCE: len(sequence) * mesh.degrees.context}
+        self.parts: dict[str, tuple[Box, Fingerprint]] = {}
+        self.tokens = torch.empty(0)  # of this rank's rows
+        self.next_row: dict[nn.Module, int] = {}  # of these: each model's next microbatch
         self.rows: Tensor | None = None  # of the forward that is under way
-        self.best_effort = BestEffort("fingerprints")
 
     @contextmanager
     def watching(self, models: Mapping[nn.Module, Mapping[str, nn.Module]]) -> Iterator[None]:
@@ -139,20 +122,21 @@ class Fingerprints:
                     stack.enter_context(handle)
             yield
 
-    def begin(self, tokens: Tensor) -> None:
+    def begin(self, tokens: Tensor, parameters: Mapping[str, Tensor]) -> None:
         """The step begins, or begins again. ``tokens`` (rows, seq): of this rank's rows, in order."""
-        self.tokens, self.next_row = tokens[:, self.place.sequence], {}
-        self.parts = {key: part for key, part in self.parts.items() if " " not in key}  # parameters
+        self.tokens, self.next_row = tokens[:, self.own[SEQUENCE]], {}
+        self.parts.clear()
+        self._add(BATCH, self.tokens.double(), self.own[ROWS])
+        self.add_parameters("", parameters)
 
     def _begin_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        x, start = args[0], self.place.rows.start
-        first = self.next_row.get(model, start)
+        x = args[0]
+        first = self.next_row.get(model, 0)
         if not x.is_floating_point():  # tokens: where rows are left out, they tell which ones come
-            tokens = x.to(self.tokens.device)
-            later = range(first, self.place.rows.stop - len(x) + 1)
-            first = next((r for r in later if torch.equal(self.tokens[r - start :][: len(x)], tokens)), first)
+            later = range(first, len(self.tokens) - len(x) + 1)
+            first = next((row for row in later if torch.equal(self.tokens[row : row + len(x)], x.cpu())), first)
         self.next_row[model] = first + len(x)
-        self.rows = torch.arange(first, first + len(x))
+        self.rows = self.own[ROWS][first : first + len(x)]
 
     def _end_forward(self, *_: Any) -> None:
         self.rows = None
@@ -161,30 +145,27 @@ class Fingerprints:
         rows = self.rows
         if rows is None:  # activation checkpointing computes it again
             return
-        self.add(key, tensor.detach(), rows)
-        seen: list[bool] = []
+        self._add(key, tensor.detach(), rows)
 
         def gradient(found: Tensor) -> None:
-            if not seen:  # a backward in two passes may come by twice
-                seen.append(True)
-                self.add(f"{key} gradient", found, rows)
+            handle.remove()  # a backward in two passes may come by twice
+            self._add(f"{key} gradient", found, rows)
 
-        tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
+        handle = tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def add(self, key: str, tensor: Tensor, rows: Tensor) -> None:
+    def _add(self, key: str, tensor: Tensor, rows: Tensor) -> None:
         """Note this rank's part of what the model computes for ``rows``."""
         if isinstance(tensor, DTensor):
             # Gradients of what all ranks read are sums that are still to be made.
-            whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-            tensor = tensor.redistribute(placements=whole).to_local()
-        own = {ROWS: rows, SEQUENCE: self.place.sequence}
+            done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            tensor = tensor.redistribute(placements=done).to_local()
+        own = {**self.own, ROWS: rows}
         index = []
         for size, here in zip(self.shapes[key], tensor.shape, strict=True):
             held = own[size] if size in own else torch.arange(size)
             if len(held) != here:
-                rank, ranks = self.place.tensor
-                held = held.chunk(ranks)[rank]
+                held = held.chunk(self.tensor_parallel.size())[self.tensor_parallel.get_local_rank()]
             assert len(held) == here, f"{key}: {here} of {size} along a dimension"
             index.append(held)
         self._note(key, tensor, index)
@@ -193,24 +174,18 @@ class Fingerprints:
     def add_parameters(self, what: str, tensors: Mapping[str, Tensor]) -> None:
         """Note this rank's part of the parameters ``tensors``, of any layout; ``what``: gradient, update, or none."""
         for name, tensor in tensors.items():
-            local, offset = tensor, (0,) * tensor.ndim
+            offset = (0,) * tensor.ndim
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
                 _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-                local = tensor.to_local()
-            index = [torch.arange(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
-            self._note(f"{name} {what}".strip(), local, index)
+            held = local(tensor)
+            index = [torch.arange(start, start + size) for start, size in zip(offset, held.shape, strict=True)]
+            self._note(f"{name} {what}".strip(), held, index)
 
     def add_loss(self, total: Tensor) -> None:
         """Note the sum of the losses of this rank's tokens."""
-        part = self.parts[LOSS] = Part("float32", [torch.tensor(self.place.rows), self.place.sequence])
-        part.figures.append(torch.stack((total, total, torch.ones_like(total))).double())  # no largest one is known
-        part.places.append(torch.empty(0, dtype=torch.int64))
-        part.values.append(torch.empty(0, dtype=torch.float64))
-
-    def _shape(self, key: str) -> list[int]:
-        own = {ROWS: self.place.global_rows, SEQUENCE: self.place.seq_len}
-        return [own.get(size, size) for size in self.shapes[key]]
+        numbers = np.array([total.item(), total.item(), 1.0, total.item()])  # no largest one is known
+        self.parts[LOSS] = box_of(self.own.values()), Fingerprint("float32", list(self.whole.values()), "", numbers)
 
     def _note(self, key: str, tensor: Tensor, index: list[Tensor]) -> None:
         if tensor.numel() == 0:
@@ -218,48 +193,31 @@ class Fingerprints:
         name = key.removesuffix(" gradient").removesuffix(" update")
         # Gradients and updates were computed in self.dtype.
         dtype = str(tensor.dtype).removeprefix("torch.") if key == name else self.dtype
-        part = self.parts.get(key)
-        if part is None:
-            part = self.parts[key] = Part(dtype, index)
-        else:  # rows of another microbatch
-            part.index[0] = torch.cat((part.index[0], index[0]))
-        for block in torch.split(tensor.flatten(), BLOCK):
-            wide = block.double()  # faster than sums of dtype float64
-            size = wide.abs()
-            part.figures.append(torch.stack((wide.sum(), size.sum(), size.max())))
-        shape = self._shape(key)
-        if name not in self.places:
-            count = math.prod(shape)
-            sampled = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
-            self.places[name] = torch.from_numpy(sampled)
-        places = self.places[name]
-        here = []
-        for whole, along, held in zip(shape, torch.unravel_index(places, shape), index, strict=True):
-            local = torch.full((whole,), -1)
-            local[held] = torch.arange(len(held))
-            here.append(local[along])
-        inside = torch.stack(here).amin(dim=0) >= 0
-        part.places.append(places[inside])
-        part.values.append(tensor[tuple(i[inside].to(tensor.device) for i in here)].double())
+        shape = [self.whole.get(size, size) for size in self.shapes[key]]
+        along = places(name, tuple(shape))
+        at = [torch.searchsorted(held[:-1], i) for held, i in zip(index, along, strict=True)]
+        here = torch.stack([held[j] == i for held, j, i in zip(index, at, along, strict=True)]).all(dim=0)
+        values = torch.where(here, tensor[tuple(j.to(tensor.device) for j in at)].double().cpu(), 0.0)
+        flat, wide = tensor.flatten(), torch.float64
+        absolute = flat.abs()
+        figures = torch.stack((flat.sum(dtype=wide), absolute.sum(dtype=wide), absolute.max().to(wide)))
+        box, part = box_of(index), Fingerprint(dtype, shape, "", torch.cat((figures.cpu(), values)).numpy())
+        if key in self.parts:  # rows of another microbatch
+            earlier_box, earlier = self.parts[key]
+            box[0] = earlier_box[0] + box[0]
+            part = together((earlier, part))
+        self.parts[key] = box, part
 
-    def write(self, step: int, tokens: Tensor, labels: Tensor) -> None:
-        """Write what was seen of ``step``, and this rank's rows of the batch (rows, seq)."""
-        tensors = {"tokens": tokens.to(torch.int32), "labels": labels.to(torch.int32)}
-        entries = []
-        for number, key in enumerate(self.shapes):
-            if (part := self.parts.get(key)) is None:
-                continue
-            figures = torch.stack(part.figures)
-            tensors[f"{number} figures"] = torch.cat((figures[:, :2].sum(0), figures[:, 2:].amax(0))).cpu()
-            tensors[f"{number} places"] = torch.cat(part.places)
-            tensors[f"{number} values"] = torch.cat(part.values).cpu()
-            box = [ranges(index) for index in part.index]
-            entries.append({"number": number, "key": key, "dtype": part.dtype, "shape": self._shape(key), "box": box})
-        about = {"step": step, "ranks": self.place.ranks, "first_row": self.place.rows.start, "entries": entries}
-        folder = self.folder / f"step-{step}"
-        with self.best_effort:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"rank-{self.place.rank}.safetensors"
-            save_file(tensors, file.with_suffix(".partial"), {"about": json.dumps(about)})
-            file.with_suffix(".partial").rename(file)
-        self.parts.clear()
+    def collect(self, batch: Batch) -> Step | None:
+        """What all ranks have noted of the step, on the first one. Collective. ``batch``: of this rank's rows."""
+        own = self.own[ROWS].tolist(), torch.stack((batch.tokens, batch.labels), dim=1).int().numpy(), self.parts
+        ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, ranks)
+        if ranks is None:
+            return None
+        rows = dict(row for numbers, held, _ in ranks for row in zip(numbers, held, strict=True))
+        tensors = {}
+        for key in self.shapes:
+            if parts := {rank: held[key] for rank, (_, _, held) in enumerate(ranks) if key in held}:
+                tensors[key] = whole(parts)
+        return Step(tensors, np.stack([rows[number] for number in sorted(rows)]))
