@@ -28,7 +28,6 @@ from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.loss import OutputLoss, output_loss
 from torchtrain.models.llama import model
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, rehearse
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
@@ -149,9 +148,8 @@ def config_of(row: Row) -> JobConfig:
 def rehearsed(row: Row) -> RankRecord:
     config = config_of(row)
     degrees = resolve_degrees(config.parallelism, row.ranks)
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
     with their_policies(row):
-        return rehearse(config, model_shape(config.model, None, row.seq_len), degrees, 0, rows=rows, capability=(9, 0))
+        return rehearse(config, model_shape(config.model, None, row.seq_len), degrees, 0, capability=(9, 0))
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,6 @@ def run(
         if not refusals:
             raise
         return Report([], [], str(error))
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
-    rows = min(rows, max_microbatches * config.training.local_batch_size)
     last = world_size // degrees.pipeline - 1
     ranks = sorted({*ranks_of_each_kind(degrees), *([last] if compare else ())})
     with fault():
@@ -123,9 +121,8 @@ def run(
                 model,
                 degrees,
                 rank,
-                rows=rows,
-                document_start=0 if config.data.document_mask else None,
                 capability=CAPABILITY,
+                max_microbatches=max_microbatches,
                 device=torch.device(device, 0) if device == "cuda" else None,
             )
             for rank in ranks

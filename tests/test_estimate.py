@@ -23,7 +23,6 @@ from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning import summary
@@ -33,6 +32,7 @@ from torchtrain.planning.following import following
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
+from torchtrain.planning.stand_ins import stand_in
 from torchtrain.planning.summary import estimate
 from torchtrain.steps.train_step import TrainStep
 
@@ -44,8 +44,7 @@ SHAPE = replace(TINY, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=512)
 def planned(ranks: int, shape: Any = SHAPE, rank: int = 0, capability: Any = (9, 0), **sections: Any) -> RankRecord:
     config = config_of(**sections)
     degrees = resolve_degrees(config.parallelism, ranks)
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
-    return rehearse(config, shape, degrees, rank, rows=rows, capability=capability)
+    return rehearse(config, shape, degrees, rank, capability=capability)
 
 
 def flops(record: RankRecord, *phases: str) -> int:
@@ -204,7 +203,7 @@ def test_traffic_of_fsdp() -> None:
     # A gathering for each block and the root in forward; for all but the last block and the root again in backward.
     assert gathers[0] == (blocks + 1) + (blocks - 1)
     assert reductions[0] == blocks + 1
-    assert reductions[1] == 4 * 4 * record.parameters  # float32, of four ranks
+    assert reductions[1] == 4 * record.parameter_bytes  # float32, of four ranks
 
 
 def test_traffic_of_accumulation() -> None:
@@ -264,9 +263,9 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     rows = 16 if parallelism else 32
     training = {"local_batch_size": 2, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
-    few = estimate(config, shape, rows, GPUS["h100-80"])
+    few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MICROBATCHES", 100)
-    whole = estimate(config, shape, rows, GPUS["h100-80"], all_layers=True)
+    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
     assert few.figures.flops_by_phase == whole.figures.flops_by_phase
     assert few.figures.collectives == whole.figures.collectives
     # The step's tokens and labels are on the device: those of the microbatch that is left out are not.
@@ -293,16 +292,16 @@ def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
     training = {"local_batch_size": 4, "global_batch_size": 16}  # two runs on each of two
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
     shape = replace(SHAPE, n_layers=len(layers))
-    whole = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True)
+    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
     records = {record.rank: record for record in whole.records}
     monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
-    few = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True, stand_ins=True)
+    few = estimate(config, shape, GPUS["h100-80"], all_layers=True, stand_ins=True)
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
-    stand_in = summary.step_of(2, 1, whole.records[1], (0, 2, 4, 6))
+    alike = stand_in(second, 1, 2, whole.records[1].orders[2], (0, 2, 4, 6))
     assert [o.name for o in second.operations] != [o.name for o in third.operations]  # another order
-    assert without_module(stand_in.operations) == without_module(third.operations)
-    assert stand_in.microbatches == third.microbatches
+    assert without_module(alike.operations) == without_module(third.operations)
+    assert alike.microbatches == third.microbatches
     assert few.step_seconds == whole.step_seconds
     # The second has the most microbatches under way.
     assert few.ranks == [whole.ranks[i] for i in (0, 1, 3)]
@@ -322,7 +321,7 @@ def test_where_layers_are_not_alike_all_are_rehearsed() -> None:
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(config, shape, 8, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
+    found, whole = (estimate(config, shape, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
     assert found.figures == whole.figures
 
 

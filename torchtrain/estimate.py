@@ -57,17 +57,15 @@ def print_out(text: str) -> None:
 
 def estimate_of(config: JobConfig) -> "Estimate":
     """Refuse what the trainer refuses; then rehearse."""
-    from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
     from torchtrain.planning.summary import estimate
     from torchtrain.shape import model_shape
 
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
-    degrees = refuse(config, shape, gpu)
-    batch = resolve_global_batch_size(config, degrees)
+    refuse(config, shape, gpu)
     # A picture is of all layers.
     all_layers = config.estimate.all_layers or bool(config.estimate.picture)
-    return estimate(config, shape, batch, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
+    return estimate(config, shape, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
