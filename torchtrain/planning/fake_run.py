@@ -1,7 +1,7 @@
 """A run without devices: the trainer's own mesh, model, optimizer and train step, on tensors that hold no data."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import count
@@ -211,12 +211,18 @@ def rehearse(
             model = build_parallel_model(shape, mesh, device, config)
         with mode:
             initialize_buffers(model.parts, device)
-            return _two_steps(config, model, ledger, rank, max_microbatches)
+            return two_steps(config, model, ledger, rank, max_microbatches)
 
 
-def _two_steps(
-    config: JobConfig, model: ParallelModel, ledger: Ledger, rank: int, max_microbatches: int | None
+def two_steps(
+    config: JobConfig,
+    model: ParallelModel,
+    ledger: Ledger,
+    rank: int,
+    max_microbatches: int | None = None,
+    new_tokens: Callable[..., Tensor] = torch.empty,
 ) -> RankRecord:
+    """Train ``model``, on real tensors or fake ones, under the eyes of ``ledger``."""
     mesh, device, local_batch = model.mesh, model.device, config.training.local_batch_size
     rows = resolve_global_batch_size(config, mesh.degrees) // mesh.degrees.batch
     if max_microbatches is not None:
@@ -241,7 +247,7 @@ def _two_steps(
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
     with following(ledger):
         for step in range(1, STEPS + 1):
-            tokens = torch.empty(rows, config.training.seq_len, dtype=torch.int64)
+            tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
             del tokens
             ledger.adopt([local(value) for state in optimizer.state.values() for value in state.values()], "optimizer")

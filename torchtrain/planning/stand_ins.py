@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from torchtrain.parallelisms.pipeline_llama import Pipeline
 
 Action = tuple[str, int, int]
-"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch."""
+"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch.
+
+Messages are all alike: they have 0 and 0.
+"""
 COMPUTES = ("FORWARD", "FULL_BACKWARD")
 # What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next).
 MESSAGES = {
@@ -48,9 +51,9 @@ def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[
         return {rank: one_forward_one_backward(rank, ranks, count) for rank in range(ranks)}
     return {
         rank: [
-            (a.computation_type.name, a.stage_index // ranks, a.microbatch_index)
-            for a in actions
-            if a.computation_type.name in (*COMPUTES, *MESSAGES)
+            (name, 0, 0) if name in MESSAGES else (name, action.stage_index // ranks, action.microbatch_index)
+            for action in actions
+            if (name := action.computation_type.name) in (*COMPUTES, *MESSAGES)
         ]
         for rank, actions in table.items()
     }
@@ -59,17 +62,13 @@ def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[
 def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
     """As ``Schedule1F1B`` does it on a rank that is at neither end, for ``count`` microbatches."""
     ahead = min(count, ranks - rank)  # forwards before the first backward
-    found: list[tuple[str, int]] = []
-    for i in range(ahead):
-        found += [("RECV_F", i), ("FORWARD", i), ("SEND_F", i)]
-    found.pop()  # sent with the first backward's message
-    for i in range(count):
-        if ahead + i <= count:
-            found.append(("SEND_F", ahead + i - 1))
-        found += [("RECV_B", i), ("FULL_BACKWARD", i), ("SEND_B", i)]
-        if ahead + i < count:
-            found += [("RECV_F", ahead + i), ("FORWARD", ahead + i)]
-    return [(name, 0, i) for name, i in found]
+    found: list[Action] = []
+    for i in range(count + ahead):
+        if i >= ahead:
+            found += [("RECV_B", 0, 0), ("FULL_BACKWARD", 0, i - ahead), ("SEND_B", 0, 0)]
+        if i < count:
+            found += [("RECV_F", 0, 0), ("FORWARD", 0, i), ("SEND_F", 0, 0)]
+    return found
 
 
 def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action], ranks: Sequence[int]) -> StepRecord:
@@ -83,14 +82,9 @@ def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action],
     for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
         found.microbatches.append(len(found.operations))
         run = _Run(step, range(start, stop), ranks[first], len(ranks))
-        for operations in (run.head, *(run.parts[action] for action in named(order)), run.tail):
+        for operations in (run.head, *(run.parts[action] for action in order), run.tail):
             found.operations += moved(operations, shift)
     return found
-
-
-def named(order: Sequence[Action]) -> list[Action]:
-    """Messages are all alike."""
-    return [(name, 0, 0) if name in MESSAGES else (name, stage, number) for name, stage, number in order]
 
 
 def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
