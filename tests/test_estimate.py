@@ -43,7 +43,9 @@ def planned(
     ranks: int, rank: int = 0, capability: Any = (9, 0), rehearse: Any = rehearsed, **sections: Any
 ) -> RankRecord:
     config = config_of(**sections)
-    return rehearse(config, SHAPE, resolve_degrees(config.parallelism, ranks), rank, capability=capability)
+    degrees = resolve_degrees(config.parallelism, ranks)
+    record: RankRecord = rehearse(config, SHAPE, degrees, rank, capability=capability)
+    return record
 
 
 def flops(record: RankRecord, *phases: str) -> int:

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import count
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -57,12 +58,6 @@ class RankRecord:
     ledger: Ledger
     orders: Mapping[int, Sequence[Action]]
     """What each rank of its pipeline does in one run."""
-
-
-class _NeverAsked:
-    """In place of a StopRequest, which would take over the signals of this process."""
-
-    pending = agreed = False
 
 
 class _Guard(UpdateGuard):
@@ -231,12 +226,14 @@ def two_steps(
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
+    # A StopRequest would take over the signals of this process.
+    never_asked = SimpleNamespace(pending=False, agreed=False)
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        _Guard(config.faults, cast(StopRequest, _NeverAsked()), device, lambda *_: None),
+        _Guard(config.faults, cast(StopRequest, never_asked), device, lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         averages=averages,

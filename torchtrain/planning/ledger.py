@@ -87,10 +87,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Live bytes by the stream that they were allocated on."""
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
-        self.readbacks: list[str] = []
-        """Operations that made the host wait for the device."""
-        self.others: Counter[str] = Counter()
-        """Operations with tensors on another device than ``device_type``: their name and phase."""
         self.record = StepRecord()
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
@@ -206,11 +202,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
         ):
             return NotImplemented  # DTensor and its like: they come again with what they hold
-        if func is aten._local_scalar_dense.default:
-            if args[0].device.type == self.device_type:
-                self.readbacks.append(f"item in {self.phase}")
-            if isinstance(args[0], FakeTensor):
-                return 0.0 if args[0].dtype.is_floating_point else 0
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
             inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
@@ -254,7 +247,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
-        self._note_other_device(func, args, kwargs, outputs)
         if func._opname not in ALLOCATIONS:
             self._add(func, func._opname, args, kwargs, moved_bytes(func, args, kwargs, outputs))
 
@@ -263,16 +255,3 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dtype = inputs[0].dtype if inputs else torch.float32
         flops, share = flops_of(func, name, args)
         self.record.operations.append(Operation(name, self.phase, self.module, flops, dtype, moved, share=share))
-
-    def _note_other_device(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """Note work on the host, and copies that it waits for."""
-        name, own, inputs = func._opname, self.device_type, tensors_in((args, kwargs))
-        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
-        known = (own, "meta")
-        away = [t.device.type not in known for t in outputs]
-        if not (away and all(away)) and not any(t.ndim and t.device.type not in known for t in inputs):
-            return
-        self.others[f"{name} in {self.phase}"] += 1
-        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
-            self.readbacks.append(f"{name} in {self.phase}")

@@ -81,8 +81,8 @@ def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action],
     found.operations += moved(step.operations[: step.microbatches[0]], shift)
     for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
         found.microbatches.append(len(found.operations))
-        run = _Run(step, range(start, stop), ranks[first], len(ranks))
-        for operations in (run.head, *(run.parts[action] for action in order), run.tail):
+        head, parts, tail = parts_of(step, range(start, stop), ranks[first], len(ranks))
+        for operations in (head, *(parts[action] for action in order), tail):
             found.operations += moved(operations, shift)
     return found
 
@@ -103,24 +103,25 @@ def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
 
 
-class _Run:
-    """The operations of one run of the schedule by what they are for."""
-
-    def __init__(self, step: StepRecord, within: range, own: int, ranks: int):
-        self.head: list[Operation] = []  # before its first message or computation
-        self.tail: list[Operation] = []  # after its last one
-        self.parts: dict[Action, list[Operation]] = {}
-        marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
-        directions = {meaning: name for name, meaning in MESSAGES.items()}
-        current = self.head
-        for i in within:
-            operation = step.operations[i]
-            if i in marks:
-                # What comes between, such as gathering parameters, belongs to the computation after it.
-                self.parts[marks[i]] = current = self.tail if current is self.tail else []
-                self.tail = []
-            if operation.peer is not None:
-                self.parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
-                current = self.tail
-            else:
-                current.append(operation)
+def parts_of(
+    step: StepRecord, run: range, own: int, ranks: int
+) -> tuple[list[Operation], dict[Action, list[Operation]], list[Operation]]:
+    """The operations of one run of the schedule: before its first action, for each action, and after the last one."""
+    head: list[Operation] = []
+    tail: list[Operation] = []
+    parts: dict[Action, list[Operation]] = {}
+    marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
+    directions = {meaning: name for name, meaning in MESSAGES.items()}
+    current = head
+    for i in run:
+        operation = step.operations[i]
+        if i in marks:
+            # What comes between, such as gathering parameters, belongs to the computation after it.
+            parts[marks[i]] = current = tail if current is tail else []
+            tail = []
+        if operation.peer is not None:
+            parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
+            current = tail
+        else:
+            current.append(operation)
+    return head, parts, tail

@@ -175,6 +175,7 @@ def figures_of(
 
     ``steps``: their last ones, and those of the ranks that they stand for.
     """
+    ranks = [rank_figures(record) for record in records]
 
     def of(operations: dict[int, list[Operation]]) -> Figures:
         times = replay(operations, clock)
@@ -182,18 +183,16 @@ def figures_of(
         busiest = max(work, key=lambda rank: work[rank].total())
         time = times[busiest]
         seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
-        ranks = [rank_figures(record) for record in records]
         return Figures(ranks, collectives(operations[busiest]), dict(work[busiest]), seconds)
 
     found = of({rank: step.operations for rank, step in steps.items()})
     if microbatches <= MICROBATCHES:
         return found
-    fewer = of({rank: without(step.operations, *step.microbatches[1:3]) for rank, step in steps.items()})
-    return fewer.extended(found, microbatches - MICROBATCHES + 1)
-
-
-def without(operations: list[Operation], first: int, last: int) -> list[Operation]:
-    return operations[:first] + operations[last:]
+    fewer = {}
+    for rank, step in steps.items():
+        second, third = step.microbatches[1:3]  # of which one is left out
+        fewer[rank] = step.operations[:second] + step.operations[third:]
+    return of(fewer).extended(found, microbatches - MICROBATCHES + 1)
 
 
 def rank_figures(record: RankRecord) -> RankFigures:
