@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, is_dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.ledger import KINDS, Sizes, StepRecord
+from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
 from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
 from torchtrain.planning.timing import Clock, replay
@@ -28,6 +28,7 @@ LAYERS = 2  # of the smallest pipeline stage, and once more with another: all ot
 
 LAYER = re.compile(r"layers\.(\d+)")
 Place = tuple[str, str]  # phase and module
+Live = tuple[float, ...]  # bytes by kind, in the order of KINDS
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class RankFigures:
     parameters: float
     gradients: float
     optimizer: float
-    peaks: list[dict[Place, tuple[float, ...]]]
-    """Of each step: by place, live bytes by kind at the worst moment there."""
+    peaks: list[dict[Place, Live]]
+    """Of each step: by place, the worst moment there."""
     by_stream: dict[int, dict[Place, float]]
     """By stream and place, the most live bytes."""
     scattered: float = 0.0
@@ -91,7 +92,7 @@ class Figures:
 
 def extend(first: Any, second: Any, times: float) -> Any:
     """What has no name in ``first`` is 0 there; a place that only one of them has is left out."""
-    if is_dataclass(second):
+    if isinstance(second, Figures | RankFigures):
         return type(second)(**{key: extend(value, vars(second)[key], times) for key, value in vars(first).items()})
     if isinstance(second, dict):
         known = {key: value for key, value in second.items() if key in first or isinstance(key, str)}
@@ -197,11 +198,11 @@ def figures_of(
 
 def rank_figures(record: RankRecord) -> RankFigures:
     last = record.ledger.steps[-1]
-    peaks: list[dict[Place, Sizes]] = []
+    peaks: list[dict[Place, Live]] = []
     by_stream: dict[int, dict[Place, float]] = {}
     for step in record.ledger.steps:
         name = layer_names(module for _, module in step.peaks)
-        worst: dict[Place, Sizes] = {}
+        worst: dict[Place, Live] = {}
         for (phase, module), sizes in step.peaks.items():
             place = phase, name[module]
             worst[place] = max(sizes, worst.get(place, sizes), key=sum)
