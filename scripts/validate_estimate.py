@@ -11,12 +11,9 @@ All of them rotated queries and keys as complex numbers.
 
 import argparse
 import math
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,10 +25,10 @@ from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.loss import OutputLoss, output_loss
 from torchtrain.models.llama import model
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
-from torchtrain.planning.fake_run import RankRecord, rehearse
+from torchtrain.planning.fake_run import rehearse
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
+from torchtrain.planning.operations import Operation
 from torchtrain.planning.timing import Clock, replay
 from torchtrain.shape import model_shape
 
@@ -146,26 +143,22 @@ def config_of(row: Row) -> JobConfig:
     )
 
 
-def rehearsed(row: Row) -> RankRecord:
-    config = config_of(row)
-    degrees = resolve_degrees(config.parallelism, row.ranks)
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
-    with their_policies(row):
-        return rehearse(config, model_shape(config.model, None, row.seq_len), degrees, 0, rows=rows, capability=(9, 0))
-
-
 @dataclass(frozen=True)
 class Trace:
-    """What of a record is needed here."""
+    """What of a rehearsal is needed here; GiB."""
 
     active: float
     reserved: float
     first_step: float
-    operations: list[Any]
+    operations: Sequence[Operation]
 
 
 def trace(row: Row) -> Trace:
-    ledger = rehearsed(row).ledger
+    config = config_of(row)
+    degrees = resolve_degrees(config.parallelism, row.ranks)
+    shape = model_shape(config.model, None, row.seq_len)
+    with their_policies(row):
+        ledger = rehearse(config, shape, degrees, 0, capability=(9, 0)).ledger
     peaks = [sum(step.peak) for step in ledger.steps]
     return Trace(
         max(peaks) / GIB,
@@ -186,72 +179,56 @@ LIMIT = 0.95  # of an efficiency
 PULL = 0.002  # a weak one to where it began keeps apart what the rows do not tell apart
 
 
-@dataclass
-class Fit:
-    """Least squares of the logarithms of throughput over the logarithms of efficiencies, by Gauss and Newton."""
+def efficiency_of(logs: Tensor) -> Efficiency:
+    """From logarithms, in the order of ``FITTED``."""
+    return replace(Efficiency(), **dict(zip(FITTED, logs.exp().tolist(), strict=True)))
 
-    rows: Sequence[Row]
-    traces: Sequence[Trace]
 
-    def __post_init__(self) -> None:
-        self.begin = self.logs(Efficiency())
-        self.best = self.begin
-        for _ in range(3):
-            self.told, self.slopes = self.linearized(self.best)
-            self.best = self.step(range(len(self.rows)))
+def misses(traces: Sequence[Trace], logs: Tensor) -> Tensor:
+    """Logarithms of estimate by published throughput, one a row."""
+    efficiency = efficiency_of(logs)
+    pairs = zip(ROWS, traces, strict=True)
+    ratios = [tokens_per_second(row, found, efficiency) / (row.tokens or math.nan) for row, found in pairs]
+    return torch.tensor(ratios, dtype=torch.float64).log()
 
-    def logs(self, efficiency: Efficiency) -> Tensor:
-        return torch.tensor([getattr(efficiency, key) for key in FITTED], dtype=torch.float64).log()
 
-    def efficiency(self, logs: Tensor) -> Efficiency:
-        return replace(Efficiency(), **dict(zip(FITTED, logs.exp().tolist(), strict=True)))
+def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Efficiency]]:
+    """The best efficiencies for all rows, and those without each row.
 
-    def misses(self, logs: Tensor) -> Tensor:
-        """Logarithms of estimate by published throughput, one a row."""
-        efficiency = self.efficiency(logs)
-        pairs = zip(self.rows, self.traces, strict=True)
-        ratios = [tokens_per_second(row, found, efficiency) / (row.tokens or math.nan) for row, found in pairs]
-        return torch.tensor(ratios, dtype=torch.float64).log()
+    Least squares of the logarithms of throughput over the logarithms of efficiencies, by Gauss and Newton.
+    """
+    begin = torch.tensor([getattr(Efficiency(), key) for key in FITTED], dtype=torch.float64).log()
+    identity = torch.eye(len(FITTED), dtype=torch.float64)
 
-    def linearized(self, at: Tensor, by: float = 0.02) -> tuple[Tensor, Tensor]:
-        """Misses at ``at``, and their derivatives (rows, efficiencies)."""
-        told = self.misses(at)
-        moved = [self.misses(at + by * torch.nn.functional.one_hot(torch.tensor(i), len(at))) for i in range(len(at))]
-        return told, torch.stack([(other - told) / by for other in moved], dim=1)
-
-    def step(self, rows: Iterable[int]) -> Tensor:
-        """The best efficiencies for ``rows``, were all as linear as where it was linearized."""
-        chosen, free = list(rows), list(range(len(FITTED)))
-        found = self.best.clone()
+    def solved(told: Tensor, slopes: Tensor, at: Tensor) -> Tensor:
+        """The best were all as linear as ``at`` some logarithms: misses (rows,), derivatives (rows, efficiencies)."""
+        found, free = at.clone(), list(range(len(FITTED)))
         while True:
-            a, told = self.slopes[chosen][:, free], self.told[chosen] + self.slopes[chosen] @ (found - self.best)
-            pulled = a.T @ told + PULL * (found - self.begin)[free]
-            found[free] -= torch.linalg.solve(a.T @ a + PULL * torch.eye(len(free), dtype=torch.float64), pulled)
+            a, missed = slopes[:, free], told + slopes @ (found - at)
+            pulled = a.T @ missed + PULL * (found - begin)[free]
+            found[free] -= torch.linalg.solve(a.T @ a + PULL * identity[free][:, free], pulled)
             above = [i for i in free if found[i] > math.log(LIMIT) + 1e-9]
             if not above:
                 return found
             found[above] = math.log(LIMIT)
             free = [i for i in free if i not in above]
 
-    def without(self, row: int) -> Efficiency:
-        """The best without this row."""
-        return self.efficiency(self.step(i for i in range(len(self.rows)) if i != row))
+    best = begin
+    for _ in range(3):
+        at, told = best, misses(traces, best)
+        slopes = torch.stack([(misses(traces, at + by * one) - told) / by for one in identity], dim=1)
+        best = solved(told, slopes, at)
+    others = [[other for other in range(len(ROWS)) if other != row] for row in range(len(ROWS))]
+    return efficiency_of(best), [efficiency_of(solved(told[rows], slopes[rows], at)) for rows in others]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies, with and without each row")
-    parser.add_argument("--keep", type=Path, help="file to keep what was rehearsed in, for a second fit")
     options = parser.parse_args()
-    if options.keep and options.keep.exists():
-        traces = pickle.loads(options.keep.read_bytes())
-    else:
-        traces = [trace(row) for row in ROWS]
-        if options.keep:
-            options.keep.write_bytes(pickle.dumps(traces))
-    fit = Fit(ROWS, traces) if options.fit else None
-    efficiency = fit.efficiency(fit.best) if fit else Efficiency()
-    if fit:
+    traces = [trace(row) for row in ROWS]
+    efficiency, without = fit(traces) if options.fit else (Efficiency(), [])
+    if options.fit:
         print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
 
     def cells(found: float, published: float | None, digits: int) -> str:
@@ -266,8 +243,8 @@ def main() -> None:
         name = row.name if row.source == source else f"{row.name} ({row.source})"
         print(f"| {name} | {memory} | {tokens} |", end="")
         source = row.source
-        if fit and row.tokens:
-            print(f" left out {tokens_per_second(row, found, fit.without(i)) / row.tokens - 1:+.1%}", end="")
+        if without and row.tokens:
+            print(f" left out {tokens_per_second(row, found, without[i]) / row.tokens - 1:+.1%}", end="")
         print()
     for row, found in zip(ROWS, traces, strict=True):
         if row.active:

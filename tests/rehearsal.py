@@ -5,22 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from call_order import calls_of, difference, disagreements
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
-from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
+from torchtrain.estimate import refuse
+from torchtrain.planning import fake_run
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
-from torchtrain.planning.ledger import KINDS
+from torchtrain.planning.hardware import GPUS
+from torchtrain.planning.ledger import KINDS, Ledger
+from torchtrain.planning.operations import VIEWS, tensors_in
 from torchtrain.shape import model_shape
 
-CAPABILITY = (9, 0)
+GPU = GPUS["h100-80"]
 # On the host, by design: a batch is made and its labels are counted there, and what the guard found is sent there.
 HOST_WORK = {
     *("empty in forward", "clone in forward", "ne in forward", "sum in forward", "_to_copy in forward"),
@@ -29,13 +30,39 @@ HOST_WORK = {
 }
 
 
+class WatchingLedger(Ledger):
+    """Notes, too, with its phase, what made the host wait for the device, and what has tensors on another device."""
+
+    def __init__(self, device_type: str, **options: Any):
+        super().__init__(device_type, **options)
+        self.readbacks: list[str] = []
+        self.others: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device_type:
+            self.readbacks.append(f"item in {self.phase}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        super()._note(func, args, kwargs, out)
+        if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
+            return
+        name, own, inputs, outputs = func._opname, self.device_type, tensors_in((args, kwargs)), tensors_in(out)
+        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
+        away = [t.device.type not in (own, "meta") for t in outputs]
+        if (away and all(away)) or any(t.ndim and t.device.type not in (own, "meta") for t in inputs):
+            self.others[f"{name} in {self.phase}"] += 1
+            waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
+                self.readbacks.append(f"{name} in {self.phase}")
+
+
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in its second step; the last two, in both."""
 
     rank: int
     peak: Mapping[str, int]  # live bytes by kind
-    peak_bytes: int
     flops: int
     recomputed: int  # flops of that
     collectives: Counter[tuple[str, str, int]]  # axis, operation, bytes
@@ -71,19 +98,6 @@ def config_of(options: Mapping[str, Any]) -> JobConfig:
     return parse(arguments)
 
 
-def checked(
-    options: Mapping[str, Any], world_size: int, shape: Mapping[str, Any]
-) -> tuple[JobConfig, TransformerConfig, Degrees]:
-    """All that ``train`` does before it sets up a process group; ConfigError for what it refuses."""
-    config = config_of(options)
-    degrees = resolve_degrees(config.parallelism, world_size)
-    resolve_global_batch_size(config, degrees)
-    model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
-    with planned_for_gpu(CAPABILITY):
-        check_layout(config, torch.device("cuda"), degrees, model)
-    return config, model, degrees
-
-
 def run(
     options: Mapping[str, Any],
     world_size: int,
@@ -91,7 +105,6 @@ def run(
     shape: Mapping[str, Any],
     device: str = "cuda",
     compare: bool = False,
-    max_microbatches: int = 2,
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
     refusals: bool = False,
 ) -> Report:
@@ -102,30 +115,28 @@ def run(
         device: of the fake tensors.
         compare: rehearse the last rank of the first stage, too, which has another place than rank 0 on every axis, and
             compare all that the two call.
-        max_microbatches: of those that accumulate: more of them do the same again.
         fault: entered around it.
         refusals: whether to report one; else it is an error.
     """
     try:
-        config, model, degrees = checked(options, world_size, shape)
+        config = config_of({**options, "estimate.world_size": world_size})
+        model = replace(model_shape(config.model, None, config.training.seq_len), **shape)
+        degrees = refuse(config, model, GPU)
     except ConfigError as error:
         if not refusals:
             raise
         return Report([], [], str(error))
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
-    rows = min(rows, max_microbatches * config.training.local_batch_size)
     last = world_size // degrees.pipeline - 1
     ranks = sorted({*ranks_of_each_kind(degrees), *([last] if compare else ())})
-    with fault():
+    with fault(), patch.object(fake_run, "Ledger", WatchingLedger):
         records = {
             rank: rehearse(
                 config,
                 model,
                 degrees,
                 rank,
-                rows=rows,
-                document_start=0 if config.data.document_mask else None,
-                capability=CAPABILITY,
+                capability=GPU.capability,
+                max_microbatches=2,  # more of them do the same again
                 device=torch.device(device, 0) if device == "cuda" else None,
             )
             for rank in ranks
@@ -136,9 +147,9 @@ def run(
         collectives = Counter((o.axis, o.name, o.bytes) for o in step.operations if o.axis)
         flops = sum(o.flops for o in step.operations)
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
-        ledger = record.ledger
-        peak = dict(zip(KINDS, step.peak, strict=True))
-        seen.append(Seen(rank, peak, sum(step.peak), flops, recomputed, collectives, ledger.readbacks, ledger.others))
+        ledger, peak = record.ledger, dict(zip(KINDS, step.peak, strict=True))
+        assert isinstance(ledger, WatchingLedger)
+        seen.append(Seen(rank, peak, flops, recomputed, collectives, ledger.readbacks, ledger.others))
     operations = {
         rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()
     }

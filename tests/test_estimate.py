@@ -3,49 +3,49 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, admit_all, build, config_of
+from parity import TINY, build, config_of
 from torch.profiler import ProfilerActivity, profile
 
 from torchtrain import estimate as door
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import JobConfig
-from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import local, resolve_degrees
-from torchtrain.lr_schedule import LRSchedule
+from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizers.averages import Averages
-from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
-from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
-from torchtrain.planning.fake_run import RankRecord, rehearse
-from torchtrain.planning.following import following
+from torchtrain.planning.fake_run import RankRecord, rehearse, two_steps
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
+from torchtrain.planning.stand_ins import stand_in
 from torchtrain.planning.summary import estimate
-from torchtrain.steps.train_step import TrainStep
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 SHAPE = replace(TINY, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=512)
 
 
-def planned(ranks: int, shape: Any = SHAPE, rank: int = 0, capability: Any = (9, 0), **sections: Any) -> RankRecord:
+rehearsed = cache(rehearse)  # the plain layout is asked for by many tests
+
+
+def planned(
+    ranks: int, rank: int = 0, capability: Any = (9, 0), rehearse: Any = rehearsed, **sections: Any
+) -> RankRecord:
     config = config_of(**sections)
     degrees = resolve_degrees(config.parallelism, ranks)
-    rows = resolve_global_batch_size(config, degrees) // degrees.batch
-    return rehearse(config, shape, degrees, rank, rows=rows, capability=capability)
+    record: RankRecord = rehearse(config, SHAPE, degrees, rank, capability=capability)
+    return record
 
 
 def flops(record: RankRecord, *phases: str) -> int:
@@ -101,29 +101,8 @@ def test_segments_of_fixed_size_are_not_joined() -> None:
 
 def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
-    model = build(config, shape)
-    averages = Averages(model.parts, config.ema) if config.ema.enable else None
-    train_step = TrainStep(
-        model,
-        Microbatches(model.mesh, model.device, config.training.local_batch_size, None),
-        build_optimizer(model.parts, config.optimizer, model.mesh),
-        LRSchedule(config.lr_scheduler, config.optimizer.lr, 2),
-        admit_all(config),
-        max_norm=1.0,
-        before_update=lambda: None,
-        averages=averages,
-    )
     ledger = Ledger("cpu")
-    if averages is not None:
-        ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
-    ledger.adopt([local(p) for part in model.parts for p in part.parameters()], "parameters")
-    ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
-    with following(ledger):
-        for step in (1, 2):
-            tokens = torch.zeros(config.training.local_batch_size, config.training.seq_len, dtype=torch.int64)
-            train_step(step, Batch(tokens, tokens.clone()))
-            del tokens
-            ledger.end_step()
+    two_steps(config, build(config, shape), ledger, dist.get_rank(), new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
     return counts, [sum(step.peak) for step in ledger.steps]
 
@@ -204,7 +183,7 @@ def test_traffic_of_fsdp() -> None:
     # A gathering for each block and the root in forward; for all but the last block and the root again in backward.
     assert gathers[0] == (blocks + 1) + (blocks - 1)
     assert reductions[0] == blocks + 1
-    assert reductions[1] == 4 * 4 * record.parameters  # float32, of four ranks
+    assert reductions[1] == 4 * record.parameter_bytes  # float32, of four ranks
 
 
 def test_traffic_of_accumulation() -> None:
@@ -260,13 +239,13 @@ def test_published_identities() -> None:
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(SHAPE, n_layers=7 if "pipeline_parallel_degree" in parallelism else 6)
+    shape = replace(SHAPE, n_layers=7 if "pipeline_parallel_degree" in parallelism else 5)
     rows = 16 if parallelism else 32
     training = {"local_batch_size": 2, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
-    few = estimate(config, shape, rows, GPUS["h100-80"])
+    few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MICROBATCHES", 100)
-    whole = estimate(config, shape, rows, GPUS["h100-80"], all_layers=True)
+    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
     assert few.figures.flops_by_phase == whole.figures.flops_by_phase
     assert few.figures.collectives == whole.figures.collectives
     # The step's tokens and labels are on the device: those of the microbatch that is left out are not.
@@ -290,19 +269,20 @@ def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
         "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_layers_per_stage": layers,
     }
-    training = {"local_batch_size": 4, "global_batch_size": 16}  # two runs on each of two
+    rows = 16 if schedule == "1F1B" else 8  # two runs of the schedule on each of two ranks, or one
+    training = {"local_batch_size": 4, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
     shape = replace(SHAPE, n_layers=len(layers))
-    whole = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True)
+    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
     records = {record.rank: record for record in whole.records}
     monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
-    few = estimate(config, shape, 16, GPUS["h100-80"], all_layers=True, stand_ins=True)
+    few = estimate(config, shape, GPUS["h100-80"], all_layers=True, stand_ins=True)
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
-    stand_in = summary.step_of(2, 1, whole.records[1], (0, 2, 4, 6))
+    alike = stand_in(second, 1, 2, whole.records[1].orders[2], (0, 2, 4, 6))
     assert [o.name for o in second.operations] != [o.name for o in third.operations]  # another order
-    assert without_module(stand_in.operations) == without_module(third.operations)
-    assert stand_in.microbatches == third.microbatches
+    assert without_module(alike.operations) == without_module(third.operations)
+    assert alike.microbatches == third.microbatches
     assert few.step_seconds == whole.step_seconds
     # The second has the most microbatches under way.
     assert few.ranks == [whole.ranks[i] for i in (0, 1, 3)]
@@ -315,14 +295,15 @@ def without_module(operations: list[Operation]) -> list[Operation]:
     return [replace(o, module=re.sub(r"\d+", "", o.module) if o.fsdp or o.name == "wait" else "") for o in operations]
 
 
-def test_where_layers_are_not_alike_all_are_rehearsed() -> None:
-    shape = replace(SHAPE, n_layers=8)
+def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "rehearse", rehearsed)
+    shape = replace(SHAPE, n_layers=5)
     config = config_of(
-        activation_checkpoint={"mode": "selective", "selective_option": "4"},
+        activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(config, shape, 8, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
+    found, whole = (estimate(config, shape, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
     assert found.figures == whole.figures
 
 
@@ -399,7 +380,7 @@ def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> N
     """What torch remembers of meshes, shapes and compiled functions belongs to one process, not to one run in it."""
 
     def seen(ranks: int, tensor: int) -> tuple[Any, ...]:
-        ledger = planned(ranks, parallelism={"tensor_parallel_degree": tensor}, **sections).ledger
+        ledger = planned(ranks, rehearse=rehearse, parallelism={"tensor_parallel_degree": tensor}, **sections).ledger
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
 
     first = seen(4, 2)
@@ -431,6 +412,7 @@ OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "-
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
+    argv += ["--training.local_batch_size", "2"]
     assert door.main([*argv, "--estimate.picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]

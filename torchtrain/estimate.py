@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torchtrain.planning.summary import Estimate
     from torchtrain.tokenizers import Tokenizer
 
+BEST = 10  # layouts that a search shows
+# The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
+ALLOWANCE = 1.15
 SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; five times as much beyond
 
 
@@ -57,17 +60,15 @@ def print_out(text: str) -> None:
 
 def estimate_of(config: JobConfig) -> "Estimate":
     """Refuse what the trainer refuses; then rehearse."""
-    from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
     from torchtrain.planning.summary import estimate
     from torchtrain.shape import model_shape
 
     gpu = gpu_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
-    degrees = refuse(config, shape, gpu)
-    batch = resolve_global_batch_size(config, degrees)
+    refuse(config, shape, gpu)
     # A picture is of all layers.
     all_layers = config.estimate.all_layers or bool(config.estimate.picture)
-    return estimate(config, shape, batch, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
+    return estimate(config, shape, gpu, all_layers=all_layers, stand_ins=config.estimate.search)
 
 
 def refuse(config: JobConfig, shape: "TransformerConfig", gpu: "Gpu") -> "Degrees":
@@ -176,8 +177,7 @@ def search(config: JobConfig) -> int:
     """
     from torchtrain.distributed.mesh import resolve_degrees
     from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
-    from torchtrain.planning.hardware import Efficiency
-    from torchtrain.planning.search import forwards, guess, layouts, ranking, worth_trying
+    from torchtrain.planning.search import forwards, guess, layouts
     from torchtrain.planning.summary import world_size_of
     from torchtrain.shape import model_shape
 
@@ -185,39 +185,39 @@ def search(config: JobConfig) -> int:
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
     batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
     config = replace(config, training=replace(config.training, global_batch_size=batch))
-    guesses, own = [], []
+    own, guesses = [], []
     with suppress(ConfigError):
         degrees = refuse(config, shape, gpu)
         own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
     for layout in layouts(config, shape):
         with suppress(ConfigError):
-            degrees = refuse(layout, shape, gpu)
-            guesses.append(guess(layout, shape, degrees, batch, gpu, Efficiency()))
+            guesses.append((*guess(layout, shape, refuse(layout, shape, gpu), gpu), layout))
     path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
     require_file(path, "estimate.output")
-    promising = [candidate.config for candidate in worth_trying(guesses, gpu)]
+    guesses.sort(key=lambda candidate: candidate[:2])
+    promising = [layout for _, memory_gib, layout in guesses if memory_gib <= gpu.memory_gib * ALLOWANCE]
     tried, work, passed_over, began = [], 0, 0, time.process_time()
     budget = SEARCH_SECONDS if size <= 64 else 5 * SEARCH_SECONDS
     # First the config as it is: what is found is no slower.
     for layout in own + [layout for layout in promising if layout not in own]:
-        spent, more = time.process_time() - began, forwards(layout, shape, batch)
+        spent, more = time.process_time() - began, forwards(layout, shape)
         # What would take too long, pipelines of many microbatches, is passed over.
         if work and spent + spent / work * more > budget:
             passed_over += 1
             continue
         tried.append((layout, estimate_of(layout)))
         work += more
-    best = ranking(tried)
+    fitting = [(layout, found) for layout, found in tried if found.fits]
+    best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:BEST]
     if not best:
         raise ConfigError(
             f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
             f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
         )
-    fit = sum(found.fits for _, found in tried)
     spent = time.process_time() - began
     print_out(
         f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in {spent:.0f} s of CPU "
-        f"time, {fit} of them fit; {passed_over} passed over for lack of time"
+        f"time, {len(fitting)} of them fit; {passed_over} passed over for lack of time"
     )
     print_out(ranking_table(best))
     with writing(path, "estimate.output"):

@@ -26,109 +26,66 @@ class Allocation(NamedTuple):
     stream: int
 
 
-class _Block:
-    __slots__ = ("address", "free", "next", "previous", "size")
-
-    def __init__(self, address: int, size: int, previous: "_Block | None" = None, next: "_Block | None" = None):
-        self.address, self.size, self.previous, self.next, self.free = address, size, previous, next, False
-
-
 class _Pool:
-    """The blocks of one stream and size class."""
+    """The free blocks of one stream and size class."""
 
     def __init__(self, small: bool, expandable: bool):
         self.small, self.expandable = small, expandable
-        self.free: list[tuple[int, int, _Block]] = []  # by size
-        self.last: _Block | None = None  # of an expandable segment
-        self.end = 0  # the address of what is reserved next
+        self.free: list[tuple[int, int]] = []  # size and address, sorted
+        self.end = 0  # the address up to which memory is reserved
 
-    def allocate(self, size: int) -> tuple[_Block, int]:
-        """A block of at least ``size``, and how many bytes had to be reserved for it."""
-        at = bisect_left(self.free, (size, 0))
-        if at + 1 < len(self.free) and self.free[at][2] is self.last:
+    def allocate(self, size: int) -> tuple[int, int, int]:
+        """Size and address of a block of at least ``size``, and how many bytes had to be reserved for it."""
+        at, reserved = bisect_left(self.free, (size, 0)), 0
+        if self.expandable and at + 1 < len(self.free) and sum(self.free[at]) == self.end:
             at += 1
         if at < len(self.free):
-            block = self.free.pop(at)[2]
-            block.free = False
-            self._split(block, size)
-            return block, 0
-        if not self.expandable:
-            reserved = self._segment(size)
-            block = _Block(self.end, reserved)
-        else:
+            length, address = self.free.pop(at)
+        elif self.expandable:
+            length, address = next((block for block in self.free if sum(block) == self.end), (0, self.end))
+            if length:
+                self.free.remove((length, address))
             page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-            end = self.last if self.last is not None and self.last.free else None
-            missing = size - (end.size if end is not None else 0)
-            reserved = -(-missing // page) * page
-            if end is not None:
-                self._take(end)
-                end.size += reserved
-                end.free = False
-                block = end
-            else:
-                block = _Block(self.end, reserved, previous=self.last)
-                if self.last is not None:
-                    self.last.next = block
-                self.last = block
-        self.end += reserved
-        self._split(block, size)
-        return block, reserved
+            reserved = -(-(size - length) // page) * page
+            length += reserved
+            self.end += reserved
+        else:
+            length = reserved = self._segment(size)
+            address = self.end + 1  # a gap: blocks of two segments are never joined
+            self.end = address + reserved
+        rest = length - size
+        if rest >= MIN_BLOCK and (self.small or self.expandable or rest > SMALL_SIZE):
+            insort(self.free, (rest, address + size))
+            length = size
+        return length, address, reserved
 
     def _segment(self, size: int) -> int:
         if self.small:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = block.size - size
-        if rest < MIN_BLOCK or not (self.small or self.expandable or rest > SMALL_SIZE):
-            return
-        block.size = size
-        other = _Block(block.address + size, rest, previous=block, next=block.next)
-        if block.next is not None:
-            block.next.previous = other
-        block.next = other
-        if self.last is block:
-            self.last = other
-        self._put(other)
-
-    def release(self, block: _Block) -> None:
-        for neighbor in (block.previous, block.next):
-            if neighbor is not None and neighbor.free:
-                self._take(neighbor)
-                first, second = (neighbor, block) if neighbor is block.previous else (block, neighbor)
-                first.size += second.size
-                first.next = second.next
-                if second.next is not None:
-                    second.next.previous = first
-                if self.last is second:
-                    self.last = first
-                block = first
-        self._put(block)
-
-    def _put(self, block: _Block) -> None:
-        block.free = True
-        insort(self.free, (block.size, block.address, block))
-
-    def _take(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.address))]
-        block.free = False
+    def release(self, size: int, address: int) -> None:
+        neighbors = [block for block in self.free if sum(block) == address or block[1] == address + size]
+        for neighbor in neighbors:
+            self.free.remove(neighbor)
+            size, address = size + neighbor[0], min(address, neighbor[1])
+        insort(self.free, (size, address))
 
 
 def peak_reserved(allocations: Iterable[Allocation], *, expandable_segments: bool = True) -> int:
     """The most bytes that are reserved at once; nothing is given back to the device, as while there is enough."""
     pools: dict[tuple[int, bool], _Pool] = {}
-    blocks: dict[int, tuple[_Pool, _Block]] = {}
+    blocks: dict[int, tuple[_Pool, int, int]] = {}
     reserved = 0
     for key, bytes, stream in allocations:
         if key in blocks:
-            pool, block = blocks.pop(key)
-            pool.release(block)
+            pool, size, address = blocks.pop(key)
+            pool.release(size, address)
         if bytes:
             size = -(-bytes // MIN_BLOCK) * MIN_BLOCK
             small = size <= SMALL_SIZE
             pool = pools.setdefault((stream, small), _Pool(small, expandable_segments))
-            block, more = pool.allocate(size)
-            blocks[key] = pool, block
+            size, address, more = pool.allocate(size)
+            blocks[key] = pool, size, address
             reserved += more
     return reserved

@@ -6,7 +6,7 @@ memory what a matrix product, attention, a collective or another graph takes; al
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,26 +16,22 @@ from torch import Tensor, fx, nn
 from torchtrain.attention.documents import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
-from torchtrain.planning.operations import VIEWS
+from torchtrain.planning.operations import PRODUCTS, VIEWS, nbytes
 from torchtrain.torch_internals import (
     aot_autograd,
     min_cut_rematerialization_partition,
     select_decomp_table,
-    tree_iter,
     tree_map_only,
 )
 
-aten = torch.ops.aten
-# Not fused: what comes from a library or over the network.
-OPAQUE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
-
 
 def is_opaque(node: fx.Node) -> bool:
+    """Not fused: what comes from a library or over the network."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OperatorBase):
         return False
     return (
-        getattr(target, "overloadpacket", None) in OPAQUE
+        getattr(target, "overloadpacket", None) in PRODUCTS
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
         or (not is_view(node) and getattr(result_of(node), "is_complex", bool)())  # Inductor has no kernels of these
@@ -50,12 +46,10 @@ def is_view(node: fx.Node) -> bool:
 
 def written_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose results lie in memory; of a view, what it is a view of."""
-    written = set()
+    written: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output" or is_opaque(node):
-            written |= {source for argument in node.all_input_nodes for source in [base(argument)]}
-            if node.op != "output":
-                written.add(node)
+            written |= {node, *map(base, node.all_input_nodes)}
     return {node for node in written if node.op == "call_function"}
 
 
@@ -83,18 +77,15 @@ class FusedRun(fx.Interpreter):
         super().__init__(module)
         self.ledger = ledger
         self.written = written_nodes(module.graph)
-        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
+        self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the same, or the node itself where it lies in memory
         for node in module.graph.nodes:
-            kept = node in self.written or node.op != "call_function"
-            reads = frozenset().union(*(self._read(n) for n in node.all_input_nodes))
-            self.sources[node] = frozenset([node]) if kept else reads
-        self.reads = {node: frozenset().union(*(self._read(n) for n in node.all_input_nodes)) for node in self.written}
+            self.reads[node] = frozenset().union(*(sources[n] for n in node.all_input_nodes))
+            in_memory = node in self.written or node.op != "call_function"
+            sources[node] = frozenset([node]) if in_memory else self.reads[node]
         fused = [n for n in module.graph.nodes if n.op == "call_function" and not is_opaque(n) and not is_view(n)]
         # What is fused has no result of its own: the shapes of what is written are enough.
         self.shapes_alone = all(is_known(node) for node in fused)
-
-    def _read(self, node: fx.Node) -> frozenset[fx.Node]:
-        return self.sources[node]
 
     def run_node(self, n: fx.Node) -> Any:
         ledger = self.ledger
@@ -102,31 +93,19 @@ class FusedRun(fx.Interpreter):
             with self._of(n):
                 return super().run_node(n)
         source = base(n)
-        in_memory = source.op != "call_function" or source in self.written or is_opaque(source)
-        if self.shapes_alone and not in_memory:
+        if self.shapes_alone and source.op == "call_function" and source not in self.written:
             return None
-        paused, ledger.paused = ledger.paused, True
-        try:
+        with ledger.marking(paused=True):
             result = like(result_of(n)) if self.shapes_alone and source is n else super().run_node(n)
-        finally:
-            ledger.paused = paused
         if n in self.written:
             with self._of(n):
-                moved = sum(size(result_of(source)) for source in self.reads[n])
-                ledger.wrote(result, moved)
+                ledger.wrote(result, sum(nbytes(result_of(source)) for source in self.reads[n]))
         return result
 
-    @contextmanager
-    def _of(self, node: fx.Node) -> Iterator[None]:
+    def _of(self, node: fx.Node) -> AbstractContextManager[None]:
         """In the backward's graph, mark what belongs to the forward as computed again."""
-        ledger = self.ledger
-        part = ledger.part
-        if ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward":
-            ledger.part = "recompute"
-        try:
-            yield
-        finally:
-            ledger.part = part
+        again = self.ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
+        return self.ledger.marking(part="recompute") if again else nullcontext()
 
 
 def result_of(node: fx.Node) -> Any:
@@ -137,10 +116,6 @@ def like(value: Any) -> Any:
     return tree_map_only(
         Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), value
     )
-
-
-def size(value: Any) -> int:
-    return sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor))
 
 
 @contextmanager

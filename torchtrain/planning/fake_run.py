@@ -1,11 +1,12 @@
 """A run without devices: the trainer's own mesh, model, optimizer and train step, on tensors that hold no data."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import count
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import microbatches
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import resolve_microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
@@ -53,16 +55,9 @@ class RankRecord:
 
     rank: int
     parameter_bytes: int
-    parameters: int  # elements on this rank
     ledger: Ledger
     orders: Mapping[int, Sequence[Action]]
     """What each rank of its pipeline does in one run."""
-
-
-class _NeverAsked:
-    """In place of a StopRequest, which would take over the signals of this process."""
-
-    pending = agreed = False
 
 
 class _Guard(UpdateGuard):
@@ -165,7 +160,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
 
 def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
     """In place of a vote by messages, whose result would have to be read."""
-    from torchtrain.torch_internals import InferenceMode
+    from torchtrain.torch_internals import InferenceMode  # since torch 2.13
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
@@ -177,25 +172,23 @@ def rehearse(
     degrees: Degrees,
     rank: int,
     *,
-    rows: int,
-    document_start: int | None = None,
     capability: tuple[int, int] | None,
+    max_microbatches: int | None = None,
     device: torch.device | None = None,
 ) -> RankRecord:
     """Run ``STEPS`` steps as ``rank`` would.
 
     Args:
-        rows: of the global batch, on this rank.
         capability: of the GPU that is planned for; None for a run on CPUs.
+        max_microbatches: of a step that are run; by default all. Of a pipeline: runs of its schedule.
         device: of the fake tensors; by default the CPU, which any torch can differentiate on, and which stands in for
             the GPU.
     """
     device = device or torch.device("cpu")
-    world_size = prod(astuple(degrees))
     mode = FakeTensorMode()
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
     with ExitStack() as stack:
-        stack.enter_context(fake_ranks(rank, world_size))
+        stack.enter_context(fake_ranks(rank, prod(astuple(degrees))))
         if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
         # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
@@ -213,29 +206,34 @@ def rehearse(
             model = build_parallel_model(shape, mesh, device, config)
         with mode:
             initialize_buffers(model.parts, device)
-            return _two_steps(config, model, mesh, ledger, rank, rows, document_start)
+            return two_steps(config, model, ledger, rank, max_microbatches)
 
 
-def _two_steps(
+def two_steps(
     config: JobConfig,
     model: ParallelModel,
-    mesh: Mesh,
     ledger: Ledger,
     rank: int,
-    rows: int,
-    document_start: int | None,
+    max_microbatches: int | None = None,
+    new_tokens: Callable[..., Tensor] = torch.empty,
 ) -> RankRecord:
-    device = model.device
+    """Train ``model``, on real tensors or fake ones, under the eyes of ``ledger``."""
+    mesh, device, local_batch = model.mesh, model.device, config.training.local_batch_size
+    rows = resolve_global_batch_size(config, mesh.degrees) // mesh.degrees.batch
+    if max_microbatches is not None:
+        rows = min(rows, max_microbatches * local_batch)
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
+    # A StopRequest would take over the signals of this process.
+    never_asked = SimpleNamespace(pending=False, agreed=False)
     train_step = TrainStep(
         model,
-        Microbatches(mesh, device, config.training.local_batch_size, document_start),
+        Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        _Guard(config.faults, cast(StopRequest, _NeverAsked()), device, lambda *_: None),
+        _Guard(config.faults, cast(StopRequest, never_asked), device, lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         averages=averages,
@@ -246,12 +244,11 @@ def _two_steps(
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
     with following(ledger):
         for step in range(1, STEPS + 1):
-            tokens = torch.empty(rows, config.training.seq_len, dtype=torch.int64)
+            tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
             del tokens
             ledger.adopt([local(value) for state in optimizer.state.values() for value in state.values()], "optimizer")
             ledger.end_step()
-    size = sum(parameter.nbytes for parameter in parameters)
     count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
-    orders = orders_of(model.pipeline, count)
-    return RankRecord(rank, size, sum(parameter.numel() for parameter in parameters), ledger, orders)
+    size = sum(parameter.nbytes for parameter in parameters)
+    return RankRecord(rank, size, ledger, orders_of(model.pipeline, count))

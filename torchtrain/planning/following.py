@@ -27,29 +27,21 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         ledger.resized(storage, size)
         return resize(storage, size)
 
-    def setting(original: Any, **values: Any) -> Any:
+    def marked(original: Any, **values: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
-            before = {name: getattr(ledger, name) for name in values}
-            vars(ledger).update(values)
-            try:
+            with ledger.marking(**values):
                 return original(*args, **options)
-            finally:
-                vars(ledger).update(before)
 
         return run
 
     def gathering(original: Any, waits: bool) -> Any:
         def run(group: FSDPParamGroup, *args: Any, **options: Any) -> Any:
-            before = ledger.module, ledger.fsdp, ledger.kind
-            ledger.module, ledger.fsdp, ledger.kind = group._module_fqn or "", True, "gathered"
-            if waits and group._all_gather_result is not None:
-                ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
-            if ledger.offloaded and not (waits or group.is_unsharded or group._all_gather_result):
-                ledger.crossed("copy_to_gpu", group)
-            try:
+            with ledger.marking(module=group._module_fqn or "", fsdp=True, kind="gathered"):
+                if waits and group._all_gather_result is not None:
+                    ledger.record.operations.append(Operation("wait", ledger.phase, ledger.module))
+                if ledger.offloaded and not (waits or group.is_unsharded or group._all_gather_result):
+                    ledger.crossed("copy_to_gpu", group)
                 return original(group, *args, **options)
-            finally:
-                ledger.module, ledger.fsdp, ledger.kind = before
 
         return run
 
@@ -73,7 +65,7 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
             if parameter.sharded_param.grad is not None:
                 ledger.adopt(local(parameter.sharded_param.grad), "gradients")
 
-    def marking(original: Any, name: str) -> Any:
+    def chunk(original: Any, name: str) -> Any:
         def run(stage: PipelineStage, number: int, *args: Any, **options: Any) -> Any:
             ledger.record.chunks.append((len(ledger.record.operations), name, stage.stage_index, number))
             return original(stage, number, *args, **options)
@@ -81,15 +73,15 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         return run
 
     def microbatch(*args: Any, **options: Any) -> Tensor:
-        ledger.begin_microbatch()
+        ledger.record.microbatches.append(len(ledger.record.operations))
         return forward_backward(*args, **options)
 
     forward_backward = ParallelModel.forward_backward
-    reduce = setting(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
+    reduce = marked(FSDPParamGroup.post_backward, fsdp=True, kind="temporary", part="backward")
     propagate = "_propagate_tensor_meta_non_cached"
     with (
         patch.object(torch.UntypedStorage, "resize_", resized),
-        patch.object(ShardingPropagator, propagate, setting(getattr(ShardingPropagator, propagate), paused=True)),
+        patch.object(ShardingPropagator, propagate, marked(getattr(ShardingPropagator, propagate), paused=True)),
         patch.object(FSDPParamGroup, "unshard", gathering(FSDPParamGroup.unshard, waits=False)),
         patch.object(FSDPParamGroup, "wait_for_unshard", gathering(FSDPParamGroup.wait_for_unshard, waits=True)),
         patch.object(FSDPParamGroup, "post_backward", after_backward),
@@ -97,10 +89,10 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         patch.object(FSDPParamGroup, "post_forward", placing(FSDPParamGroup.post_forward, leaves=True)),
         patch.object(FSDPParamGroup, "pre_backward", placing(FSDPParamGroup.pre_backward)),
         patch.object(ParallelModel, "forward_backward", microbatch),
-        patch.object(PipelineStage, "forward_one_chunk", marking(PipelineStage.forward_one_chunk, "FORWARD")),
-        patch.object(PipelineStage, "backward_one_chunk", marking(PipelineStage.backward_one_chunk, "FULL_BACKWARD")),
-        patch.object(OutputLoss, "__call__", setting(OutputLoss.__call__, part="loss")),
-        patch.object(TrainStep, "_update", setting(TrainStep._update, part="update")),
+        patch.object(PipelineStage, "forward_one_chunk", chunk(PipelineStage.forward_one_chunk, "FORWARD")),
+        patch.object(PipelineStage, "backward_one_chunk", chunk(PipelineStage.backward_one_chunk, "FULL_BACKWARD")),
+        patch.object(OutputLoss, "__call__", marked(OutputLoss.__call__, part="loss")),
+        patch.object(TrainStep, "_update", marked(TrainStep._update, part="update")),
         ledger,
     ):
         yield ledger

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,13 @@ from torchtrain.planning.operations import (
     ALLOCATIONS,
     VIEWS,
     Operation,
-    attention_flops,
     collective,
-    matrix_flops,
+    flops_of,
     moved_bytes,
+    nbytes,
+    tensors_in,
 )
-from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode, tree_iter
+from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode
 
 aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
@@ -54,13 +56,17 @@ class StepRecord:
         return max(self.peaks.values(), key=sum)
 
 
+@dataclass
 class _Storage:
     """A live storage: its size and kind may change."""
 
-    def __init__(self, kind: str):
-        self.kind, self.bytes = kind, 0
-        self.number = self.stream = 0  # of its allocation, and on which stream
-        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+    ref: weakref.ref[torch.UntypedStorage]
+    kind: str
+    bytes: int = 0
+    number: int = 0
+    """Of its allocation."""
+    stream: int = 0
+    """That it was allocated on."""
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,10 +87,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Live bytes by the stream that they were allocated on."""
         self.storages: dict[int, _Storage] = {}
         self.steps: list[StepRecord] = []
-        self.readbacks: list[str] = []
-        """Operations that made the host wait for the device."""
-        self.others: Counter[str] = Counter()
-        """Operations with tensors on another device than ``device_type``: their name and phase."""
         self.record = StepRecord()
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
@@ -108,32 +110,41 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "forward"
         return "recompute" if torch.is_grad_enabled() else "backward"
 
+    @contextmanager
+    def marking(self, **values: Any) -> Iterator[None]:
+        """What is seen inside has these ``values`` of the ledger's attributes."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     # Memory
 
     def adopt(self, tensors: Any, kind: str) -> None:
         """Count ``tensors``, which exist already, or from now on, as of ``kind``."""
-        for tensor in tree_iter(tensors):
-            if isinstance(tensor, Tensor):
-                self._see(tensor, kind)
-                entry = self.storages.get(tensor.untyped_storage()._cdata)
-                if entry is not None and entry.kind != kind:
-                    if self.offloaded and kind in ON_HOST:
-                        self._resize(entry, 0)
-                    self.live[entry.kind] -= entry.bytes
-                    self.live[kind] += entry.bytes
-                    entry.kind = kind
-                    self._look(entry.stream)
+        for tensor in tensors_in(tensors):
+            self._see(tensor, kind)
+            entry = self.storages.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry.kind != kind:
+                if self.offloaded and kind in ON_HOST:
+                    self._resize(entry, 0)
+                self.live[entry.kind] -= entry.bytes
+                self.live[kind] += entry.bytes
+                entry.kind = kind
+                self._look(entry.stream)
 
-    def _see(self, tensor: Tensor, kind: str) -> None:
-        if tensor.device.type != self.device_type:
-            return
+    def _see(self, tensor: Tensor, kind: str = "") -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.storages:
+        if key in self.storages or tensor.device.type != self.device_type:
             return
+        by_phase = {"forward": "activations", "loss": "activations", "update": "optimizer"}
+        kind = kind or self.kind or by_phase.get(self.phase, "temporary")
+        entry = _Storage(weakref.ref(storage, lambda _: self._freed(key, entry)), kind)
+        self.storages[key] = entry
         on_host = self.offloaded and (kind in ON_HOST or self.part == "update")
-        entry = self.storages[key] = _Storage(kind)
-        entry.ref = weakref.ref(storage, lambda _: self._freed(key, entry))
         self._resize(entry, 0 if on_host else storage.nbytes())
 
     def _freed(self, key: int, entry: _Storage) -> None:
@@ -169,9 +180,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_stream = *place, stream
         record.by_stream[on_stream] = max(self.on_stream[stream], record.by_stream.get(on_stream, 0))
 
-    def begin_microbatch(self) -> None:
-        self.record.microbatches.append(len(self.record.operations))
-
     def crossed(self, name: str, group: FSDPParamGroup) -> None:
         """Count the copies of what this rank holds of ``group``, in float32, between the host and the device."""
         size = sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params)
@@ -188,54 +196,46 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or func.namespace == "prim":  # such as the question for a tensor's device
             return func(*args, **kwargs)
         if any(
             hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
         ):
             return NotImplemented  # DTensor and its like: they come again with what they hold
-        if func is aten._local_scalar_dense.default:
-            if args[0].device.type == self.device_type:
-                self.readbacks.append(f"item in {self.phase}")
-            if isinstance(args[0], FakeTensor):
-                return 0.0 if args[0].dtype.is_floating_point else 0
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # such as run_and_save_rng_state(operation, *arguments)
             inner = next((i for i, a in enumerate(args) if isinstance(a, torch._ops.OpOverload)), None)
             if inner is not None:
                 self._note(args[inner], args[inner + 1 :], kwargs, out)
             elif str(func).startswith("flex_attention"):
-                self._note_flex(str(func), args, out)
-            return out
-        self._note(func, args, kwargs, out)
+                self._add(func, str(func), args, kwargs, nbytes((args[:3], self._see_all(out))))
+        else:
+            self._note(func, args, kwargs, out)
         return out
 
     def wrote(self, result: Any, read_bytes: int) -> None:
         """Count a fused kernel that has read ``read_bytes`` and written ``result``."""
-        outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
-        for tensor in outputs:
-            self._see(tensor, self._kind(self.phase))
-        moved = read_bytes + sum(t.nbytes for t in outputs)
+        moved = read_bytes + nbytes(self._see_all(result))
         self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
 
-    def _kind(self, phase: str) -> str:
-        return self.kind or {"forward": "activations", "loss": "activations", "update": "optimizer"}.get(
-            phase, "temporary"
-        )
+    def _see_all(self, result: Any) -> list[Tensor]:
+        outputs = tensors_in(result)
+        for tensor in outputs:
+            self._see(tensor)
+        return outputs
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        phase = self.phase
-        found = collective(func, args, out) if func.namespace in ("c10d", "_c10d_functional") else None
-        outputs = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        for tensor in outputs:
-            self._see(tensor, self._kind(phase))
+        outputs = self._see_all(out)
+        found = collective(func, args, out)
         if found is not None:
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
             self.record.operations.append(
                 Operation(
                     name,
-                    phase,
+                    self.phase,
                     self.module,
                     bytes=size,
                     axis=self.axes.get(group.group_name, "all"),
@@ -247,35 +247,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        away = [t.device.type not in (self.device_type, "meta") for t in outputs]
-        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
-        if (away and all(away)) or any(t.ndim and t.device.type not in (self.device_type, "meta") for t in inputs):
-            self._note_other_device(func, args, kwargs, inputs, outputs)
-        flops, share = matrix_flops(func, args), 1.0
-        if not flops and "attention" in func._opname:
-            flops, share = attention_flops(func._opname, args)
-        if func._opname in ALLOCATIONS:
-            return
-        moved = moved_bytes(func, args, kwargs, outputs)
+        if func._opname not in ALLOCATIONS:
+            self._add(func, func._opname, args, kwargs, moved_bytes(func, args, kwargs, outputs))
+
+    def _add(self, func: Any, name: str, args: Any, kwargs: Any, moved: int) -> None:
+        inputs = tensors_in((args, kwargs))
         dtype = inputs[0].dtype if inputs else torch.float32
-        self.record.operations.append(Operation(func._opname, phase, self.module, flops, dtype, moved, share=share))
-
-    def _note_flex(self, name: str, args: Any, out: Any) -> None:
-        """Its arguments begin with queries and keys, forward and backward; which share is masked is not known."""
-        phase, outputs = self.phase, [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        for tensor in outputs:
-            self._see(tensor, self._kind(phase))
-        flops, share = attention_flops("forward", args)
-        moved = sum(t.nbytes for t in (*args[:3], *outputs))
-        flops = flops * 5 // 2 if "backward" in name else flops
-        self.record.operations.append(Operation(name, phase, self.module, flops, args[0].dtype, moved, share=share))
-
-    def _note_other_device(
-        self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> None:
-        name, own = func._opname, self.device_type
-        self.others[f"{name} in {self.phase}"] += 1
-        waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
-            self.readbacks.append(f"{name} in {self.phase}")
+        flops, share = flops_of(func, name, args)
+        self.record.operations.append(Operation(name, self.phase, self.module, flops, dtype, moved, share=share))

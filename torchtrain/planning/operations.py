@@ -1,12 +1,12 @@
 """The operations of a step: what each computes, moves and sends, from its arguments."""
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from torchtrain.torch_internals import _resolve_process_group as resolve_process_group
 from torchtrain.torch_internals import tree_iter
@@ -41,38 +41,32 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         group = next(
             dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
         )
-        tensors = [[t for t in tree_iter(a) if isinstance(t, Tensor)] for a in args]
-        sizes = [sum(t.nbytes for t in some) for some in tensors if some]
-        return name.strip("_"), group, max(sizes, default=0)
+        return name.strip("_"), group, max(nbytes(a) for a in args)
     if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
         group = resolve_process_group(args[-1])
-        sizes = [t.nbytes for t in tree_iter((args, outputs)) if isinstance(t, Tensor)]
-        return name, group, max(sizes, default=0)
+        return name, group, max((t.nbytes for t in tensors_in((args, outputs))), default=0)
     return None
 
 
-def attention_flops(name: str, args: tuple[Any, ...]) -> tuple[int, float]:
-    """Of the two products over all pairs, forward, or of the five of the backward; and which share is not masked."""
+def flops_of(func: Any, name: str, args: tuple[Any, ...]) -> tuple[int, float]:
+    """Of a matrix product or attention; and which share of them its kernel computes.
+
+    Of attention: the two products over all pairs, forward, or the five of the backward. The share is that of a causal
+    mask, aligned with the last key, whatever else is masked.
+    """
+    if getattr(func, "overloadpacket", None) in PRODUCTS:
+        return int(flop_registry[func.overloadpacket](*args)), 1.0
+    if "attention" not in name:
+        return 0, 1.0
     backward = "backward" in name
-    q, k = (args[1], args[2]) if backward else (args[0], args[1])
+    # The gradient comes before queries and keys, but for flex_attention.
+    q, k = args[1:3] if backward and not name.startswith("flex") else args[:2]
     bs, heads, seq, dim = q.shape
     flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
-    return flops, 1 - seq / (2 * k.shape[2])  # causal, aligned with the last key
+    return flops, 1 - seq / (2 * k.shape[2])
 
 
-def matrix_flops(func: Any, args: Any) -> int:
-    """Of a matrix product: 2 m k n."""
-    packet = func.overloadpacket
-    if packet in (aten.mm, aten._scaled_mm):
-        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
-    if packet is aten.addmm:
-        return 2 * int(args[1].shape[0] * args[1].shape[1] * args[2].shape[1])
-    if packet in (aten.bmm, aten.baddbmm):
-        a, b = args[-2:] if packet is aten.baddbmm else args[:2]
-        return 2 * int(prod(a.shape) * b.shape[2])
-    return 0
-
-
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
 VIEWS = (aten._unsafe_view, aten._reshape_alias)  # which their schemas do not say
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 OVERWRITES = ("copy_", "fill_", "zero_")
@@ -96,5 +90,9 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
     return moved
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    return [t for t in tree_iter(value) if isinstance(t, Tensor)]
+
+
 def nbytes(value: Any) -> int:
-    return sum(t.nbytes for t in tree_iter(value) if isinstance(t, Tensor))
+    return sum(t.nbytes for t in tensors_in(value))

@@ -1,34 +1,24 @@
 """Which layout of a run is the fastest that fits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Degrees
+from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK, plan_stages
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.stand_ins import first_of_each_kind
-from torchtrain.planning.summary import MICROBATCHES, Estimate, world_size_of
+from torchtrain.planning.summary import MICROBATCHES, world_size_of
 
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
 RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
-BEST = 10
-# The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
-ALLOWANCE = 1.15
-
-
-@dataclass(frozen=True)
-class Guess:
-    """A layout with a first guess of its speed and memory."""
-
-    config: JobConfig
-    seconds: float
-    memory_gib: float
 
 
 def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
@@ -68,15 +58,9 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
                 )
 
 
-def guess(
-    config: JobConfig,
-    shape: TransformerConfig,
-    degrees: Degrees,
-    global_batch_size: int,
-    gpu: Gpu,
-    efficiency: Efficiency,
-) -> Guess:
-    """By closed forms, to know what to rehearse first."""
+def guess(config: JobConfig, shape: TransformerConfig, degrees: Degrees, gpu: Gpu) -> tuple[float, float]:
+    """Seconds of a step and GiB by closed forms, to know what to rehearse first."""
+    efficiency, global_batch_size = Efficiency(), resolve_global_batch_size(config, degrees)
     mode, piped = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len
     heads = shape.head_size * 2 * (shape.n_heads + shape.n_kv_heads)
@@ -103,7 +87,8 @@ def guess(
 
     # Time: products, what of the traffic nothing hides, and a pipeline's idle share.
     again = {"none": 1.0, "selective": 1.15, "full": 4 / 3}[mode]
-    work = (6 * matrices + 6 * shape.n_layers * shape.n_heads * shape.head_size * seq) * again
+    attention = 6 * shape.n_layers * shape.n_heads * shape.head_size * seq  # half of its pairs are masked
+    work = (flops_per_token(shape, seq) - attention) * again
     tokens = local * seq / degrees.context * count
     computing = work * tokens / degrees.tensor / degrees.pipeline / (gpu.flops_bfloat16 * efficiency.matrices)
     if piped:
@@ -115,29 +100,17 @@ def guess(
     rate = near if degrees.tensor * degrees.fsdp <= node else far * max(1, node // degrees.tensor)
     times = count * ((2 if whole else 4) + 4 * (local if piped else 1))
     sharding = times * on_rank / rate if degrees.fsdp > 1 else 0.0
-    return Guess(config, max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB)
+    return max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB
 
 
-def forwards(config: JobConfig, shape: TransformerConfig, global_batch_size: int) -> int:
+def forwards(config: JobConfig, shape: TransformerConfig) -> int:
     """How many forwards of a stage a rehearsal of ``config`` runs, by which its time goes."""
     parallelism, local = config.parallelism, config.training.local_batch_size
     pipeline = parallelism.pipeline_parallel_degree
     batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    count = min(MICROBATCHES, global_batch_size // (batch * local))
+    count = min(MICROBATCHES, config.training.global_batch_size // (batch * local))
     if pipeline == 1:
         return count
     schedule = parallelism.pipeline_parallel_schedule
     kinds = len(set(first_of_each_kind(plan_stages(shape, parallelism), pipeline, schedule)))
     return count * local * kinds * STAGES_PER_RANK[schedule]
-
-
-def worth_trying(guesses: list[Guess], gpu: Gpu) -> list[Guess]:
-    """Those that may fit, the fastest first."""
-    fitting = [g for g in guesses if g.memory_gib <= gpu.memory_gib * ALLOWANCE]
-    return sorted(fitting, key=lambda g: (g.seconds, g.memory_gib))
-
-
-def ranking(estimates: list[tuple[JobConfig, Estimate]]) -> list[tuple[JobConfig, Estimate]]:
-    """What fits, the fastest first."""
-    fitting = [pair for pair in estimates if pair[1].fits]
-    return sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:BEST]

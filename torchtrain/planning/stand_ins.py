@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from torchtrain.parallelisms.pipeline_llama import Pipeline
 
 Action = tuple[str, int, int]
-"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch."""
+"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch.
+
+Messages are all alike: they have 0 and 0.
+"""
 COMPUTES = ("FORWARD", "FULL_BACKWARD")
 # What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next).
 MESSAGES = {
@@ -48,9 +51,9 @@ def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[
         return {rank: one_forward_one_backward(rank, ranks, count) for rank in range(ranks)}
     return {
         rank: [
-            (a.computation_type.name, a.stage_index // ranks, a.microbatch_index)
-            for a in actions
-            if a.computation_type.name in (*COMPUTES, *MESSAGES)
+            (name, 0, 0) if name in MESSAGES else (name, action.stage_index // ranks, action.microbatch_index)
+            for action in actions
+            if (name := action.computation_type.name) in (*COMPUTES, *MESSAGES)
         ]
         for rank, actions in table.items()
     }
@@ -59,17 +62,13 @@ def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[
 def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
     """As ``Schedule1F1B`` does it on a rank that is at neither end, for ``count`` microbatches."""
     ahead = min(count, ranks - rank)  # forwards before the first backward
-    found: list[tuple[str, int]] = []
-    for i in range(ahead):
-        found += [("RECV_F", i), ("FORWARD", i), ("SEND_F", i)]
-    found.pop()  # sent with the first backward's message
-    for i in range(count):
-        if ahead + i <= count:
-            found.append(("SEND_F", ahead + i - 1))
-        found += [("RECV_B", i), ("FULL_BACKWARD", i), ("SEND_B", i)]
-        if ahead + i < count:
-            found += [("RECV_F", ahead + i), ("FORWARD", ahead + i)]
-    return [(name, 0, i) for name, i in found]
+    found: list[Action] = []
+    for i in range(count + ahead):
+        if i >= ahead:
+            found += [("RECV_B", 0, 0), ("FULL_BACKWARD", 0, i - ahead), ("SEND_B", 0, 0)]
+        if i < count:
+            found += [("RECV_F", 0, 0), ("FORWARD", 0, i), ("SEND_F", 0, 0)]
+    return found
 
 
 def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action], ranks: Sequence[int]) -> StepRecord:
@@ -82,15 +81,10 @@ def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action],
     found.operations += moved(step.operations[: step.microbatches[0]], shift)
     for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
         found.microbatches.append(len(found.operations))
-        run = _Run(step, range(start, stop), ranks[first], len(ranks))
-        for operations in (run.head, *(run.parts[action] for action in named(order)), run.tail):
+        head, parts, tail = parts_of(step, range(start, stop), ranks[first], len(ranks))
+        for operations in (head, *(parts[action] for action in order), tail):
             found.operations += moved(operations, shift)
     return found
-
-
-def named(order: Sequence[Action]) -> list[Action]:
-    """Messages are all alike."""
-    return [(name, 0, 0) if name in MESSAGES else (name, stage, number) for name, stage, number in order]
 
 
 def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
@@ -109,24 +103,25 @@ def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
 
 
-class _Run:
-    """The operations of one run of the schedule by what they are for."""
-
-    def __init__(self, step: StepRecord, within: range, own: int, ranks: int):
-        self.head: list[Operation] = []  # before its first message or computation
-        self.tail: list[Operation] = []  # after its last one
-        self.parts: dict[Action, list[Operation]] = {}
-        marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
-        directions = {meaning: name for name, meaning in MESSAGES.items()}
-        current = self.head
-        for i in within:
-            operation = step.operations[i]
-            if i in marks:
-                # What comes between, such as gathering parameters, belongs to the computation after it.
-                self.parts[marks[i]] = current = self.tail if current is self.tail else []
-                self.tail = []
-            if operation.peer is not None:
-                self.parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
-                current = self.tail
-            else:
-                current.append(operation)
+def parts_of(
+    step: StepRecord, run: range, own: int, ranks: int
+) -> tuple[list[Operation], dict[Action, list[Operation]], list[Operation]]:
+    """The operations of one run of the schedule: before its first action, for each action, and after the last one."""
+    head: list[Operation] = []
+    tail: list[Operation] = []
+    parts: dict[Action, list[Operation]] = {}
+    marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
+    directions = {meaning: name for name, meaning in MESSAGES.items()}
+    current = head
+    for i in run:
+        operation = step.operations[i]
+        if i in marks:
+            # What comes between, such as gathering parameters, belongs to the computation after it.
+            parts[marks[i]] = current = tail if current is tail else []
+            tail = []
+        if operation.peer is not None:
+            parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
+            current = tail
+        else:
+            current.append(operation)
+    return head, parts, tail

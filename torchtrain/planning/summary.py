@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from math import prod
 from typing import Any
 
 from torchtrain.config.schema import JobConfig
@@ -11,6 +12,7 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
@@ -26,20 +28,51 @@ LAYERS = 2  # of the smallest pipeline stage, and once more with another: all ot
 
 LAYER = re.compile(r"layers\.(\d+)")
 Place = tuple[str, str]  # phase and module
+Live = tuple[float, ...]  # bytes by kind, in the order of KINDS
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Bytes that one rank would need."""
+
+    rank: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    peaks: list[dict[Place, Live]]
+    """Of each step: by place, the worst moment there."""
+    by_stream: dict[int, dict[Place, float]]
+    """By stream and place, the most live bytes."""
+    scattered: float = 0.0
+    """That the allocator reserves beside the most that each stream needs."""
+
+    @property
+    def needed(self) -> float:
+        return sum(max(sizes.values()) for sizes in self.by_stream.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        (_, first), (place, last) = (max(step.items(), key=lambda item: sum(item[1])) for step in self.peaks)
+        kinds = dict(zip(KINDS, last, strict=True))
+        sizes = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            **{kind: kinds[kind] for kind in ("gathered", "activations", "temporary")},
+            "peak_active": sum(last),
+            "first_step_peak_active": sum(first),
+            "peak_reserved": self.needed + self.scattered,
+        }
+        gib = {f"{name}_gib": size / GIB for name, size in sizes.items()}
+        return {"rank": self.rank, **gib, "peak_at": " ".join(filter(None, place))}
 
 
 @dataclass(frozen=True)
 class Figures:
     """What a run would need: numbers that grow evenly with the number of layers, from some on."""
 
-    ranks: list[dict[str, float]]
-    """Of one rank of each kind: what the JSON says, but for its peaks."""
-    peaks: list[list[dict[Place, dict[str, float]]]]
-    """Of each of these ranks and steps: by place, live bytes by kind at the worst moment there."""
-    by_stream: list[dict[int, dict[Place, float]]]
-    """Of each of these ranks: by stream and place, the most live bytes."""
-    scattered: list[float]
-    """Of each of these ranks: bytes that the allocator reserves beside the most that each stream needs."""
+    ranks: list[RankFigures]
+    """One of each kind."""
     collectives: list[dict[str, Any]]
     flops_by_phase: dict[str, float]
     """Of matrix products and attention, a step, with what is computed again; of the rank with the most."""
@@ -48,28 +81,24 @@ class Figures:
 
     def extended(self, more: "Figures", times: float) -> "Figures":
         """``times`` times as far from these to ``more`` as that is."""
-        pairs = ((getattr(self, name), getattr(more, name)) for name in self.__dataclass_fields__)
-        found = Figures(*(extend(first, second, times) for first, second in pairs))
+        found: Figures = extend(self, more, times)
         # Holes between blocks come and go with their sizes, which are the same for any number of layers.
-        return replace(found, scattered=[max(pair) for pair in zip(self.scattered, more.scattered, strict=True)])
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """For each rank what the JSON says of it."""
-        return [
-            {**rank, **peak_dict(steps), "peak_reserved_gib": (needed(streams) + scattered) / GIB}
-            for rank, steps, streams, scattered in zip(
-                self.ranks, self.peaks, self.by_stream, self.scattered, strict=True
-            )
+        ranks = [
+            replace(rank, scattered=max(few.scattered, many.scattered))
+            for rank, few, many in zip(found.ranks, self.ranks, more.ranks, strict=True)
         ]
+        return replace(found, ranks=ranks)
 
 
 def extend(first: Any, second: Any, times: float) -> Any:
     """What has no name in ``first`` is 0 there; a place that only one of them has is left out."""
+    if isinstance(second, Figures | RankFigures):
+        return type(second)(**{key: extend(value, vars(second)[key], times) for key, value in vars(first).items()})
     if isinstance(second, dict):
         known = {key: value for key, value in second.items() if key in first or isinstance(key, str)}
         return {key: extend(first.get(key, 0), value, times) for key, value in known.items()}
-    if isinstance(second, list):
-        return [extend(a, b, times) for a, b in zip(first, second, strict=True)]
+    if isinstance(second, list | tuple):
+        return type(second)(extend(a, b, times) for a, b in zip(first, second, strict=True))
     return first if isinstance(first, str) or first == second else first + times * (second - first)
 
 
@@ -88,13 +117,12 @@ class Estimate:
 
     @property
     def world_size(self) -> int:
-        degrees = self.degrees
-        return degrees.pipeline * degrees.batch * degrees.context * degrees.tensor
+        return prod(astuple(self.degrees))
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
         """What the JSON says of one rank of each kind."""
-        return self.figures.as_dicts()
+        return [rank.as_dict() for rank in self.figures.ranks]
 
     @property
     def peak_reserved_gib(self) -> float:
@@ -148,6 +176,7 @@ def figures_of(
 
     ``steps``: their last ones, and those of the ranks that they stand for.
     """
+    ranks = [rank_figures(record) for record in records]
 
     def of(operations: dict[int, list[Operation]]) -> Figures:
         times = replay(operations, clock)
@@ -155,82 +184,43 @@ def figures_of(
         busiest = max(work, key=lambda rank: work[rank].total())
         time = times[busiest]
         seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
-        ranks, peaks = [rank_dict(record) for record in records], [peaks_of(record) for record in records]
-        streams = [streams_of(record) for record in records]
-        scattered = [peak_reserved(r.ledger.allocations) - needed(s) for r, s in zip(records, streams, strict=True)]
-        traffic = collectives(operations[busiest])
-        return Figures(ranks, peaks, streams, scattered, traffic, dict(work[busiest]), seconds)
+        return Figures(ranks, collectives(operations[busiest]), dict(work[busiest]), seconds)
 
     found = of({rank: step.operations for rank, step in steps.items()})
     if microbatches <= MICROBATCHES:
         return found
-    fewer = of({rank: without(step.operations, *step.microbatches[1:3]) for rank, step in steps.items()})
-    return fewer.extended(found, microbatches - MICROBATCHES + 1)
+    fewer = {}
+    for rank, step in steps.items():
+        second, third = step.microbatches[1:3]  # of which one is left out
+        fewer[rank] = step.operations[:second] + step.operations[third:]
+    return of(fewer).extended(found, microbatches - MICROBATCHES + 1)
 
 
-def step_of(number: int, first: int, record: RankRecord, ranks: Sequence[int]) -> StepRecord:
-    """The last step of pipeline rank ``number``, which is ``first``, whose record this is, or one of its kind."""
-    step = record.ledger.steps[-1]
-    return step if number == first else stand_in(step, first, number, record.orders[number], ranks)
-
-
-def without(operations: list[Operation], first: int, last: int) -> list[Operation]:
-    return operations[:first] + operations[last:]
-
-
-def rank_dict(record: RankRecord) -> dict[str, float]:
+def rank_figures(record: RankRecord) -> RankFigures:
     last = record.ledger.steps[-1]
-    return {
-        "rank": record.rank,
-        "parameters_gib": record.parameter_bytes / GIB,
-        "gradients_gib": max((sizes[KINDS.index("gradients")] for sizes in last.timeline), default=0) / GIB,
-        "optimizer_gib": last.kept.get("optimizer", 0) / GIB,
-    }
-
-
-def places(modules: Iterable[str]) -> Callable[[str], str]:
-    """What ``modules`` are called where only the first and the last layer are told from the others."""
-    numbers = {module: int(match[1]) for module in modules if (match := LAYER.match(module))}
-    names = {min(numbers.values(), default=-1): "first layer", max(numbers.values(), default=-1): "last layer"}
-    return lambda module: names.get(numbers[module], "layer between") if module in numbers else module
-
-
-def streams_of(record: RankRecord) -> dict[int, dict[Place, float]]:
-    found: dict[int, dict[Place, float]] = {}
+    peaks: list[dict[Place, Live]] = []
+    by_stream: dict[int, dict[Place, float]] = {}
     for step in record.ledger.steps:
-        name = places(module for _, module, _ in step.by_stream)
-        for (phase, module, stream), size in step.by_stream.items():
-            own, place = found.setdefault(stream, {}), (phase, name(module))
-            own[place] = max(size, own.get(place, 0))
-    return found
-
-
-def needed(streams: dict[int, dict[Place, float]]) -> float:
-    return sum(max(sizes.values()) for sizes in streams.values())
-
-
-def peaks_of(record: RankRecord) -> list[dict[Place, dict[str, float]]]:
-    """By place; of layers the first, the last and any other are told apart, which more layers have as well."""
-    found: list[dict[Place, dict[str, float]]] = []
-    for step in record.ledger.steps:
-        name = places(module for _, module in step.peaks)
-        worst: dict[Place, tuple[int, ...]] = {}
+        name = layer_names(module for _, module in step.peaks)
+        worst: dict[Place, Live] = {}
         for (phase, module), sizes in step.peaks.items():
-            place = phase, name(module)
+            place = phase, name[module]
             worst[place] = max(sizes, worst.get(place, sizes), key=sum)
-        found.append({place: dict(zip(KINDS, sizes, strict=True)) for place, sizes in worst.items()})
-    return found
+        peaks.append(worst)
+        for (phase, module, stream), size in step.by_stream.items():
+            own, place = by_stream.setdefault(stream, {}), (phase, name[module])
+            own[place] = max(size, own.get(place, 0))
+    gradients = max((sizes[KINDS.index("gradients")] for sizes in last.timeline), default=0)
+    found = RankFigures(record.rank, record.parameter_bytes, gradients, last.kept.get("optimizer", 0), peaks, by_stream)
+    return replace(found, scattered=peak_reserved(record.ledger.allocations) - found.needed)
 
 
-def peak_dict(steps: list[dict[Place, dict[str, float]]]) -> dict[str, Any]:
-    first, last = (max(step.items(), key=lambda item: sum(item[1].values())) for step in steps)
-    place, by_kind = last
-    return {
-        **{f"{kind}_gib": by_kind[kind] / GIB for kind in ("gathered", "activations", "temporary")},
-        "peak_active_gib": sum(by_kind.values()) / GIB,
-        "first_step_peak_active_gib": sum(first[1].values()) / GIB,
-        "peak_at": " ".join(filter(None, place)),
-    }
+def layer_names(modules: Iterable[str]) -> dict[str, str]:
+    """What ``modules`` are called where only the first and the last layer are told from the others."""
+    names = {module: module for module in modules}
+    numbers = {module: int(match[1]) for module in names if (match := LAYER.match(module))}
+    ends = {min(numbers.values(), default=-1): "first layer", max(numbers.values(), default=-1): "last layer"}
+    return {**names, **{module: ends.get(number, "layer between") for module, number in numbers.items()}}
 
 
 def collectives(operations: Sequence[Operation]) -> list[dict[str, Any]]:
@@ -259,27 +249,19 @@ def world_size_of(config: JobConfig) -> int:
     """``estimate.world_size``, or as many ranks as the degrees need."""
     if config.estimate.world_size:
         return config.estimate.world_size
-    parallelism, size = config.parallelism, 1
-    for key in ("pipeline", "tensor", "context"):
-        size *= int(getattr(parallelism, f"{key}_parallel_degree"))
+    parallelism = config.parallelism
     shard = parallelism.data_parallel_shard_degree
     if shard == -1:
         raise ConfigError(
             "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 takes all ranks that the "
             "others leave; say how many there are, such as --estimate.world_size 8"
         )
-    return size * parallelism.data_parallel_replicate_degree * shard
+    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+    return replicate * shard * parallelism.context_parallel_degree * tensor * parallelism.pipeline_parallel_degree
 
 
 def estimate(
-    config: JobConfig,
-    shape: TransformerConfig,
-    global_batch_size: int,
-    gpu: Gpu,
-    efficiency: Efficiency | None = None,
-    *,
-    all_layers: bool = False,
-    stand_ins: bool = False,
+    config: JobConfig, shape: TransformerConfig, gpu: Gpu, *, all_layers: bool = False, stand_ins: bool = False
 ) -> Estimate:
     """Rehearse one rank of each kind, and time them together.
 
@@ -288,7 +270,8 @@ def estimate(
     in the middle of a pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """
     degrees = resolve_degrees(config.parallelism, world_size_of(config))
-    clock = Clock(gpu, config.estimate.gpus_per_node, efficiency or Efficiency(), config)
+    clock = Clock(gpu, config.estimate.gpus_per_node, Efficiency(), config)
+    global_batch_size = resolve_global_batch_size(config, degrees)
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
     stages = plan_stages(shape, config.parallelism)
     rehearsed: list[RankRecord] = []
@@ -306,14 +289,16 @@ def estimate(
                 replace(shape, n_layers=sum(stages)),
                 degrees,
                 ranks[first],
-                rows=min(microbatches, MICROBATCHES) * config.training.local_batch_size,
-                document_start=0 if config.data.document_mask else None,
                 capability=gpu.capability,
+                max_microbatches=MICROBATCHES,
             )
             for first in sorted(set(firsts))
         }
         rehearsed[:] = records.values()
-        steps = {ranks[i]: step_of(i, first, records[first], ranks) for i, first in enumerate(firsts)}
+        steps = {}
+        for number, first in enumerate(firsts):
+            step, order = records[first].ledger.steps[-1], records[first].orders.get(number, ())
+            steps[ranks[number]] = step if number == first else stand_in(step, first, number, order, ranks)
         return figures_of(rehearsed, steps, clock, microbatches)
 
     left_out = min(stages) - LAYERS

@@ -26,6 +26,10 @@ class StepTime:
     """By axis, what it waits for collectives and messages that nothing hides."""
 
 
+Arrivals = dict[tuple[int, int], list[float]]
+"""By sender and receiver, when each message is there."""
+
+
 class Clock:
     """Durations on ``gpu``, in machines of ``gpus_per_node``."""
 
@@ -67,84 +71,75 @@ class Clock:
 
 def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int, StepTime]:
     """Times of the ranks whose operations are ``traces``, which send to and receive from each other."""
-    arrivals: dict[tuple[int, int], list[float]] = {}
-    ranks = {rank: _Rank(rank, trace, clock, arrivals) for rank, trace in traces.items()}
-    waiting = {rank: state.run() for rank, state in ranks.items()}
+    arrivals: Arrivals = defaultdict(list)
+    times = {rank: StepTime() for rank in traces}
+    waiting = {rank: run(rank, trace, clock, arrivals, times[rank]) for rank, trace in traces.items()}
     while waiting:
-        before = sum(state.done for state in ranks.values())
-        for rank, progress in list(waiting.items()):
-            if next(progress, None) is None:
-                del waiting[rank]
-        if waiting and sum(state.done for state in ranks.values()) == before:
+        sent = sum(map(len, arrivals.values()))
+        ended = [rank for rank, progress in waiting.items() if next(progress, None) is None]
+        for rank in ended:
+            del waiting[rank]
+        if not ended and sum(map(len, arrivals.values())) == sent:
             raise AssertionError(f"ranks {sorted(waiting)} wait for messages that nobody sends")
-    longest = max(state.time.seconds for state in ranks.values())
-    for state in ranks.values():
-        state.time.waiting["end of the step"] += longest - state.time.seconds
-        state.time.seconds = longest
-    return {rank: state.time for rank, state in ranks.items()}
+    longest = max(time.seconds for time in times.values())
+    for time in times.values():
+        time.waiting["end of the step"] += longest - time.seconds
+        time.seconds = longest
+    return times
 
 
-class _Rank:
-    """One rank's streams: computing, and FSDP's collectives; the host that issues to both."""
+def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals, time: StepTime) -> Iterator[bool]:
+    """Fill in the ``time`` of one rank; yield where a message is waited for that is not sent yet.
 
-    def __init__(
-        self, rank: int, trace: Sequence[Operation], clock: Clock, arrivals: dict[tuple[int, int], list[float]]
-    ):
-        self.rank, self.trace, self.clock, self.arrivals = rank, trace, clock, arrivals
-        self.time = StepTime()
-        self.done = 0
+    Its streams are computing, and FSDP's collectives; the host issues to both.
+    """
+    device = host = stream = copied_out = reduced = 0.0
+    gathered: dict[str, float] = {}
+    received: Counter[int] = Counter()
 
-    def run(self) -> Iterator[bool]:
-        """Go on until a message is waited for that is not sent yet; then yield."""
-        clock, time = self.clock, self.time
-        device = host = stream = copied_out = reduced = 0.0
-        gathered: dict[str, float] = {}
-        received: Counter[int] = Counter()
+    def wait(until: float, axis: str) -> float:
+        time.waiting[axis] += max(0.0, until - device)
+        return max(device, until)
 
-        def wait(until: float, axis: str) -> float:
-            time.waiting[axis] += max(0.0, until - device)
-            return max(device, until)
-
-        for operation in self.trace:
-            self.done += 1
-            host += clock.efficiency.launch_seconds
-            if operation.name == "wait":
-                device = wait(gathered.get(operation.module, 0.0), "shard")
-            elif operation.phase == "update" and stream > device:
-                device = wait(stream, "shard")
-            if operation.name == "wait":
+    for operation in trace:
+        host += clock.efficiency.launch_seconds
+        if operation.name == "wait":
+            device = wait(gathered.get(operation.module, 0.0), "shard")
+        elif operation.phase == "update" and stream > device:
+            device = wait(stream, "shard")
+        if operation.name == "wait":
+            continue
+        if not operation.axis:
+            seconds = clock.compute(operation)
+            device = wait(host, "host") + seconds
+            time.by_phase[operation.phase] += seconds
+            if operation.name == "split_with_sizes_copy":
+                copied_out = device
+        elif operation.peer is not None:
+            seconds = clock.communicate(operation)
+            if operation.name == "send":
+                arrivals[rank, operation.peer].append(max(device, host) + seconds)
                 continue
-            if not operation.axis:
-                seconds = clock.compute(operation)
-                device = wait(host, "host") + seconds
-                time.by_phase[operation.phase] += seconds
-                if operation.name == "split_with_sizes_copy":
-                    copied_out = device
-            elif operation.peer is not None:
-                seconds = clock.communicate(operation)
-                if operation.name == "send":
-                    self.arrivals.setdefault((self.rank, operation.peer), []).append(max(device, host) + seconds)
-                    continue
-                sent = self.arrivals.setdefault((operation.peer, self.rank), [])
-                while len(sent) <= received[operation.peer]:
-                    yield True
-                device = wait(sent[received[operation.peer]], "pipeline")
-                received[operation.peer] += 1
-            elif operation.axis == "host":  # between the gathering or the reduction, and so on their stream
-                stream = max(stream, host) + clock.communicate(operation)
-                if operation.name == WAITING_COPY:
-                    host = max(host, stream)
-            elif operation.fsdp and "gather" in operation.name:
-                stream = max(stream, host, copied_out) + clock.communicate(operation)
-                gathered[operation.module] = stream
-            elif operation.fsdp:
-                if operation.axis == "shard":
-                    device = wait(reduced, "shard")  # one reduction under way at a time
-                stream = max(stream, host, device) + clock.communicate(operation)
-                reduced = stream
-            else:
-                seconds = clock.communicate(operation)
-                if operation.axis == "tensor" and clock.async_tensor:
-                    seconds *= 1 - clock.efficiency.async_tensor
-                device = wait(max(device, host) + seconds, operation.axis)
-        time.seconds = wait(stream, "shard")
+            sent = arrivals[operation.peer, rank]
+            while len(sent) <= received[operation.peer]:
+                yield True
+            device = wait(sent[received[operation.peer]], "pipeline")
+            received[operation.peer] += 1
+        elif operation.axis == "host":  # between the gathering or the reduction, and so on their stream
+            stream = max(stream, host) + clock.communicate(operation)
+            if operation.name == WAITING_COPY:
+                host = max(host, stream)
+        elif operation.fsdp and "gather" in operation.name:
+            stream = max(stream, host, copied_out) + clock.communicate(operation)
+            gathered[operation.module] = stream
+        elif operation.fsdp:
+            if operation.axis == "shard":
+                device = wait(reduced, "shard")  # one reduction under way at a time
+            stream = max(stream, host, device) + clock.communicate(operation)
+            reduced = stream
+        else:
+            seconds = clock.communicate(operation)
+            if operation.axis == "tensor" and clock.async_tensor:
+                seconds *= 1 - clock.efficiency.async_tensor
+            device = wait(max(device, host) + seconds, operation.axis)
+    time.seconds = wait(stream, "shard")
