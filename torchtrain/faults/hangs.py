@@ -82,51 +82,20 @@ class HangWatch:
         self.timeout_seconds = timeout_seconds
         self.doing = doing
         self.best_effort = BestEffort(f"reports in {folder}")
-        self._main = threading.main_thread().ident
-        self._what: str | None = None
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
-        self._thread.start()
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Expect the body, ``what``, to be done within ``timeout_seconds``."""
-        self._set(what)
+        """Report if the body, ``what``, takes longer than ``timeout_seconds``."""
+        timer = threading.Timer(self.timeout_seconds, self._report, (what,))
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            self._set(None)
-
-    def __enter__(self) -> "HangWatch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _set(self, what: str | None) -> None:
-        with self._changed:
-            self._what = what
-            self._changed.notify()
-
-    def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                what = self._what
-                changed = self._changed.wait(self.timeout_seconds if what is not None else None)
-                if not changed and what is not None:
-                    self._changed.release()
-                    try:
-                        self._report(what)
-                    finally:
-                        self._changed.acquire()
-                    while self._what == what and not self._closed:
-                        self._changed.wait()
+            timer.cancel()
 
     def _report(self, what: str) -> None:
-        own = _place(sys._current_frames().get(self._main or 0), self.doing())
+        own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
         with self.best_effort:
             self._write(self._file(what, self.rank), own)
         time.sleep(COLLECT_SECONDS)
