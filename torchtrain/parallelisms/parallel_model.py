@@ -56,7 +56,7 @@ class ParallelModel:
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens, is_last)
+                return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
@@ -70,7 +70,7 @@ class ParallelModel:
         tokens, labels, positions, mask = microbatch
         with loss_parallel():
             if self.pipeline is not None:
-                return self.pipeline.forward(tokens, labels, positions, mask)[0]
+                return self.pipeline.forward(microbatch)[0]
             losses: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
             return losses[0]
 

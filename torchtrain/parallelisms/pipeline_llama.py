@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
@@ -23,6 +22,7 @@ from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
+from torchtrain.parallelisms.microbatches import Microbatch
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
@@ -71,22 +71,6 @@ class ReducingStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-def boundaries(
-    model: TransformerConfig, mesh: Mesh, rows: int, seq: int, training: Training, parallelism: Parallelism
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a microbatch is before the first stage, between stages and after the last: tensors on the meta device.
-
-    torch's stages are told these shapes, so that no stage must be run to find them out.
-    """
-    dtype = getattr(torch, training.mixed_precision_param)
-    between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
-    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-    hidden, last_hidden = (
-        torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
-    )
-    return tokens, hidden, last_hidden
-
-
 class Pipeline:
     """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
 
@@ -123,7 +107,14 @@ class Pipeline:
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
-        tokens, self.hidden, last_hidden = boundaries(model, mesh, rows, seq, training, parallelism)
+        # What goes into the first stage, between stages and out of the last. torch is told these shapes, so that no
+        # stage must be run to find them out. Between stages a rank has its part of sequence parallelism.
+        between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
+        dtype = getattr(torch, training.mixed_precision_param)
+        tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+        self.hidden, last_hidden = (
+            torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
+        )
         stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
         self.pipeline_stages = [
             stage_type(
@@ -147,20 +138,9 @@ class Pipeline:
         # Only now: a schedule whose stages go down the ranks and up again has put them on others.
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        positions: Tensor,
-        mask: Tensor | BlockMask | None,
-        global_tokens: Tensor,
-        is_last: bool,
-    ) -> Tensor:
-        """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sums of their losses.
-
-        ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or
-        local_batch_size, seq), ``mask`` as the model takes it. The sums are 0 without ``has_loss``.
-        """
+    def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
+        """As ``ParallelModel.forward_backward``. The schedule cuts ``microbatch`` once more, along the sequences."""
+        tokens, labels, positions, mask = microbatch
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
@@ -168,7 +148,6 @@ class Pipeline:
                 stage.is_last_run = is_last
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
-        # The schedule cuts every argument along its first dimension.
         arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1)}
         if mask is not None:
             arguments["mask"] = mask
@@ -176,11 +155,12 @@ class Pipeline:
         return self.losses
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """The sums of the losses alone; arguments and result as for ``forward_backward``.
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """The sums of the losses alone: (2,), 0 without ``has_loss``.
 
         Not by the schedule: those that split the backward have no mode without one.
         """
+        tokens, labels, positions, mask = microbatch
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
         output = tokens
         for i, stage in self.stages.items():
