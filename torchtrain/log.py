@@ -31,16 +31,18 @@ def init_logging() -> None:
     logger.propagate = False
 
 
-def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
-    """Call ``run``, which returns an exit code. A TorchtrainError becomes one message and its exit code.
+def is_first_rank() -> bool:
+    """Whether this is the first process that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
-    ``speaks``: whether this is the rank to give the message.
-    """
+
+def run_door(run: Callable[[], int]) -> int:
+    """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message."""
     init_logging()
     try:
         return run()
     except TorchtrainError as error:
-        if speaks:
+        if is_first_rank():
             logger.error("error: %s", error)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a thread that hangs would keep the process

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import StoppedError
-from torchtrain.log import BestEffort, logger, run_door
+from torchtrain.log import BestEffort, is_first_rank, logger, run_door
 
 if TYPE_CHECKING:
     from torchtrain.build import Loop, Run
@@ -22,31 +22,22 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code of the process."""
-    is_first = os.environ.get("RANK", "0") == "0"
 
     def run() -> int:
         options = sys.argv[1:] if argv is None else argv
-        config = parse(options, print_errors=is_first)
+        config = parse(options, print_errors=is_first_rank())
         try:
             return train(config)
         except RuntimeError as error:
             if type(error).__name__ == "OutOfMemoryError":  # torch's
-                ranks = os.environ.get("WORLD_SIZE", "1")
+                estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(
-                    "%s\nTo see where the memory of such a run goes, and what would fit: python -m torchtrain.estimate "
-                    "%s --estimate.world_size %s, with --estimate.search for a layout (docs/estimate.md)",
-                    error,
-                    shlex.join(options),
-                    ranks,
+                    f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
+                    f"torchtrain.estimate {estimate}, with --estimate.search for a layout (docs/estimate.md)"
                 )
             raise
-        except StoppedError as error:
-            from torchtrain.faults.stopping import exit_code_when_stopped
 
-            error.exit_code = exit_code_when_stopped()
-            raise
-
-    return run_door(run, speaks=is_first)
+    return run_door(run)
 
 
 def train(config: JobConfig) -> int:
@@ -60,7 +51,7 @@ def train(config: JobConfig) -> int:
     from torchtrain.build import build_loop, build_run, export_hf
     from torchtrain.distributed.process_group import rank
     from torchtrain.faults.hangs import enable_flight_recorder
-    from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
+    from torchtrain.faults.stopping import StopRequest
     from torchtrain.metrics.beginning import describe
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
@@ -84,11 +75,10 @@ def train(config: JobConfig) -> int:
         export_hf(config, run)
     stopped = stop.agreed and run.step < steps
     ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
-    logger.info(
-        "%s: step %d of %d; everything lies in %s", "done" if run.step == steps else ending, run.step, steps, folder
-    )
+    ending = "done" if run.step == steps else ending
+    logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
-    return exit_code_when_stopped() if stopped else 0
+    return StoppedError().exit_code if stopped else 0
 
 
 def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest") -> None:
@@ -100,7 +90,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest") 
     checkpoint, guard, hangs, metrics = run.checkpoint, loop.guard, loop.hangs, loop.metrics
     gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
 
-    with closing(run.plan.loader), metrics, loop.profiler, stop, hangs, checkpoint:
+    with closing(run.plan.loader), metrics, loop.profiler, stop, checkpoint:
         batches = metrics.time_waiting(run.plan.loader)
         while run.step < steps and not stop.agreed:
             last = run.step + 1 == steps
