@@ -26,11 +26,11 @@ NUMBERS = (
 
 
 class _Verdict(NamedTuple):
-    """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
+    """What was found about a step, on its way from the device to the host."""
 
     step: int
-    numbers: Tensor  # of ``NUMBERS``
-    ready: torch.cuda.Event | None
+    numbers: Tensor  # of ``NUMBERS``, in CPU memory
+    ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
 class UpdateGuard:
@@ -86,16 +86,10 @@ class UpdateGuard:
         shifted = torch.cat((self._window[:, 1:], values[:, None]), dim=1)
         self._window = torch.where(bad, self._window, shifted)
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
-        self._last = self._send(step, found)
+        numbers = found.to("cpu", non_blocking=True)
+        ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
+        self._last = _Verdict(step, numbers, ready)
         return bad.float()
-
-    def _send(self, step: int, found: Tensor) -> _Verdict:
-        if found.device.type == "cpu":
-            return _Verdict(step, found, None)
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return _Verdict(step, host, ready)
 
     def settle(self) -> None:
         """Act on the result of the last step judged. The loop calls it where no next step will be judged in time."""
