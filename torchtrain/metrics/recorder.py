@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +50,7 @@ def where(device: torch.device) -> dict[str, str]:
     return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
 
 
-class MetricsRecorder:
+class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Collects numbers on each rank; every ``log_freq`` steps they are reduced over all ranks, and rank 0 writes."""
 
     def __init__(
@@ -77,10 +77,7 @@ class MetricsRecorder:
         self.peak_flops = peak_flops
         self.first_step = first_step
         self.last_step = last_step
-        self.since_step = first_step
-        self.since = time.perf_counter()
-        self.data_wait_seconds = 0.0
-        self.waiting_for_step = first_step
+        self.restart(first_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and dist.get_world_size() > 1:
             self.stragglers = StragglerWatch(
@@ -92,9 +89,6 @@ class MetricsRecorder:
             self.writers = self.stack.enter_context(Writers(config, folder, config_toml, first_step))
             with BestEffort("the first line of metrics.jsonl"):
                 self.record_event(first_step, "start", {"ranks": dist.get_world_size(), **where(device)})
-
-    def __enter__(self) -> "MetricsRecorder":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,21 +124,22 @@ class MetricsRecorder:
         step_seconds = elapsed / (step - self.since_step)
         tokens_per_second = self.tokens_per_step_and_device / step_seconds
         mfu = None if self.peak_flops is None else tokens_per_second * self.flops_per_token / self.peak_flops
-        self._write(
-            {
-                "step": step,
-                "loss": total / tokens,
-                "loss_max": loss_max,
-                **({} if loss.z is None else {"z_loss": z_total / tokens}),
-                "grad_norm": grad_norm.item(),
-                "lr": lr,
-                "tokens_per_second": tokens_per_second,
-                "mfu": mfu,
-                "memory_gib": memory_gib,
-                "data_wait_fraction": data_wait_fraction,
-                "step_seconds": step_seconds,
-            }
-        )
+        line = {
+            "step": step,
+            "loss": total / tokens,
+            "loss_max": loss_max,
+            **({} if loss.z is None else {"z_loss": z_total / tokens}),
+            "grad_norm": grad_norm.item(),
+            "lr": lr,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "memory_gib": memory_gib,
+            "data_wait_fraction": data_wait_fraction,
+            "step_seconds": step_seconds,
+        }
+        if self.writers is not None:
+            self.writers.write(line)
+            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
@@ -172,11 +167,6 @@ class MetricsRecorder:
         """Start measuring again at ``step``, to which the run went back."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.waiting_for_step = step
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.writers is not None:
-            self.writers.write(line)
-            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
 
 
 def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:

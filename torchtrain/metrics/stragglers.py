@@ -66,9 +66,7 @@ class StragglerWatch:
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
         self.wait_seconds, self.steps, self.since = 0.0, 0, time.perf_counter()
-        if self.pending is not None:
-            self.pending[1].wait()
-            self._look()
+        self._look(wait=True)
         all_ranks = [torch.empty_like(own) for _ in self.hosts]
         work = dist.all_gather(all_ranks, own, group=self.group, async_op=True)
         assert work is not None
@@ -76,14 +74,17 @@ class StragglerWatch:
 
     def close(self) -> None:
         """Wait for the messages under way."""
-        if self.pending is not None:
-            self.pending[1].wait()
-            self._look()
+        self._look(wait=True)
 
-    def _look(self) -> None:
-        if self.pending is None or not self.pending[1].is_completed():
+    def _look(self, wait: bool = False) -> None:
+        """Name the slow ranks, if the times under way have arrived, or after a ``wait`` for them."""
+        if self.pending is None:
             return
-        step, _, all_ranks = self.pending
+        step, work, all_ranks = self.pending
+        if wait:
+            work.wait()
+        elif not work.is_completed():
+            return
         self.pending = None
         if dist.get_rank() != 0:
             return
