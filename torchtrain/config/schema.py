@@ -434,11 +434,7 @@ class Parallelism:
         degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
         require_at_least(self, "parallelism", 1, *(f"{axis}_degree" for axis in degrees))
         require_each(self, "parallelism", COUNT_OR_OPEN, "data_parallel_shard_degree", "pipeline_parallel_microbatches")
-        layers = self.pipeline_parallel_layers_per_stage
-        require(
-            min(layers, default=1) >= 1,
-            f"parallelism.pipeline_parallel_layers_per_stage = {list(layers)} must be at least 1",
-        )
+        require_at_least(self, "parallelism", 1, "pipeline_parallel_layers_per_stage")
 
 
 @dataclass(frozen=True)
