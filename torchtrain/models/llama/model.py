@@ -178,10 +178,7 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each with a norm before and a residual around it."""
 
-    PRODUCTS = (
-        *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-        *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
-    )
+    PRODUCTS = [f"attention.{w}" for w in ("wq", "wk", "wv", "wo")] + [f"feed_forward.{w}" for w in ("w1", "w3", "w2")]
     """The layers that multiply by a matrix, in the order of the forward."""
 
     def __init__(self, config: TransformerConfig):
@@ -224,24 +221,22 @@ class Transformer(nn.Module):
 
         With a base (muP) they are smaller, as the table in docs/recipes.md says.
         """
-        std, width, depth = 0.02, self.config.width_factor, self.config.depth_factor
         self.tie_weights()
-        if self.tok_embeddings is not None:
-            init_matrix(self.tok_embeddings, std)
-        std /= math.sqrt(width)
-        for layer_id, block in self.layers.items():
-            residual_std = std / math.sqrt(2 * (int(layer_id) / depth + 1)) / depth
-            for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-                init_matrix(block.get_submodule(name), std)
-            for name in ("attention.wo", "feed_forward.w2"):
-                init_matrix(block.get_submodule(name), residual_std)
-            for name, parameter in block.named_parameters():
-                if parameter.ndim == 1:
-                    nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
-        if self.norm is not None:
-            nn.init.constant_(self.norm.get_parameter("weight"), 1 / width)
-        if self.output is not None and not self.config.tied_embeddings:
-            init_matrix(self.output, math.sqrt(width) / math.sqrt(self.config.dim))
+        width, depth = self.config.width_factor, self.config.depth_factor
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                gain = 1 / width if name == "norm.weight" else 1.0
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else gain)
+                continue
+            std = 0.02 / math.sqrt(width)
+            if name == "tok_embeddings.weight":
+                std = 0.02
+            elif name == "output.weight":
+                std = math.sqrt(width) / math.sqrt(self.config.dim)
+            elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+                layer_id = int(name.split(".")[1])
+                std = std / math.sqrt(2 * (layer_id / depth + 1)) / depth
+            nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
         self.init_buffers()
 
     def init_buffers(self) -> None:
@@ -295,8 +290,3 @@ class Transformer(nn.Module):
         if self.output is None:
             return h
         return self.output(h) if head is None else head(h, self.output)
-
-
-def init_matrix(module: nn.Module, std: float) -> None:
-    """Fill ``module.weight`` from a normal distribution of standard deviation ``std``, cut at three of them."""
-    nn.init.trunc_normal_(module.get_parameter("weight"), mean=0.0, std=std, a=-3 * std, b=3 * std)
