@@ -87,9 +87,8 @@ def build_parallel_model(
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty has made two parameters of a shared one
     loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
-    pipeline = None
-    if mesh.degrees.pipeline > 1:
-        pipeline = Pipeline(stages, mesh, device, loss, training, parallelism)
+    split = mesh.degrees.pipeline > 1
+    pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
     accumulation = parallelism.fsdp_gradient_accumulation
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)
 
