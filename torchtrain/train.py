@@ -65,7 +65,7 @@ def train(config: JobConfig) -> int:
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
-    describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
+    describe(plan.config, plan.model, plan.device, plan.degrees)
     if run.step >= (steps := config.training.steps):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
         dist.destroy_process_group()

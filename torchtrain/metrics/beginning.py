@@ -12,10 +12,8 @@ from torchtrain.log import logger
 from torchtrain.models.llama import Transformer, TransformerConfig
 
 
-def describe(
-    config: JobConfig, model: TransformerConfig, device: torch.device, degrees: Degrees, global_batch_size: int
-) -> None:
-    """Log what is about to be trained, and on what."""
+def describe(config: JobConfig, model: TransformerConfig, device: torch.device, degrees: Degrees) -> None:
+    """Log what is about to be trained, and on what. ``config``: with the global batch size as a number."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
     axes = [f"{axis} {degree}" for axis, degree in asdict(degrees).items() if degree > 1]
@@ -26,7 +24,7 @@ def describe(
         world_size(),
         device.type,
         f" ({' x '.join(axes)})" if axes else "",
-        global_batch_size,
+        config.training.global_batch_size,
     )
     dtype = config.training.mixed_precision_param
     numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
