@@ -77,8 +77,8 @@ class Pipeline:
         rank 0   tokens -> stage 0 -> send hidden states         receive their gradient -> backward of stage 0
         rank 1     receive them -> stage 1 -> ``_loss`` -> backward of both -> send the gradient
 
-    In which order the microbatches do so, torch's schedule says. It hands labels to its loss function alone: so the
-    last stage ends with hidden states, and ``_loss`` applies the output layer to them.
+    torch's schedule orders the microbatches. It gives labels to its loss function alone: so the last stage ends with
+    hidden states, and ``_loss`` applies the output layer to them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pipeline:
         self.first, self.last = stages.get(0), stages.get(count - 1)
         self.tied = model.tied_embeddings
         if self.last is not None:
-            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
+            # Not as an argument of the schedule: those of torch 2.11 with a split backward take tensors alone.
             to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
@@ -135,7 +135,7 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
-        # Only now: a schedule whose stages go down the ranks and up again has put them on others.
+        # Only now: the V-shaped schedule has changed on which ranks the stages are.
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
@@ -194,13 +194,13 @@ class Pipeline:
 
     def share_tied_gradient(self) -> None:
         """Give the first and the last stage the sum of their gradients of the tied matrix. Call it once a step."""
-        if not self.tied or (self.first is None and self.last is None):
+        holder = self.first or self.last
+        if not self.tied or holder is None:
             return
-        holder, peer = (self.first, self.mesh.size() - 1) if self.first is not None else (self.last, 0)
-        assert holder is not None
+        peer = self.mesh.size() - 1 if holder is self.first else 0
         gradient = holder.get_parameter("tok_embeddings.weight").grad
         assert isinstance(gradient, DTensor)
-        own = gradient.to_local().to(self.device)  # under CPU offload it lies elsewhere
+        own = gradient.to_local().to(self.device)  # under CPU offload it is in CPU memory
         other = torch.empty_like(own)
         group = self.mesh.get_group()
         send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
