@@ -24,7 +24,7 @@ from torchtrain.errors import FaultError
 from torchtrain.faults.hangs import HangWatch
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
-from torchtrain.float8 import compute_scales_after_updates, gathers_float8
+from torchtrain.float8 import compute_scales, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
@@ -99,9 +99,9 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if gathers_float8(config.float8, plan.degrees.fsdp):
-        compute_scales = compute_scales_after_updates(parts, optimizer)
+        optimizer.register_step_post_hook(partial(compute_scales, parts))
         if averages is not None:
-            averages.after_exchange = compute_scales
+            averages.after_exchange = partial(compute_scales, parts)
     states: dict[str, Stateful | None] = {
         "model": ModelState(parts, plan.model.tied_embeddings),
         "optimizer": OptimizerState(parts, optimizer),

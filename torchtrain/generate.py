@@ -160,23 +160,19 @@ class TextWriter:
 
     def __init__(self, tokenizer: "Tokenizer", before: list[int], prompt: str, output: TextIO):
         self.tokenizer = tokenizer
-        self.tokens = list(before)
+        self.before = before
         self.written = len(tokenizer.decode(before))
         self.output = output
         output.write(prompt)
 
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+    def show(self, tokens: list[int], end: str = "") -> None:
+        """Write what is new in the text of ``tokens``; with an ``end``, all of it."""
+        text = self.tokenizer.decode(self.before + tokens)
         # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
-        if not text.endswith("\ufffd"):
-            self.output.write(text[self.written :])
+        if end or not text.endswith("\ufffd"):
+            self.output.write(text[self.written :] + end)
             self.output.flush()
             self.written = len(text)
-
-    def close(self) -> None:
-        self.output.write(self.tokenizer.decode(self.tokens)[self.written :] + "\n")
-        self.output.flush()
 
 
 def complete(
@@ -204,14 +200,15 @@ def complete(
         for tokens, token in zip(made, step, strict=True):
             if token is not None:
                 tokens.append(token)
-        if stream is not None and step[0] is not None and step[0] != tokenizer.eos_id:
-            stream.add(step[0])
-    if stream is not None:
-        stream.close()
+        if stream is not None and step[0] != tokenizer.eos_id:
+            stream.show(made[0])
     results = []
     for prompt, before, tokens in zip(prompts, encoded, made, strict=True):
         ended = tokens[-1] == tokenizer.eos_id
-        text = tokenizer.decode(before + (tokens[:-1] if ended else tokens))[len(tokenizer.decode(before)) :]
+        shown = tokens[:-1] if ended else tokens
+        if stream is not None:
+            stream.show(shown, end="\n")
+        text = tokenizer.decode(before + shown)[len(tokenizer.decode(before)) :]
         results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": "eos" if ended else "length"})
     return results
 
