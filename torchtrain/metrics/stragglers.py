@@ -1,7 +1,7 @@
-"""Ranks that keep the others waiting, by name.
+"""Finds ranks that keep the others waiting.
 
-All ranks of a step are as slow as the slowest, so their step times tell nothing. What a rank does by itself does: its
-wait for data, and a fixed piece of computation that it makes before the first collective of a step.
+All ranks are as slow as the slowest, so the time of a step does not tell which one it is. What a rank does by itself
+does: its wait for data, and a fixed computation before the first collective of a step.
 """
 
 import socket
@@ -19,7 +19,7 @@ from torchtrain.log import logger
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
 KINDS = ("data wait", "compute")
-# Less than this share of a step is no delay, however many times the median it is.
+# A delay of less than this share of a step is not reported.
 LEAST_SHARE_OF_STEP = 0.05
 
 
@@ -94,12 +94,13 @@ class StragglerWatch:
             median = statistics.median(times)
             for rank, seconds in enumerate(times):
                 if seconds > self.factor * median and seconds - median > LEAST_SHARE_OF_STEP * step_seconds:
+                    host = self.hosts[rank]
                     logger.warning(
-                        "rank %d on %s is slow: %s %.3f s, where the median of %d ranks is %.3f s (steps of %.3f s)",
-                        *(rank, self.hosts[rank], kind, seconds, len(times), median, step_seconds),
+                        f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where the median of {len(times)} ranks "
+                        f"is {median:.3f} s (steps of {step_seconds:.3f} s)"
                     )
-                    values = {"rank": rank, "host": self.hosts[rank], "kind": kind}
-                    self.report(step, "straggler", {**values, "seconds": seconds, "median_seconds": median})
+                    values = {"rank": rank, "host": host, "kind": kind, "seconds": seconds, "median_seconds": median}
+                    self.report(step, "straggler", values)
 
 
 def probe(operand: Tensor) -> float:
