@@ -95,10 +95,8 @@ class StragglerWatch:
             for rank, seconds in enumerate(times):
                 if seconds > self.factor * median and seconds - median > LEAST_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
-                    logger.warning(
-                        f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where the median of {len(times)} ranks "
-                        f"is {median:.3f} s (steps of {step_seconds:.3f} s)"
-                    )
+                    usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
+                    logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")
                     values = {"rank": rank, "host": host, "kind": kind, "seconds": seconds, "median_seconds": median}
                     self.report(step, "straggler", values)
 
