@@ -23,15 +23,15 @@ def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return _value(answers[0])
 
 
-def of_first_rank_in_its_time(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of ``group``."""
+def of_first_rank_in_its_time(ask: Callable[[], T]) -> T:
+    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of collectives."""
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_answer, ask) if dist.get_rank(group) == 0 else None
+        future = pool.submit(_answer, ask) if dist.get_rank() == 0 else None
         done_and_answer: list[Any] = [False, None]
         while not done_and_answer[0]:
             if future is not None and wait([future], ROUND_SECONDS).done:
                 done_and_answer = [True, future.result()]
-            dist.broadcast_object_list(done_and_answer, group=group, group_src=0)
+            dist.broadcast_object_list(done_and_answer)
     value: T = _value(done_and_answer[1])
     return value
 
