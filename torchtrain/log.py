@@ -20,7 +20,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def init_logging() -> None:
-    """Send the package's messages to stderr. ``LOG_RANK`` (such as 0,3; default 0) names the ranks that say all."""
+    """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
     handler = _Handler(sys.stderr)
@@ -56,7 +56,7 @@ def run_door(run: Callable[[], int]) -> int:
 
 
 class BestEffort:
-    """A context for what only reports: its errors are suppressed, and the first of a row is logged."""
+    """A context for what only reports: its errors are suppressed. Of several in a row the first is logged."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -88,8 +88,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest") 
 
     steps = config.training.steps
     checkpoint, guard, hangs, metrics = run.checkpoint, loop.guard, loop.hangs, loop.metrics
-    gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
-
+    gc.disable()  # all ranks collect garbage at the same step, below: none waits while another does
     with closing(run.plan.loader), metrics, loop.profiler, stop, checkpoint:
         batches = metrics.time_waiting(run.plan.loader)
         while run.step < steps and not stop.agreed:

@@ -30,15 +30,15 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and a CPU
-    # has no queue of kernels to hide what each group costs the host.
+    # Groups by block let transfers overlap with computing, and memory be freed in between. One rank transfers nothing,
+    # and on a CPU each group only takes time of the host.
     on_cpu = device_kind(mesh.device_type) == "cpu"
     by_block = mesh.size() > 1 or not on_cpu or parallelism.fsdp_reshard_after_forward != "default"
     blocks = list(model.layers.values()) if by_block else []
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for i, block in enumerate(blocks):
-        # Backward starts with the last block: freeing it after forward would gather it twice.
-        # On one rank nothing is gathered, and freeing would only cast twice.
+        # Backward starts with the last block: one that is freed after forward is gathered twice. On one rank nothing
+        # is gathered, and a block that is freed is cast twice.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])

@@ -3,7 +3,7 @@
 Shapes in comments: bs = sequences, seq = tokens of a sequence, dim = width of the residual stream, heads and kv_heads =
 query and key/value heads, head_dim = width of a head, vocab = vocabulary.
 
-A pipeline stage is the same ``Transformer`` with some children set to None or taken from ``layers``.
+A pipeline stage is the same ``Transformer`` with some children set to None, or removed from ``layers``.
 """
 
 import functools
@@ -98,22 +98,22 @@ def rope_frequencies(config: TransformerConfig) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x`` (bs, seq, heads, head_dim) by ``cos`` and ``sin`` (1 or bs, seq, 1, head_dim / 2).
 
-    Channel i is paired with channel i + head_dim / 2, Hugging Face's order: contiguous halves vectorize, where Meta's
-    interleaved pairs do not. Computed in float32, returned in the dtype of ``x``.
+    Channel i is paired with channel i + head_dim / 2, as Hugging Face does: halves are faster than Meta's interleaved
+    pairs. Computed in float32, returned in the dtype of ``x``.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v over what came before, or over what ``mask`` lets attend.
+    """softmax(q k^T / sqrt(head_dim)) v under a causal mask, or under ``mask``.
 
     ``q`` (bs, heads, q_seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim) to the shape of ``q``. A boolean
-    ``mask`` is broadcast to (bs, heads, q_seq, seq); a ``BlockMask`` is of that shape, and has its own kernel.
+    ``mask``, true where a query sees a key, is broadcast to (bs, heads, q_seq, seq); a ``BlockMask`` has that shape.
     """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Not compiled, by itself or with all around it, it computes every score, masked or not.
+        # Compiled, with the block around it or by itself: else flex_attention computes masked scores, too.
         alone = q.is_cuda and not torch.compiler.is_compiling()
         flex = compiled_flex_attention() if alone else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)  # type: ignore[no-any-return]
@@ -122,16 +122,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 
 @functools.cache
 def compiled_flex_attention() -> Any:
-    """Made when it is first needed: torch.compile imports half of torch."""
-    # As one operation that selective activation checkpointing sees, and keeps.
+    """Made when it is first needed: torch.compile takes long to import."""
+    # As one operation, whose result selective activation checkpointing keeps.
     return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 class CausalAttention(nn.Module):
-    """The place to put another implementation of attention."""
+    """``attend`` as a module, which ``replace_inner_attention`` can replace."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-        """As ``attend``."""
         return attend(q, k, v, mask)
 
 
@@ -151,7 +150,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         bs, seq, _ = x.shape
-        # -1: a rank of a tensor-parallel group holds a part of the heads.
+        # -1: with tensor parallelism a rank has only some of the heads.
         q = self.wq(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, heads, head_dim)
         k = self.wk(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
         v = self.wv(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
@@ -267,10 +266,10 @@ class Transformer(nn.Module):
         mask: Tensor | BlockMask | None = None,
         head: Callable[[Tensor, nn.Module], Tensor] | None = None,
     ) -> Tensor:
-        """Logits (bs, seq, vocab) for ``tokens`` (bs, seq), or what the missing children leave of that.
+        """Logits (bs, seq, vocab) for ``tokens`` (bs, seq); for a pipeline stage, what its children compute of that.
 
-        Floating-point ``tokens`` are a residual stream (bs, seq, dim), not to be embedded; without ``output`` it is
-        returned.
+        A stage takes hidden states (bs, seq, dim), of a floating-point dtype, in place of tokens, and returns them
+        where it has no ``output``.
         ``positions``, integers of shape (1 or bs, seq), default to 0, 1, ...; ``mask`` goes to each inner attention.
         With ``head`` the result is ``head(h, output)``, for the last hidden states ``h`` (bs, seq, dim) and the output
         layer: a loss that need not have all logits at once.
@@ -280,8 +279,7 @@ class Transformer(nn.Module):
         else:
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (1 or bs, seq, 1, head_dim / 2)
-        # Not a question of tok_embeddings alone: where they are tied, the last pipeline stage has them, too.
-        h = tokens
+        h = tokens  # or hidden states, also where tied embeddings are on the last pipeline stage, too
         if self.tok_embeddings is not None and not tokens.is_floating_point():
             h = self.tok_embeddings(tokens)
         for block in self.layers.values():
