@@ -167,9 +167,8 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         config_toml=to_toml(config),
     )
     guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
-    hangs = HangWatch(
-        folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
-    )
+    timeout_seconds = config.comm.init_timeout_seconds
+    hangs = HangWatch(folder / "hangs", rank(), world_size(), timeout_seconds, doing=run.checkpoint.status)
     train_step = step_maker(config, folder, run.model, global_batch_size)(
         run.model,
         run.microbatches,

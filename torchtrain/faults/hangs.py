@@ -64,6 +64,7 @@ class Place:
     """What else is under way on this rank, such as a save."""
 
 
+@dataclass(eq=False)
 class HangWatch:
     """While something is under way longer than ``timeout_seconds``, writes ``folder/WHAT-rank-R.txt`` on every rank.
 
@@ -72,16 +73,14 @@ class HangWatch:
     time-out, ``REPORT_SECONDS`` later, ends the process.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, world_size: int, timeout_seconds: float, doing: Callable[[], str] = str
-    ) -> None:
-        """``doing``: says what is under way on this rank beside the main thread."""
-        self.folder = folder
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout_seconds = timeout_seconds
-        self.doing = doing
-        self.best_effort = BestEffort(f"reports in {folder}")
+    folder: Path
+    rank: int
+    world_size: int
+    timeout_seconds: float
+    doing: Callable[[], str]  # says what else is under way on this rank, beside the main thread
+
+    def __post_init__(self) -> None:
+        self.best_effort = BestEffort(f"reports in {self.folder}")
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:

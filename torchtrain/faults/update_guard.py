@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class _Verdict(NamedTuple):
     ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
+@dataclass(eq=False)
 class UpdateGuard:
     """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
 
@@ -41,23 +43,18 @@ class UpdateGuard:
     ``stop.agreed``, on which the loop acts.
     """
 
-    def __init__(
-        self,
-        config: Faults,
-        stop: StopRequest,
-        device: torch.device,
-        record_event: Callable[[int, str, dict[str, Any]], None],
-    ) -> None:
-        self.config = config
-        self.stop = stop
-        self.device = device
-        self.record_event = record_event
-        self.must_roll_back_before: int | None = None
-        """The bad step before which the run must go back, if it must."""
+    config: Faults
+    stop: StopRequest
+    device: torch.device
+    record_event: Callable[[int, str, dict[str, Any]], None]
+    must_roll_back_before: int | None = field(default=None, init=False)
+    """The bad step before which the run must go back, if it must."""
+
+    def __post_init__(self) -> None:
         self._bad_in_a_row = 0
         self._worst_step = 0
         # The last good values, oldest first; NaN until there are enough, which makes every comparison false.
-        self._window = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
+        self._window = torch.full((2, self.config.spike_window), math.nan, dtype=torch.float64, device=self.device)
         self._last: _Verdict | None = None
 
     @torch.no_grad()

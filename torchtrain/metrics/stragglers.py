@@ -8,6 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ KINDS = ("data wait", "compute")
 LEAST_SHARE_OF_STEP = 0.05
 
 
+@dataclass(eq=False)
 class StragglerWatch:
     """Call ``waited`` for each batch and ``before_step`` before each step, on all ranks.
 
@@ -30,24 +32,17 @@ class StragglerWatch:
     arrived, and calls ``report(step, "straggler", values)`` for each rank that takes over ``factor`` times the median.
     """
 
-    def __init__(
-        self,
-        freq: int,
-        factor: float,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        report: Callable[[int, str, dict[str, Any]], None],
-    ):
-        """``group``: a gloo group of all ranks, so that its messages do not wait for a GPU."""
-        self.freq = freq
-        self.factor = factor
-        self.device = device
-        self.report = report
-        self.group = group
+    freq: int
+    factor: float
+    device: torch.device
+    group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
+    report: Callable[[int, str, dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
         self.hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self.hosts, socket.gethostname(), group=self.group)
-        size = PROBE_SIZE[device.type]
-        self.operand = torch.ones(size, size, device=device)
+        size = PROBE_SIZE[self.device.type]
+        self.operand = torch.ones(size, size, device=self.device)
         self.wait_seconds = 0.0
         self.steps = 0
         self.since = time.perf_counter()
