@@ -94,14 +94,13 @@ class ExactReduceScatter(AllToAllReduceScatter):
         near = device_kind(mesh.device_type) == "cpu" or on_one_machine(shards)
         self.all_to_all = transport == "all_to_all" or (transport == "auto" and near)
 
-    def make_input(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002
-        return torch.empty(*size, dtype=self.dtype, device=device)
-
-    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.sums.see(filled)
-        if self.ranks == 1:
-            filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        filled = self.input
+        if filled is not None:
+            self.sums.see(filled)
+            if self.ranks == 1:
+                filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+        return super().allocate(size, dtype=self.dtype if filled is None else dtype, device=device)
 
     def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
         if not self.all_to_all:

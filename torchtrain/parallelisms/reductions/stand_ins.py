@@ -23,20 +23,12 @@ class AllToAllReduceScatter(ReduceScatter):
                                 copies the input to the output instead
     """
 
-    input: Tensor | None = None  # between the two calls of ``allocate``, which it tells apart
+    input: Tensor | None = None  # None, but between the two calls of ``allocate``
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.input is None:
-            self.input = self.make_input(size, dtype, device)
-            return self.input
-        filled, self.input = self.input, None
-        return self.make_output(filled, size, dtype, device)
-
-    def make_input(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002
-        return torch.empty(*size, dtype=dtype, device=device)
+        tensor = torch.empty(*size, dtype=dtype, device=device)
+        self.input = tensor if self.input is None else None
+        return tensor
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -54,7 +46,10 @@ class AllToAllReduceScatter(ReduceScatter):
 class NoReduceScatter(AllToAllReduceScatter):
     """On one rank, with nothing to reduce: the input is the output, and FSDP's copy between them costs nothing."""
 
-    def make_output(self, filled: Tensor, *_: Any) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.input is None:
+            return super().allocate(size, dtype=dtype, device=device)
+        filled, self.input = self.input, None
         return filled
 
 
