@@ -73,18 +73,6 @@ class TransformerConfig:
         return self.n_layers / (self.base_layers or self.n_layers)
 
 
-class RMSNorm(nn.Module):
-    """Root mean square layer normalization (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def rope_frequencies(config: TransformerConfig) -> Tensor:
     """Angle by which each pair of channels turns per position, float32 of shape (head_dim / 2,).
 
@@ -144,8 +132,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.inner_attention: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
@@ -182,9 +170,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
@@ -204,7 +192,7 @@ class Transformer(nn.Module):
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that a pipeline stage holds a part of the layers under their full names.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
-        self.norm: nn.Module | None = RMSNorm(config.dim, config.norm_eps)
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         table = torch.empty(config.max_seq_len, config.head_size // 2, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
