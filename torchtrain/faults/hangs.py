@@ -94,14 +94,15 @@ class HangWatch:
             timer.cancel()
 
     def _report(self, what: str) -> None:
+        name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
         own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
         with self.best_effort:
-            self._write(self._file(what, self.rank), own)
+            self._write(self.folder / name.format(self.rank), own)
         time.sleep(COLLECT_SECONDS)
         places = {self.rank: own}
         for rank in range(self.world_size):
             with self.best_effort:
-                path = self._file(what, rank)
+                path = self.folder / name.format(rank)
                 # An older file is of an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > time.time() - self.timeout_seconds - COLLECT_SECONDS:
                     places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
@@ -116,9 +117,6 @@ class HangWatch:
             file.flush()
             faulthandler.dump_traceback(file)
         part.rename(path)
-
-    def _file(self, what: str, rank: int) -> Path:
-        return self.folder / f"{what.replace(' ', '-')}-rank-{rank}.txt"
 
     def _summary(self, what: str, places: dict[int, Place]) -> str:
         """Who waits for whom, in a few lines."""

@@ -16,21 +16,13 @@ from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
 NAMES = ("loss", "gradient norm")
-# Of the step, and of the window of good steps before it; whether it is bad; on how many ranks.
-NUMBERS = (
-    *NAMES,
-    *(f"{what} {name}" for what in ("mean", "deviation") for name in NAMES),
-    "bad",
-    "bad losses",
-    "stopping",
-)
 
 
 class _Verdict(NamedTuple):
     """What was found about a step, on its way from the device to the host."""
 
     step: int
-    numbers: Tensor  # of ``NUMBERS``, in CPU memory
+    numbers: Tensor  # as ``settle`` unpacks them, in CPU memory
     ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
@@ -96,24 +88,24 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
-        self.stop.agreed = self.stop.agreed or found["stopping"] > 0
-        if not found["bad"]:
+        # Of ``NAMES``, and of each its mean and deviation over the window; is it bad, and on how many ranks.
+        loss, norm, *window, bad, bad_losses, stopping = numbers.tolist()
+        self.stop.agreed = self.stop.agreed or stopping > 0
+        if not bad:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
-        if found["bad losses"]:
-            problem = f"loss not finite on {found['bad losses']:.0f} rank(s)"
-        elif not math.isfinite(found["gradient norm"]):
+        if bad_losses:
+            problem = f"loss not finite on {bad_losses:.0f} rank(s)"
+        elif not math.isfinite(norm):
             problem = "gradient not finite"
         else:
-            threshold = self.config.spike_threshold
-            name = next(n for n in NAMES if found[n] > found[f"mean {n}"] + threshold * found[f"deviation {n}"])
-            problem = (
-                f"{name} {found[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
-                f"{found[f'mean {name}']:.4g} +- {found[f'deviation {name}']:.2g}"
-            )
-        self._refused(step, problem, {name: found[name] for name in NAMES})
+            rows = zip(NAMES, (loss, norm), window[:2], window[2:], strict=True)
+            spikes = (row for row in rows if row[1] > row[2] + self.config.spike_threshold * row[3])
+            name, value, mean, deviation = next(spikes)
+            usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
+            problem = f"{name} {value:.4g} is a spike: {usual}"
+        self._refused(step, problem, {NAMES[0]: loss, NAMES[1]: norm})
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""

@@ -171,14 +171,13 @@ def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
         ("33", f"grad norm {line['grad_norm']:.3f}"),
         ("0", f"lr {line['lr']:.2e}"),
         ("34", f"{line['tokens_per_second']:,.0f} tokens/s"),
+        *([] if line["mfu"] is None else [("34", f"MFU {line['mfu']:.1%}")]),
         ("0", f"{line['step_seconds']:.3f} s/step"),
         ("35", f"{line['memory_gib']:.2f} GiB"),
         ("0", f"data wait {line['data_wait_fraction']:.1%}"),
     ]
     if line["step"] < last_step:
         words.append(("0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
-    if line["mfu"] is not None:
-        words.insert(5, ("34", f"MFU {line['mfu']:.1%}"))
     return "  ".join(f"\033[{code}m{word}\033[0m" if colour else word for code, word in words)
 
 
