@@ -318,6 +318,19 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
     assert report["computed"]["alike"] is None
 
 
+def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path) -> None:
+    folders = [fake_run(tmp_path / name, [1.0], training={"global_batch_size": -1}) for name in "ab"]
+    for ranks, folder in enumerate(folders, 1):
+        lines = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
+    code, report = compare(*folders)
+    assert code == 1
+    size = config_of().training.local_batch_size
+    assert report["config"]["lines"][0] == (
+        f"changes the run: training.global_batch_size = {size} in A, {2 * size} in B"
+    )
+
+
 def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
@@ -422,6 +435,9 @@ def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: p
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
+    code, report = compare(trained_run, "--against", tmp_path / "rounded")
+    assert code == 0, report
     checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 0, report
