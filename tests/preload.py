@@ -10,6 +10,7 @@ for name in (
     "torchtrain.faults.hangs",
     "torchtrain.comparison.implementations",
     "torchtrain.generation",
+    "torchtrain.launch",
     "torchtrain.metrics",
     "torchtrain.profiling",
     "torchtrain.validation",

@@ -14,12 +14,13 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import TransformerConfig
 
 STEPS = 10
+SHAPE = replace(TINY, n_layers=2)
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows
 
 
 def train_and_count(
-    config: JobConfig, shape: TransformerConfig = TINY, document_start: int | None = None
+    config: JobConfig, shape: TransformerConfig = SHAPE, document_start: int | None = None
 ) -> tuple[Curve, dict[str, Any]]:
     """Any compilation after the first of its kind raises."""
     torch._dynamo.reset()
@@ -33,7 +34,7 @@ def train_and_count(
 
 @pytest.fixture(scope="module")
 def eager(gloo: GlooPool) -> Curve:
-    return gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS)[0]  # type: ignore[no-any-return]
+    return gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -46,15 +47,15 @@ def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, eager: Cu
 
 def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool, eager: Curve) -> None:
     config = config_of(training=TRAINING, compile={"enable": True})
-    [(compiled, counts)] = gloo.run(1, train_and_count, config, TINY, DOCUMENT_START)
+    [(compiled, counts)] = gloo.run(1, train_and_count, config, SHAPE, DOCUMENT_START)
     assert counts == {"graphs": 2, "breaks": {}}
-    [apart] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), TINY, STEPS, DOCUMENT_START)
+    [apart] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS, DOCUMENT_START)
     assert_same_run([compiled], apart)
     assert apart.losses != eager.losses
 
 
 def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
-    shape = replace(TINY, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # of Qwen3
+    shape = replace(SHAPE, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # of Qwen3
     config = config_of(
         training={"local_batch_size": 4}, parallelism={"tensor_parallel_degree": 2}, compile={"enable": True}
     )

@@ -25,11 +25,13 @@ from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 
+MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
+
 
 @pytest.fixture(scope="module")
 def reference(gloo: GlooPool) -> Curve:
     """One rank, the whole batch at once, all activations kept."""
-    return gloo.run(1, train, config_of(training={"local_batch_size": 8}))[0]  # type: ignore[no-any-return]
+    return gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_any_number_of_ranks_and_any_accumulation(
     gloo: GlooPool, reference: Curve, ranks: int, parallelism: dict[str, Any], local_batch_size: int
 ) -> None:
     config = config_of(training={"local_batch_size": local_batch_size}, parallelism=parallelism)
-    assert_same_run(gloo.run(ranks, train, config), reference)
+    assert_same_run(gloo.run(ranks, train, config, MODEL), reference)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -63,21 +65,25 @@ def test_any_number_of_ranks_and_any_accumulation(
 def test_activation_checkpointing_changes_nothing(
     gloo: GlooPool, reference: Curve, ranks: int, checkpoint: dict[str, str]
 ) -> None:
-    assert_same_run(gloo.run(ranks, train, config_of(activation_checkpoint=checkpoint)), reference)
+    assert_same_run(gloo.run(ranks, train, config_of(activation_checkpoint=checkpoint), MODEL), reference)
 
 
 def test_the_run_learns_and_ends_in_the_same_weights(gloo: GlooPool, reference: Curve) -> None:
     # Not bitwise: AdamW divides a gradient by its size, which turns the rounding of tiny ones into visible differences.
     assert max(reference.losses) - min(reference.losses) > 1e-3
-    for curve in gloo.run(2, train, config_of()):
+    for curve in gloo.run(2, train, config_of(), MODEL):
         for name, weights in reference.last.items():
             torch.testing.assert_close(curve.last[name], weights, rtol=1e-3, atol=1e-4)
             assert not torch.equal(weights, reference.first[name])
 
 
+def _first_weights(config: JobConfig) -> dict[str, torch.Tensor]:
+    return full_weights(build(config, MODEL).parts)
+
+
 def test_another_seed_is_another_run(gloo: GlooPool, reference: Curve) -> None:
-    other = gloo.run(1, train, config_of(training={"seed": 6}))[0]
-    assert not torch.equal(other.first["output.weight"], reference.first["output.weight"])
+    (other,) = gloo.run(1, _first_weights, config_of(training={"seed": 6}))
+    assert not torch.equal(other["output.weight"], reference.first["output.weight"])
 
 
 def _saved_activations(config: JobConfig) -> int:

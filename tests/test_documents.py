@@ -73,7 +73,7 @@ def reference(gloo: GlooPool) -> Curve:
     return gloo.run(1, train, config, MODEL, 10, 7)[0]  # type: ignore[no-any-return]
 
 
-MODEL = replace(TINY, vocab_size=20)  # so that one token in twenty begins a document
+MODEL = replace(TINY, n_layers=2, vocab_size=20)  # so that one token in twenty begins a document
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_masked_documents_under_activation_checkpointing(
 
 
 def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
-    unmasked = gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL)[0]
+    unmasked = gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL, 1)[0]
     assert abs(unmasked.losses[0] - reference.losses[0]) > 1e-4
 
 

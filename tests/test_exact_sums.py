@@ -31,6 +31,7 @@ from torchtrain.parallelisms.reductions.exact_sums import HEADROOM_BITS, UNKNOWN
 from torchtrain.steps.train_step import TrainStep
 
 STEPS = 3
+SHAPE = replace(TINY, n_layers=2)
 SCALES = [1e-30, 1e-20, 1e-8, 1.0, 1e8, 1e20, 1e30]
 
 
@@ -51,7 +52,7 @@ def run(
     gloo: GlooPool,
     ranks: int,
     config: JobConfig,
-    shape: TransformerConfig = TINY,
+    shape: TransformerConfig = SHAPE,
     steps: int = STEPS,
     document_start: int | None = None,
 ) -> Curve:
@@ -102,7 +103,8 @@ def test_any_number_of_ranks_and_replicas(
     assert_same_bits(run(gloo, ranks, config_with(parallelism)), reference)
 
 
-TIED = replace(TINY, tied_embeddings=True)
+TIED = replace(SHAPE, tied_embeddings=True)
+DEEP = replace(SHAPE, n_layers=4)  # for four pipeline stages
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 # Each with the options that stay, and the layouts that do not.
 TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dict[str, Any]]]]] = {
@@ -117,17 +119,17 @@ TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dic
             "optimizer": {"state_dtype": "bfloat16", "implementation": "foreach"},
             "activation_checkpoint": {"mode": "selective"},
         },
-        TINY,
+        SHAPE,
         [(1, {}), (3, {})],
     ),
     "context": (
         {"training": {"local_batch_size": 4}},
-        TINY,
+        SHAPE,
         [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})],
     ),
     "pipeline, several rounds": (
         {"training": {"local_batch_size": 4}},
-        TINY,
+        SHAPE,
         [
             (2, {"pipeline_parallel_degree": 2}),
             (4, {"pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
@@ -136,23 +138,23 @@ TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dic
 }
 # Each step of DTensor's tensor parallelism is slow, and compiling is.
 SLOW = {
-    "eight ranks, one sequence each": ({"training": {"local_batch_size": 1}}, TINY, [(3, {}), (8, {})]),
+    "eight ranks, one sequence each": ({"training": {"local_batch_size": 1}}, SHAPE, [(3, {}), (8, {})]),
     "tensor": (
         {},
-        TINY,
+        SHAPE,
         [(2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2}), (8, {"tensor_parallel_degree": 2})],
     ),
     "tensor, bfloat16": (
         {"training": BFLOAT16},
-        TINY,
+        SHAPE,
         [(2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2})],
     ),
     "context, bfloat16": (
         {"training": BFLOAT16},
-        TINY,
+        SHAPE,
         [(2, {"context_parallel_degree": 2}), (4, {"context_parallel_degree": 2})],
     ),
-    "compiled": ({"compile": {"enable": True}}, TINY, [(1, {}), (2, {}), (3, {})]),
+    "compiled": ({"compile": {"enable": True}}, SHAPE, [(1, {}), (2, {}), (3, {})]),
     "tied pipeline": (
         {"training": {"local_batch_size": 4}},
         TIED,
@@ -160,7 +162,7 @@ SLOW = {
     ),
     "interleaved": (
         {"training": {"local_batch_size": 4}},
-        TINY,
+        DEEP,
         [(ranks, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}) for ranks in (2, 4)],
     ),
 }
@@ -311,7 +313,7 @@ def _train_with_growth(config: JobConfig) -> tuple[Curve, list[int]]:
         patch.object(OutputLoss, "__call__", grown),
         patch.object(ExactSums, "finish", noted),
     ):
-        return train(config, steps=4, batch=batch_of_24), again
+        return train(config, SHAPE, steps=4, batch=batch_of_24), again
 
 
 def test_a_step_of_sudden_growth_is_made_again(gloo: GlooPool) -> None:
@@ -349,7 +351,7 @@ def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
         return fits
 
     with patch.object(ExactSums, "see", kept), patch.object(ExactSums, "finish", compared):
-        train(config, steps=4, batch=batch_of_24)
+        train(config, SHAPE, steps=4, batch=batch_of_24)
     return errors
 
 

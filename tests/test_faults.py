@@ -6,9 +6,9 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from disk_faults import DiskFaults
+from forked_door import start_door
 from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss, saved_tensors
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
@@ -157,52 +158,49 @@ def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, 
     assert_same_end(tmp_path, undisturbed)
 
 
-def start_torchrun(module: str, folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """A run of two ranks under torchrun, or our launcher, by ``module``."""
+def start_torchrun(module: str, folder: Path, *options: str) -> tuple[BaseProcess, Path]:
+    """A run of two ranks under torchrun, or our launcher, by ``module``: its process, and its log."""
     config = folder / "test.toml"
     config.write_text(CONFIG)
     ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
     script = str(Path(__file__).parent / "tiny_train.py")
     run = ("--job.config_file", str(config), "--job.dump_folder", str(folder), *options)
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *ranks, script, *run],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    [process], [_, log] = start_door(
+        folder, module, *ranks, script, *run, environment={"PYTHONPATH": os.pathsep.join(sys.path)}
     )
+    return process, log
 
 
-def wait_for_step(process: "subprocess.Popen[str]", folder: Path, step: int) -> None:
+def wait_for_step(process: BaseProcess, log: Path, folder: Path, step: int) -> None:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while steps_done(folder) < step:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.is_alive(), log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path) -> None:
-    process = start_torchrun("torchtrain.launch", tmp_path, "--checkpoint.interval", "100")
-    wait_for_step(process, tmp_path, 3)
+    process, log = start_torchrun("torchtrain.launch", tmp_path, "--checkpoint.interval", "100")
+    wait_for_step(process, log, tmp_path, 3)
     process.terminate()
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 128 + signal.SIGTERM, output
+    process.join(TIMEOUT_SECONDS)
+    assert process.exitcode == 128 + signal.SIGTERM, log.read_text()
     stopped_at = steps_done(tmp_path)
-    assert saved_steps(tmp_path / "checkpoint") == [stopped_at], output
+    assert saved_steps(tmp_path / "checkpoint") == [stopped_at], log.read_text()
     assert stopped_at < STEPS
     finish(tmp_path)
     assert_same_end(tmp_path, undisturbed)
 
 
 def test_torchrun_brings_a_killed_rank_back(tmp_path: Path, undisturbed: Path) -> None:
-    process = start_torchrun("torch.distributed.run", tmp_path)
-    wait_for_step(process, tmp_path, 5)
+    process, log = start_torchrun("torch.distributed.run", tmp_path)
+    wait_for_step(process, log, tmp_path, 5)
     ranks = [child for child in psutil.Process(process.pid).children() if "tiny_train.py" in " ".join(child.cmdline())]
     assert len(ranks) == 2
     ranks[1].kill()
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, output
-    assert "resumed from" in output
+    process.join(TIMEOUT_SECONDS)
+    assert process.exitcode == 0, log.read_text()
+    assert "resumed from" in log.read_text()
     assert_same_end(tmp_path, undisturbed)
 
 

@@ -1,30 +1,25 @@
 """The launcher ends as its ranks end."""
 
-import os
-import signal
 import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from forked_door import start_door
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
 
 ROOT = Path(__file__).parent.parent
+LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
 
 
-def launch(script: str, ranks: int = 2) -> subprocess.Popen[str]:
-    """Ranks that run a line of bash."""
-    command = [sys.executable, "-m", "torchtrain.launch", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen(
-        [*command, "--no-python", "bash", "-c", script],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def launch(folder: Path, script: str) -> tuple[BaseProcess, Path, Path]:
+    """Two ranks that run a line of bash: the launcher's process, and the files of its output and errors."""
+    [process], [output, errors] = start_door(folder, *LAUNCH, "2", "bash", "-c", script)
+    return process, output, errors
 
 
 @pytest.mark.parametrize(
@@ -36,30 +31,37 @@ def launch(script: str, ranks: int = 2) -> subprocess.Popen[str]:
         ("kill -USR1 $BASHPID $PPID; exit", 0),
     ],
 )
-def test_exit_code_is_that_of_the_first_failure(script: str, code: int) -> None:
-    with launch(script) as process:
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
-    assert "Traceback" not in errors
-    assert ("rank 1 was ended by SIGKILL" in errors) == (code == 137)
+def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, code: int) -> None:
+    process, _, errors = launch(tmp_path, script)
+    process.join(120)
+    assert process.exitcode == code, errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    assert ("rank 1 was ended by SIGKILL" in errors.read_text()) == (code == 137)
 
 
-def test_sigterm_reaches_the_ranks_and_is_the_end() -> None:
-    with launch(
-        'trap "echo rank $RANK stops; exit 0" TERM; echo ready; for i in $(seq 300); do sleep 0.2; done'
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=120)
-    assert sorted(output.splitlines()) == ["rank 0 stops", "rank 1 stops"]
-    assert process.returncode == 143
-    assert "Traceback" not in errors
+def test_sigterm_reaches_the_ranks_and_is_the_end(tmp_path: Path) -> None:
+    process, output, errors = launch(
+        tmp_path, 'trap "echo rank $RANK stops; exit 0" TERM; echo ready; for i in $(seq 300); do sleep 0.2; done'
+    )
+    while not output.exists() or output.read_text() != "ready\nready\n":
+        assert process.is_alive(), errors.read_text()
+        time.sleep(0.02)
+    process.terminate()
+    process.join(120)
+    assert sorted(output.read_text().splitlines()[2:]) == ["rank 0 stops", "rank 1 stops"]
+    assert process.exitcode == 143
+    assert "Traceback" not in errors.read_text()
 
 
 def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
-    with launch("[ $RANK = 0 ] && kill -TERM $PPID; for i in $(seq 300); do sleep 0.2; done", ranks=8) as process:
+    script = "[ $RANK = 0 ] && kill -TERM $PPID; for i in $(seq 300); do sleep 0.2; done"
+    with subprocess.Popen(
+        [sys.executable, "-m", *LAUNCH, "8", "bash", "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         _, errors = process.communicate(timeout=40)  # a rank that is left behind holds the pipes for a minute
     assert process.returncode == 143
     assert "Traceback" not in errors

@@ -166,16 +166,17 @@ def train_and_count_whole_gradients(config: JobConfig, shape: TransformerConfig)
 def test_what_microbatches_add_their_gradients_to(
     gloo: GlooPool, references: dict[str, Curve], text: str, accumulation: str
 ) -> None:
+    model = "deep" if "Interleaved" in text else "plain"
     found: Any = run(
         gloo,
         text,
-        MODELS["deep"],
+        MODELS[model],
         train_and_count_whole_gradients,  # type: ignore[arg-type]
         training={"local_batch_size": 4 if "P" in text else 1},
         parallelism={"fsdp_gradient_accumulation": accumulation},
     )
     curves = [curve for curve, _, _ in found]
-    assert_same_run(curves, references["deep"])
+    assert_same_run(curves, references[model])
     for _, whole, parameters in found:
         if accumulation == "unsharded":
             assert whole > parameters / 2
@@ -184,24 +185,24 @@ def test_what_microbatches_add_their_gradients_to(
 
 
 @pytest.mark.parametrize(
-    ("text", "changes"),
+    ("text", "model", "changes"),
     [
-        ("T2", {"parallelism": {"enable_sequence_parallel": False}}),
-        ("T2 P2", {"parallelism": {"enable_sequence_parallel": False}}),
-        ("P2", {"parallelism": {"pipeline_parallel_layers_per_stage": (1, 3)}}),
-        ("P2", {"training": {"local_batch_size": 4}, "parallelism": {"pipeline_parallel_microbatches": 2}}),
-        ("S2 P2", {"training": {"local_batch_size": 2}}),
-        ("C2", {"activation_checkpoint": {"mode": "selective"}}),
-        ("T2", {"activation_checkpoint": {"mode": "selective"}}),
-        ("P2", {"activation_checkpoint": {"mode": "selective"}}),
-        ("P2 ZBVZeroBubble", {"activation_checkpoint": {"mode": "full"}}),
-        ("P2 InterleavedZeroBubble", {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}}),
+        ("T2", "plain", {"parallelism": {"enable_sequence_parallel": False}}),
+        ("T2 P2", "plain", {"parallelism": {"enable_sequence_parallel": False}}),
+        ("P2", "deep", {"parallelism": {"pipeline_parallel_layers_per_stage": (1, 3)}}),
+        ("P2", "plain", {"training": {"local_batch_size": 4}, "parallelism": {"pipeline_parallel_microbatches": 2}}),
+        ("S2 P2", "plain", {"training": {"local_batch_size": 2}}),
+        ("C2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
+        ("T2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
+        ("P2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
+        ("P2 ZBVZeroBubble", "deep", {"activation_checkpoint": {"mode": "full"}}),
+        ("P2 InterleavedZeroBubble", "deep", {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}}),
     ],
 )
 def test_options_change_nothing(
-    gloo: GlooPool, references: dict[str, Curve], text: str, changes: dict[str, dict[str, Any]]
+    gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, dict[str, Any]]
 ) -> None:
-    assert_same_run(run(gloo, text, DEEP, **changes), references["deep"])
+    assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
 
 
 def _train_compiled(config: JobConfig, model: TransformerConfig) -> Curve:

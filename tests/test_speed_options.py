@@ -166,7 +166,7 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
     gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchao")
-    shape = replace(TINY, **changes)
+    shape = replace(TINY, n_layers=2, **changes)
     config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe}, optimizer=optimizer)
     [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}, optimizer=optimizer), shape)
     for curve in gloo.run(ranks, train_in_float8, config, shape):

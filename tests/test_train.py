@@ -76,24 +76,24 @@ def tensors(folder: Path) -> dict[str, str]:
 
 def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "20")
+    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12")
     assert "warn" not in output.lower()
     logged = lines(folder)
-    assert [line["step"] for line in logged] == [1, 10, 20]
+    assert [line["step"] for line in logged] == [1, 10, 12]
     keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
     assert all(set(keys.split()) <= line.keys() for line in logged)
     assert logged[0]["loss"] - logged[-1]["loss"] > 1.5
     assert all(line["mfu"] is None for line in logged)  # no peak is known for a CPU
-    assert (folder / "checkpoint" / "step-20").is_dir()
+    assert (folder / "checkpoint" / "step-12").is_dir()
     assert list((folder / "tensorboard").iterdir())
-    assert "steps = 20" in (folder / "config.toml").read_text()
+    assert "steps = 12" in (folder / "config.toml").read_text()
     assert str(folder) in output.splitlines()[-1]
 
     same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), "--training.steps"]
-    again = checked_door("torchtrain.train", *same, "20").stderr
-    assert "the run is complete: step 20 of 20" in again
-    checked_door("torchtrain.train", *same, "22")
-    assert [line["step"] for line in lines(folder)][3:] == [21, 22]
+    again = checked_door("torchtrain.train", *same, "12").stderr
+    assert "the run is complete: step 12 of 12" in again
+    checked_door("torchtrain.train", *same, "14")
+    assert [line["step"] for line in lines(folder)][3:] == [13, 14]
 
 
 def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
