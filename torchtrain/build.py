@@ -1,9 +1,9 @@
-"""The joinery: the one place where the config meets the parts. Every door goes through it, so that none drifts."""
+"""From a config to a run: the one place where the config meets the parts, for every command alike."""
 
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torchtrain.errors import FaultError
 from torchtrain.faults.hangs import HangWatch
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
-from torchtrain.float8 import compute_scales_after_updates, gathers_float8
+from torchtrain.float8 import compute_scales, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
@@ -54,11 +54,11 @@ class Run:
     averages: Averages | None
     checkpoint: CheckpointManager
     side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
-    first_step: int  # the last that was done before
-    step: int  # the last that is done
+    first_step: int  # the last step of the process before, or 0
+    step: int  # the last step that is done
 
     def roll_back(self, bad_step: int) -> None:
-        """Go back to the newest good checkpoint before ``bad_step``, but not in the data: what was read is passed over.
+        """Go back to the newest good checkpoint before ``bad_step``. The data go on: what was read is skipped.
 
         Raises:
             FaultError: there is none.
@@ -80,7 +80,7 @@ class Run:
 
 
 def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
-    """Let the ranks meet, and make model, optimizer and place in the data: new, or as a checkpoint has them.
+    """Let the ranks meet; make model, optimizer and place in the data, new or as in a checkpoint. Collective.
 
     In this order: meta device, parallelize, ``to_empty``, ``init_weights`` or load, optimizer. ``stop``: whether the
     run was asked to stop; None: it never is.
@@ -93,19 +93,16 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     mesh = Mesh(plan.device, plan.degrees)
     model = build_parallel_model(plan.model, mesh, plan.device, config)
     parts = model.parts
-    # The global batch in numbers, and the revisions: -1 with other ranks, and the newest later, would be others.
-    training = replace(config.training, global_batch_size=plan.global_batch_size)
-    config_toml = to_toml(replace(config, training=training, data=plan.data, validation=plan.validation))
     folder = Path(config.job.dump_folder) / "checkpoint"
-    checkpoint = CheckpointManager(config.checkpoint, folder, {}, config_toml, plan.loader.identity, stop)
+    checkpoint = CheckpointManager(config.checkpoint, folder, {}, to_toml(plan.config), plan.loader.identity, stop)
     step = checkpoint.step_to_load()
     fill(parts, config, plan, step)
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if gathers_float8(config.float8, plan.degrees.fsdp):
-        compute_scales = compute_scales_after_updates(parts, optimizer)
+        optimizer.register_step_post_hook(partial(compute_scales, parts))
         if averages is not None:
-            averages.after_exchange = compute_scales
+            averages.after_exchange = partial(compute_scales, parts)
     states: dict[str, Stateful | None] = {
         "model": ModelState(parts, plan.model.tied_embeddings),
         "optimizer": OptimizerState(parts, optimizer),
@@ -115,9 +112,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     }
     checkpoint.states = {name: state for name, state in states.items() if state is not None}
     side = side_group(plan.device, config.comm.init_timeout_seconds)
-    if world_size() > 1:
-        for loader in (plan.loader, *plan.validation_loaders.values()):
-            loader.connect(side)
+    for loader in (plan.loader, *plan.validation_loaders.values()) if world_size() > 1 else ():
+        loader.connect(side)
     if step is not None:
         checkpoint.load(step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
@@ -131,15 +127,13 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
         initialize(parts, config.training.seed, plan.device)
         return
     initialize_buffers(parts, plan.device)
-    if step is not None:
-        if initial:
-            given_up = "checkpoint.initial_load_path = %r is not used: the run resumes from its own step %d"
-            logger.info(given_up, initial, step)
-        return
-    # These make no other tensors: a run may go on with others, for longer sequences and the like.
-    wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
-    load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
-    logger.info("starts from the weights in %s", initial)
+    if step is None:
+        # These change no tensor: a run may begin with others, as for longer sequences.
+        wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
+        load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
+        logger.info("starts from the weights in %s", initial)
+    elif initial:
+        logger.info(f"checkpoint.initial_load_path = {initial!r} is not used: the run resumes from its own step {step}")
 
 
 @dataclass
@@ -158,6 +152,7 @@ class Loop:
 def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     """All that goes on around the steps of ``run``. Collective."""
     plan, folder = run.plan, Path(config.job.dump_folder)
+    global_batch_size = plan.config.training.global_batch_size
     schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
     metrics = MetricsRecorder(
         config.metrics,
@@ -165,7 +160,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         device=plan.device,
         loss_group=run.model.mesh.loss.get_group(),
         side_group=run.side_group,
-        tokens_per_step=plan.global_batch_size * config.training.seq_len,
+        tokens_per_step=global_batch_size * config.training.seq_len,
         flops_per_token=flops_per_token(plan.model, config.training.seq_len),
         peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
         first_step=run.first_step,
@@ -173,13 +168,12 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         config_toml=to_toml(config),
     )
     guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
-    hangs = HangWatch(
-        folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=run.checkpoint.status
-    )
+    timeout_seconds = config.comm.init_timeout_seconds
+    hangs = HangWatch(folder / "hangs", rank(), world_size(), timeout_seconds, doing=run.checkpoint.status)
     train_step = make_step(
         config,
         folder,
-        plan.global_batch_size,
+        global_batch_size,
         run.model,
         run.microbatches,
         run.optimizer,

@@ -1,4 +1,4 @@
-"""What the compiler is asked to do, and to leave."""
+"""torch.compile, block by block, and its options."""
 
 import logging
 import warnings

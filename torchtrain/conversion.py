@@ -21,7 +21,7 @@ from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
 from torchtrain.models.families import hf_name, read_hf_config
-from torchtrain.models.llama.meta import META_SPLIT_DIM, config_from_meta, meta_rows_to_ours
+from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
@@ -143,8 +143,8 @@ def meta_source(folder: Path, tokenizer_path: str) -> Weights:
         whole: Tensor = pieces[0]
         if len(files) > 1 and whole.ndim == 2:
             # Llama 2 splits the embedding by columns, Llama 3 by rows.
-            by_rows = module == "tok_embeddings" and whole.shape[1] == shape.dim
-            whole = torch.cat(pieces, dim=0 if by_rows else META_SPLIT_DIM.get(module, 1))
+            by_columns = module in META_SPLIT_BY_COLUMNS or (module == "tok_embeddings" and whole.shape[1] != shape.dim)
+            whole = torch.cat(pieces, dim=1 if by_columns else 0)
         if module in ("attention.wq", "attention.wk"):
             whole = meta_rows_to_ours(whole, shape.n_heads if module == "attention.wq" else shape.n_kv_heads)
         if whole.shape != shapes[name].shape:

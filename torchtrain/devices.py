@@ -1,7 +1,7 @@
-"""How fast devices are, and the kind to choose for: that of the tensors, or the GPU that the planner plans for.
+"""Peak FLOP/s of GPUs, and the kind of device that code makes choices for.
 
 The planner (``planning/``) runs without a GPU, on fake tensors whose device is the CPU. Code that does something else
-on a GPU asks here.
+on a GPU asks here whether it runs, or plans, for one.
 """
 
 from collections.abc import Iterator

@@ -13,6 +13,8 @@ TorchtrainError             exit code
 Every message gives the rule, the value and the way out.
 """
 
+import os
+
 
 class TorchtrainError(Exception):
     """Base of all errors whose cause is outside of the program."""
@@ -55,3 +57,9 @@ class StoppedError(TorchtrainError):
     """The run was asked to stop, and what it waits for takes longer than it may."""
 
     exit_code = 75  # sysexits.h: EX_TEMPFAIL
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        restarts, most = (int(os.environ.get(f"TORCHELASTIC_{key}", "0")) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
+        if restarts < most:
+            self.exit_code = 0  # torchrun would take any other code for a crash, and start the run again at once

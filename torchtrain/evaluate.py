@@ -6,7 +6,6 @@ Arguments of the model: checkpoint, dtype, tokenizer_path and weights, as for to
 ranks share the model.
 """
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +40,7 @@ def main() -> int:
             dist.destroy_process_group()
         return 0
 
-    return run_door(run, speaks=os.environ.get("RANK", "0") == "0")
+    return run_door(run)
 
 
 @register_model("torchtrain")

@@ -1,7 +1,8 @@
 """The blocks' linear layers in float8, by torchao (https://github.com/pytorch/ao, torchao.float8)."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,8 +49,6 @@ def apply_float8(model: Transformer, config: Float8, *, shards: int, emulate: bo
     """
     if config.recipe == "none":
         return
-    from dataclasses import replace
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe: Any = replace(
@@ -62,19 +61,13 @@ def apply_float8(model: Transformer, config: Float8, *, shards: int, emulate: bo
 
 
 def gathers_float8(config: Float8, shards: int) -> bool:
+    """Whether FSDP gathers the blocks' weights in float8."""
     return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
 
 
-def compute_scales_after_updates(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Callable[..., None]:
-    """After each update compute the scales of all float8 weights by one all-reduce, not by one for each weight.
-
-    Returns what does so, for other changes of the weights.
-    """
+def compute_scales(parts: Sequence[nn.Module], *_: Any) -> None:
+    """Compute the scales of all float8 weights by one all-reduce, not by one for each. Call it when weights changed."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    def compute(*_: Any) -> None:
-        for part in parts:
-            precompute_float8_dynamic_scale_for_fsdp(part)
-
-    optimizer.register_step_post_hook(compute)
-    return compute
+    for part in parts:
+        precompute_float8_dynamic_scale_for_fsdp(part)

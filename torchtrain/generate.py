@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import tyro
 
 from torchtrain.errors import ConfigError
-from torchtrain.log import logger, run_door
+from torchtrain.log import is_first_rank, logger, run_door
 
 if TYPE_CHECKING:
     from torchtrain.generation import Sampling
@@ -67,25 +67,20 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate; returns the exit code of the process."""
-    is_first = os.environ.get("RANK", "0") == "0"
-
-    def parse_and_run() -> int:
-        options = tyro.cli(
-            Options,
-            prog="torchtrain.generate",
-            description=__doc__,
-            args=argv,
-            use_underscores=True,
-            console_outputs=is_first,
-        )
-        run(options, is_first)
-        return 0
-
-    return run_door(parse_and_run, speaks=is_first)
+    return run_door(lambda: run(argv))
 
 
-def run(options: Options, writes: bool) -> None:
-    """Generate what ``options`` ask for; the rank that ``writes`` shows it."""
+def run(argv: Sequence[str] | None) -> int:
+    """Generate what the options ask for; the first rank writes it."""
+    is_first = is_first_rank()
+    options = tyro.cli(
+        Options,
+        prog="torchtrain.generate",
+        description=__doc__,
+        args=argv,
+        use_underscores=True,
+        console_outputs=is_first,
+    )
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
 
@@ -101,8 +96,8 @@ def run(options: Options, writes: bool) -> None:
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
     streams = len(prompts) == 1 and not options.output_file
     with ExitStack() as stack:
-        output: TextIO | None = sys.stdout if writes else None
-        if writes and options.output_file:
+        output: TextIO | None = sys.stdout if is_first else None
+        if is_first and options.output_file:
             output = stack.enter_context(Path(options.output_file).open("w", encoding="utf-8"))
         for first in range(0, len(prompts), options.batch_size):
             batch = slice(first, first + options.batch_size)
@@ -114,6 +109,7 @@ def run(options: Options, writes: bool) -> None:
             if options.output_file:
                 logger.info("%d of %d prompts", first + len(results), len(prompts))
     dist.destroy_process_group()
+    return 0
 
 
 def check_output(file: Path) -> None:
@@ -164,23 +160,19 @@ class TextWriter:
 
     def __init__(self, tokenizer: "Tokenizer", before: list[int], prompt: str, output: TextIO):
         self.tokenizer = tokenizer
-        self.tokens = list(before)
+        self.before = before
         self.written = len(tokenizer.decode(before))
         self.output = output
         output.write(prompt)
 
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+    def show(self, tokens: list[int], end: str = "") -> None:
+        """Write what is new in the text of ``tokens``; with an ``end``, all of it."""
+        text = self.tokenizer.decode(self.before + tokens)
         # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
-        if not text.endswith("\ufffd"):
-            self.output.write(text[self.written :])
+        if end or not text.endswith("\ufffd"):
+            self.output.write(text[self.written :] + end)
             self.output.flush()
             self.written = len(text)
-
-    def close(self) -> None:
-        self.output.write(self.tokenizer.decode(self.tokens)[self.written :] + "\n")
-        self.output.flush()
 
 
 def complete(
@@ -208,14 +200,15 @@ def complete(
         for tokens, token in zip(made, step, strict=True):
             if token is not None:
                 tokens.append(token)
-        if stream is not None and step[0] is not None and step[0] != tokenizer.eos_id:
-            stream.add(step[0])
-    if stream is not None:
-        stream.close()
+        if stream is not None and step[0] != tokenizer.eos_id:
+            stream.show(made[0])
     results = []
     for prompt, before, tokens in zip(prompts, encoded, made, strict=True):
         ended = tokens[-1] == tokenizer.eos_id
-        text = tokenizer.decode(before + (tokens[:-1] if ended else tokens))[len(tokenizer.decode(before)) :]
+        shown = tokens[:-1] if ended else tokens
+        if stream is not None:
+            stream.show(shown, end="\n")
+        text = tokenizer.decode(before + shown)[len(tokenizer.decode(before)) :]
         results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": "eos" if ended else "length"})
     return results
 

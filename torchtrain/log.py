@@ -20,7 +20,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def init_logging() -> None:
-    """Send the package's messages to stderr. ``LOG_RANK`` (such as 0,3; default 0) names the ranks that say all."""
+    """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
     handler = _Handler(sys.stderr)
@@ -31,16 +31,18 @@ def init_logging() -> None:
     logger.propagate = False
 
 
-def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
-    """Call ``run``, which returns an exit code. A TorchtrainError becomes one message and its exit code.
+def is_first_rank() -> bool:
+    """Whether this is the first process that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
-    ``speaks``: whether this is the rank to give the message.
-    """
+
+def run_door(run: Callable[[], int]) -> int:
+    """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message."""
     init_logging()
     try:
         return run()
     except TorchtrainError as error:
-        if speaks:
+        if is_first_rank():
             logger.error("error: %s", error)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a thread that hangs would keep the process
@@ -54,7 +56,7 @@ def run_door(run: Callable[[], int], *, speaks: bool = True) -> int:
 
 
 class BestEffort:
-    """A context for what only reports: its errors are suppressed, and the first of a row is logged."""
+    """A context for what only reports: its errors are suppressed. Of several in a row the first is logged."""
 
     def __init__(self, what: str) -> None:
         self.what = what

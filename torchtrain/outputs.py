@@ -1,4 +1,4 @@
-"""What a command is asked to write: refused before its work where it cannot be written."""
+"""Files and folders that a command is asked to write: checked before its work begins."""
 
 import errno
 import os

@@ -27,12 +27,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         if config.enable_memory_snapshot and not self.snapshots:
             logger.info("profiling.enable_memory_snapshot has no effect on %s: it needs CUDA", device.type)
         if config.enable_profiling:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
             wait = config.profile_freq - WARMUP_STEPS - ACTIVE_STEPS
             self.profile = torch.profiler.profile(
-                activities=activities,
                 schedule=torch.profiler.schedule(wait=wait, warmup=WARMUP_STEPS, active=ACTIVE_STEPS),
                 on_trace_ready=self._write_trace,
                 acc_events=True,

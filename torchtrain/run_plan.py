@@ -9,7 +9,7 @@ import torch
 from torchtrain.attention.backends import choose_attention_backend
 from torchtrain.checkpoint.history import newest_config
 from torchtrain.checkpoint.weights import find_weights
-from torchtrain.config.schema import Data, JobConfig, Source, Validation
+from torchtrain.config.schema import JobConfig, Source
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
@@ -30,22 +30,20 @@ from torchtrain.tokenizers import Tokenizer, load_tokenizer
 class Plan:
     """What is known of a run before its ranks meet."""
 
+    config: JobConfig  # with the global batch size, and with the revisions of datasets from the hub, in full
     device: torch.device
     degrees: Degrees
     model: TransformerConfig
-    global_batch_size: int
     tokenizer: Tokenizer
     loader: Loader
     validation_loaders: dict[str, Loader]  # by the label of their source
-    document_start: int | None  # token before which attention stops, if it does
-    data: Data  # with the revisions of what comes from the hub
-    validation: Validation
+    document_start: int | None  # the token that begins a document, if attention stops before it
 
 
 def plan_run(config: JobConfig) -> Plan:
-    """Refuse what cannot work, open the tokenizer and the data; so early that there is one clear error.
+    """Refuse what cannot work, and open the tokenizer and the data: all that can be known before the ranks meet.
 
-    There is no process group yet, unless data come from the hub.
+    Only for data of the hub they meet here: then one of them asks it for all.
     """
     assert not config.model.hf_folder, "resolve_model comes first"
     device = pick_device(config.job.device)
@@ -53,55 +51,46 @@ def plan_run(config: JobConfig) -> Plan:
     if config.checkpoint.initial_load_path:
         find_weights(Path(config.checkpoint.initial_load_path))
     degrees = resolve_degrees(config.parallelism, world_size())
-    global_batch_size = resolve_global_batch_size(config, degrees)
+    training = replace(config.training, global_batch_size=resolve_global_batch_size(config, degrees))
+    config = replace(config, training=training)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model = replace(model_shape(config.model, tokenizer, config.training.seq_len), **asdict(config.mup))
+    model = replace(model_shape(config.model, tokenizer, training.seq_len), **asdict(config.mup))
     check_layout(config, device, degrees, model)
     if config.data.document_mask and tokenizer.bos_id is None:
         raise ConfigError(
             "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
             f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
         )
-    choose_attention_backend(config.training.attention_backend, device)
+    choose_attention_backend(training.attention_backend, device)
     ask: Ask = alone
-    if any(source.name for source in (*config.data.all, *(config.validation.all if config.validation.enable else ()))):
-        # One of the ranks asks for all.
+    held_out = config.validation.all if config.validation.enable else ()
+    if any(source.name for source in (*config.data.all, *held_out)):
         init_process_group(device, config.comm.init_timeout_seconds)
         ask = of_first_rank_in_its_time
         config = _with_revisions(config)
-    rows_per_part = global_batch_size // degrees.batch
+    rows_per_part = training.global_batch_size // degrees.batch
     first_row = degrees.batch_rank(rank()) * rows_per_part
     open_loader = partial(
         build_loader,
         tokenizer=tokenizer,
-        seq_len=config.training.seq_len,
-        global_batch_size=global_batch_size,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
         rows=range(first_row, first_row + rows_per_part),
-        seed=config.training.seed,
+        seed=training.seed,
         device=device,
         ask=ask,
     )
     validation_loaders = {}
-    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
+    for number, source in enumerate(config.validation.all if held_out else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
         fields = asdict(source)  # one source, with the loader's options of [data]
         once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
         validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
-    plan = Plan(
-        device,
-        degrees,
-        model,
-        global_batch_size,
-        tokenizer,
-        open_loader(config.data),
-        validation_loaders,
-        tokenizer.bos_id if config.data.document_mask else None,
-        config.data,
-        config.validation,
-    )
+    loader = open_loader(config.data)
     folder = config.job.dump_folder
     require_folder(Path(folder), f"job.dump_folder = {folder!r}")  # last: a run that is refused leaves nothing
-    return plan
+    document_start = tokenizer.bos_id if config.data.document_mask else None
+    return Plan(config, device, degrees, model, tokenizer, loader, validation_loaders, document_start)
 
 
 def _with_revisions(config: JobConfig) -> JobConfig:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import StoppedError
-from torchtrain.log import BestEffort, logger, run_door
+from torchtrain.log import BestEffort, is_first_rank, logger, run_door
 
 if TYPE_CHECKING:
     from torchtrain.build import Loop, Run
@@ -22,31 +22,22 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer; returns the exit code of the process."""
-    is_first = os.environ.get("RANK", "0") == "0"
 
     def run() -> int:
         options = sys.argv[1:] if argv is None else argv
-        config = parse(options, print_errors=is_first)
+        config = parse(options, print_errors=is_first_rank())
         try:
             return train(config)
         except RuntimeError as error:
             if type(error).__name__ == "OutOfMemoryError":  # torch's
-                ranks = os.environ.get("WORLD_SIZE", "1")
+                estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(
-                    "%s\nTo see where the memory of such a run goes, and what would fit: python -m torchtrain.estimate "
-                    "%s --estimate.world_size %s, with --estimate.search for a layout (docs/estimate.md)",
-                    error,
-                    shlex.join(options),
-                    ranks,
+                    f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
+                    f"torchtrain.estimate {estimate}, with --estimate.search for a layout (docs/estimate.md)"
                 )
             raise
-        except StoppedError as error:
-            from torchtrain.faults.stopping import exit_code_when_stopped
 
-            error.exit_code = exit_code_when_stopped()
-            raise
-
-    return run_door(run, speaks=is_first)
+    return run_door(run)
 
 
 def train(config: JobConfig) -> int:
@@ -61,7 +52,7 @@ def train(config: JobConfig) -> int:
     from torchtrain.distributed.process_group import rank
     from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
-    from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
+    from torchtrain.faults.stopping import StopRequest
     from torchtrain.metrics.beginning import describe
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
@@ -75,7 +66,7 @@ def train(config: JobConfig) -> int:
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
-    describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
+    describe(plan.config, plan.model, plan.device, plan.degrees)
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
@@ -89,7 +80,7 @@ def train(config: JobConfig) -> int:
     ending = "done" if done else "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
-    return exit_code_when_stopped() if stopped else 0
+    return StoppedError().exit_code if stopped else 0
 
 
 def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", *, validate_first: bool) -> None:
@@ -102,9 +93,8 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
 
     steps = config.training.steps
     checkpoint, guard, hangs, metrics = run.checkpoint, loop.guard, loop.hangs, loop.metrics
-    gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
-
-    with closing(run.plan.loader), metrics, loop.profiler, stop, hangs, checkpoint:
+    gc.disable()  # all ranks collect garbage at the same step, below: none waits while another does
+    with closing(run.plan.loader), metrics, loop.profiler, stop, checkpoint:
         if validate_first:
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, run.step == steps)

@@ -1,4 +1,4 @@
-"""A trained model, to be used and not trained: from a run's checkpoint of whatever layout, or a Hugging Face folder."""
+"""Loads a trained model for use: from a run's checkpoint, of whatever layout, or a Hugging Face folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model to be used, not trained. ``model.config.max_seq_len`` is the length it was trained on."""
+    """``model.config.max_seq_len`` is the length that it was trained on."""
 
     model: Transformer
     tokenizer: Tokenizer

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,66 +19,53 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
 
+class _Stopped(Exception):
+    """The run was asked to stop, in the middle of a validation."""
+
+
+@dataclass(eq=False)
 class Validator:
-    """Takes the loss on each of ``loaders``, from its beginning to its end, every so many steps.
+    """Takes the loss on each of ``loaders``, from its beginning to its end, every so many steps."""
 
-    Args:
-        loaders: by label; they end, and mask what is left of the last rows.
-        token_bytes: for each token the bytes of text it stands for.
-        report: called with the step and the results by name, on all ranks.
-        averaged: a context in which the model has its averaged weights.
-        must_stop: asked before each batch, on all ranks, which get the same answer: whether to end without results.
-        watch: a context, named, for what should not take long: each batch.
-    """
+    config: Validation
+    loaders: Mapping[str, Loader]  # by label; they end, and mask what is left of the last rows
+    model: ParallelModel
+    microbatches: Microbatches
+    token_bytes: Sequence[int]  # for each token, the bytes of text it stands for
+    report: Callable[[int, dict[str, float]], None]  # called with the step and the results by name, on all ranks
+    _: KW_ONLY
+    must_stop: Callable[[], bool]  # asked before each batch; all ranks get the same answer
+    watch: Callable[[str], AbstractContextManager[None]]  # a context for each batch, which should not take long
+    averaged: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context in which the model has its averaged weights."""
 
-    def __init__(
-        self,
-        config: Validation,
-        loaders: Mapping[str, Loader],
-        model: ParallelModel,
-        microbatches: Microbatches,
-        token_bytes: Sequence[int],
-        report: Callable[[int, dict[str, float]], None],
-        *,
-        averaged: Callable[[], AbstractContextManager[None]] = nullcontext,
-        must_stop: Callable[[], bool],
-        watch: Callable[[str], AbstractContextManager[None]],
-    ):
-        self.config = config
-        self.loaders = loaders
-        self.beginnings = {label: loader.state_dict() for label, loader in loaders.items()}
-        self.model = model
-        self.microbatches = microbatches
-        self.token_bytes = torch.tensor(token_bytes, device=model.device)
-        self.report = report
-        self.averaged = averaged
-        self.must_stop = must_stop
-        self.watch = watch
+    def __post_init__(self) -> None:
+        self.beginnings = {label: loader.state_dict() for label, loader in self.loaders.items()}
+        self.size_of = torch.tensor(self.token_bytes, device=self.model.device)
 
     def maybe_run(self, step: int, last: bool = False) -> None:
-        """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run."""
+        """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run.
+
+        Nothing is reported where the run is asked to stop before the end.
+        """
         if not (self.loaders and (last or step % self.config.interval == 0)):
             return
+        what = f"validation after step {step}"
         results: dict[str, float] = {}
-        for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
-            if self.config.weights not in (weights, "both"):
-                continue
-            with self.averaged() if weights == "ema" else nullcontext():
-                found = self._all_results(step, prefix)
-            if found is None:
-                logger.info("validation after step %d is cut short: asked to stop", step)
-                return
-            results |= found
-        self.report(step, results)
+        try:
+            if self.config.weights in ("trained", "both"):
+                results |= self._all_results(what, "validation")
+            if self.config.weights in ("ema", "both"):
+                with self.averaged():
+                    results |= self._all_results(what, "validation_ema")
+        except _Stopped:
+            logger.info("%s is cut short: asked to stop", what)
+        else:
+            self.report(step, results)
 
-    def _all_results(self, step: int, prefix: str) -> dict[str, float] | None:
-        """With the weights that the model has now, of all sources together and of each. None: must stop."""
-        sums: dict[str, Tensor] = {}
-        for label in self.loaders:
-            found = self._sums(label, f"validation after step {step}")
-            if found is None:
-                return None
-            sums[label] = found
+    def _all_results(self, what: str, prefix: str) -> dict[str, float]:
+        """Of all sources together and of each, with the weights that the model has now."""
+        sums = {label: self._sums(loader, self.beginnings[label], what) for label, loader in self.loaders.items()}
         results = _results(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
         if len(sums) > 1:
             for label, own in sums.items():
@@ -84,23 +73,21 @@ class Validator:
         return results
 
     @torch.no_grad()
-    def _sums(self, label: str, what: str) -> Tensor | None:
-        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,). None: must stop."""
-        loader = self.loaders[label]
-        loader.load_state_dict(self.beginnings[label])
+    def _sums(self, loader: Loader, beginning: dict[str, Any], what: str) -> Tensor:
+        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,)."""
+        loader.load_state_dict(beginning)
         sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
         number = 0
-        while number != self.config.steps:
-            with self.watch(what):
-                if self.must_stop():
-                    loader.close()
-                    return None
-                batch = next(loader, None)
-                if batch is None:
-                    break
-                sums += self._sums_of(batch)
-                number += 1
-        loader.close()
+        with closing(loader):
+            while number != self.config.steps:
+                with self.watch(what):
+                    if self.must_stop():
+                        raise _Stopped
+                    batch = next(loader, None)
+                    if batch is None:
+                        break
+                    sums += self._sums_of(batch)
+                    number += 1
         dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
         return sums
 
@@ -113,7 +100,7 @@ class Validator:
                 continue
             labels = microbatch.labels
             known = labels != IGNORE_INDEX
-            size = (self.token_bytes[labels.clamp(min=0)] * known).sum()
+            size = (self.size_of[labels.clamp(min=0)] * known).sum()
             sums += torch.stack((exact_nats(loss), known.sum().double(), size.double()))
         return sums
 

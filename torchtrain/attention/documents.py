@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: which they are, their positions, and a mask that keeps them apart."""
+"""Documents packed into one sequence: their numbers, their positions, and a mask that keeps them apart."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 @functools.cache
 def compiled_create_block_mask() -> Any:
-    """Compiled, it never holds a mask of all pairs. Made when first needed: torch.compile imports half of torch."""
+    """Compiled, it never holds the mask of all pairs. Made when first needed: torch.compile takes long to import."""
     return torch.compile(create_block_mask)
 
 

@@ -159,8 +159,7 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
 
 
 def nearest_file(path: str) -> str:
-    folder = Path(path).parent
-    names = [str(file) for file in folder.glob("*.toml")] if folder.is_dir() else []
+    names = [str(file) for file in Path(path).parent.glob("*.toml")]
     near = difflib.get_close_matches(path, names, n=1, cutoff=0.4)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -5,9 +5,10 @@ wrong by themselves; ``run_plan.plan_run`` refuses what depends on several secti
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtrain.errors import ConfigError
 
@@ -18,11 +19,25 @@ def require(holds: bool, rule: str) -> None:
         raise ConfigError(rule)
 
 
-def require_at_least(section: str, minimum: float, **values: float) -> None:
-    """Raise ``ConfigError`` for the first of ``values`` (fields of ``section``) under ``minimum``, or infinite."""
-    for key, value in values.items():
-        require(value >= minimum, f"{section}.{key} = {value} must be at least {minimum}")
-        require(value < math.inf, f"{section}.{key} = {value} must be a finite number")
+Rule = tuple[str, Callable[[float], bool]]
+"""What goes after "must" in a message, and whether a value keeps to it."""
+SHARE: Rule = ("lie in 0 to 1", lambda value: 0 <= value <= 1)
+DECAY: Rule = ("be at least 0 and under 1", lambda value: 0 <= value < 1)
+COUNT_OR_OPEN: Rule = ("be -1 or at least 1", lambda value: value == -1 or value >= 1)
+
+
+def require_each(section: Any, name: str, rule: Rule, *keys: str) -> None:
+    """Raise ``ConfigError`` for the first of the fields ``keys`` of [``name``] that breaks ``rule``; None does not."""
+    for key in keys:
+        value = getattr(section, key)
+        for one in value if isinstance(value, tuple) else (value,):
+            require(one is None or rule[1](one), f"{name}.{key} = {one} must {rule[0]}")
+
+
+def require_at_least(section: Any, name: str, minimum: float, *keys: str) -> None:
+    """``require_each`` to be at least ``minimum``, and finite."""
+    require_each(section, name, (f"be at least {minimum}", lambda value: value >= minimum), *keys)
+    require_each(section, name, ("be a finite number", lambda value: value < math.inf), *keys)
 
 
 @dataclass(frozen=True)
@@ -148,14 +163,11 @@ class Optimizer:
     """[optimizer.vectors]: norms and biases."""
 
     def __post_init__(self) -> None:
-        require_at_least("optimizer", 0, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        require_at_least(self, "optimizer", 0, "lr", "eps", "weight_decay")
         for name in ("matrices", "embeddings", "vectors"):
-            group: ParameterGroup = getattr(self, name)
-            require_at_least(f"optimizer.{name}", 0, lr_factor=group.lr_factor, weight_decay=group.weight_decay or 0.0)
-        require_at_least("optimizer", 1, muon_iterations=self.muon_iterations)
-        for key in ("beta1", "beta2", "muon_momentum"):
-            value = getattr(self, key)
-            require(0 <= value < 1, f"optimizer.{key} = {value} must be at least 0 and under 1")
+            require_at_least(getattr(self, name), f"optimizer.{name}", 0, "lr_factor", "weight_decay")
+        require_at_least(self, "optimizer", 1, "muon_iterations")
+        require_each(self, "optimizer", DECAY, "beta1", "beta2", "muon_momentum")
 
 
 @dataclass(frozen=True)
@@ -170,8 +182,8 @@ class Ema:
     """Keep the averages in CPU memory; each update waits for a copy of the parameters."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.decay < 1, f"ema.decay = {self.decay} must be at least 0 and under 1")
-        require_at_least("ema", 1, interval=self.interval)
+        require_each(self, "ema", DECAY, "decay")
+        require_at_least(self, "ema", 1, "interval")
 
 
 @dataclass(frozen=True)
@@ -185,7 +197,7 @@ class Mup:
     n_layers (CompleteP)."""
 
     def __post_init__(self) -> None:
-        require_at_least("mup", 1, **{key: value for key, value in vars(self).items() if value is not None})
+        require_at_least(self, "mup", 1, "base_dim", "base_layers")
 
 
 @dataclass(frozen=True)
@@ -202,12 +214,10 @@ class LRScheduler:
     """Floor of the decay, as a share of optimizer.lr."""
 
     def __post_init__(self) -> None:
-        require_at_least("lr_scheduler", 0, warmup_steps=self.warmup_steps, min_lr_factor=self.min_lr_factor)
+        require_at_least(self, "lr_scheduler", 0, "warmup_steps", "min_lr_factor")
         require(self.min_lr_factor <= 1, f"lr_scheduler.min_lr_factor = {self.min_lr_factor} must be at most 1")
-        if self.total_steps is not None:
-            require_at_least("lr_scheduler", 1, total_steps=self.total_steps)
-        if self.decay_ratio is not None:
-            require(0 <= self.decay_ratio <= 1, f"lr_scheduler.decay_ratio = {self.decay_ratio} must lie in 0 to 1")
+        require_at_least(self, "lr_scheduler", 1, "total_steps")
+        require_each(self, "lr_scheduler", SHARE, "decay_ratio")
 
 
 @dataclass(frozen=True)
@@ -249,15 +259,11 @@ class Training:
     """Steps between collections of Python's garbage, made on all ranks at once."""
 
     def __post_init__(self) -> None:
-        require_at_least("training", 1, local_batch_size=self.local_batch_size, seq_len=self.seq_len, steps=self.steps)
-        require_at_least("training", 1, gc_freq=self.gc_freq)
-        require_at_least("training", 0, seed=self.seed, z_loss_weight=self.z_loss_weight)
-        require_at_least("training", -1, loss_chunk_tokens=self.loss_chunk_tokens)
+        require_at_least(self, "training", 1, "local_batch_size", "seq_len", "steps", "gc_freq")
+        require_at_least(self, "training", 0, "seed", "z_loss_weight")
+        require_at_least(self, "training", -1, "loss_chunk_tokens")
         require(self.max_norm > 0, f"training.max_norm = {self.max_norm} must be above 0")
-        require(
-            self.global_batch_size == -1 or self.global_batch_size >= 1,
-            f"training.global_batch_size = {self.global_batch_size} must be -1 or at least 1",
-        )
+        require_each(self, "training", COUNT_OR_OPEN, "global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -343,8 +349,8 @@ class Data(Sources):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("data", 1, streams=self.streams)
-        require_at_least("data", 0, prefetch=self.prefetch)
+        require_at_least(self, "data", 1, "streams")
+        require_at_least(self, "data", 0, "prefetch")
         require(self.verify_gib >= 0, f"data.verify_gib = {self.verify_gib} must be at least 0; inf verifies all")
 
 
@@ -361,7 +367,7 @@ class Validation(Sources):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("validation", 1, interval=self.interval)
+        require_at_least(self, "validation", 1, "interval")
         require(self.steps == -1 or self.steps >= 1, f"validation.steps = {self.steps} must be -1 (all) or at least 1")
         require(
             not self.enable or bool(self.sources or self.path or self.name),
@@ -387,7 +393,7 @@ class Prepare:
     """Only compare the hashes of all files in the output folder with those in its manifest."""
 
     def __post_init__(self) -> None:
-        require_at_least("prepare", 0, processes=self.processes)
+        require_at_least(self, "prepare", 0, "processes")
 
 
 @dataclass(frozen=True)
@@ -427,19 +433,10 @@ class Parallelism:
     """Layers of each stage, first to last. Empty: an even split, in which embedding and output count as one each."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            "parallelism",
-            1,
-            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
-            tensor_parallel_degree=self.tensor_parallel_degree,
-            context_parallel_degree=self.context_parallel_degree,
-            pipeline_parallel_degree=self.pipeline_parallel_degree,
-        )
-        for key in ("data_parallel_shard_degree", "pipeline_parallel_microbatches"):
-            value = getattr(self, key)
-            require(value == -1 or value >= 1, f"parallelism.{key} = {value} must be -1 or at least 1")
-        for layers in self.pipeline_parallel_layers_per_stage:
-            require_at_least("parallelism", 1, pipeline_parallel_layers_per_stage=layers)
+        degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
+        require_at_least(self, "parallelism", 1, *(f"{axis}_degree" for axis in degrees))
+        require_each(self, "parallelism", COUNT_OR_OPEN, "data_parallel_shard_degree", "pipeline_parallel_microbatches")
+        require_at_least(self, "parallelism", 1, "pipeline_parallel_layers_per_stage")
 
 
 @dataclass(frozen=True)
@@ -458,10 +455,7 @@ class ActivationCheckpoint:
             option == "op" or (option.isdecimal() and int(option) >= 1),
             f"activation_checkpoint.selective_option = {option!r} must be 'op' or a whole number from 1, such as '2'",
         )
-        require(
-            0 <= self.memory_budget <= 1,
-            f"activation_checkpoint.memory_budget = {self.memory_budget} must lie in 0 to 1",
-        )
+        require_each(self, "activation_checkpoint", SHARE, "memory_budget")
 
 
 @dataclass(frozen=True)
@@ -510,13 +504,11 @@ class Checkpoint:
     """Failed saves in a row, as on a full disk, after which the run stops."""
 
     def __post_init__(self) -> None:
-        require_at_least("checkpoint", 1, interval=self.interval, max_failed_saves=self.max_failed_saves)
-        require_at_least("checkpoint", 0, keep_latest_k=self.keep_latest_k)
-        require_at_least("checkpoint", -1, load_step=self.load_step)
-        require(
-            self.enable or self.load_step == -1,
-            f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true",
-        )
+        require_at_least(self, "checkpoint", 1, "interval", "max_failed_saves")
+        require_at_least(self, "checkpoint", 0, "keep_latest_k")
+        require_at_least(self, "checkpoint", -1, "load_step")
+        given = self.enable or self.load_step == -1
+        require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
 
 
 @dataclass(frozen=True)
@@ -538,15 +530,9 @@ class Faults:
     checkpoint is saved if earlier ones took less."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            "faults",
-            0,
-            max_bad_steps=self.max_bad_steps,
-            spike_threshold=self.spike_threshold,
-            wall_clock_limit_minutes=self.wall_clock_limit_minutes,
-            stop_grace_seconds=self.stop_grace_seconds,
-        )
-        require_at_least("faults", 2, spike_window=self.spike_window)
+        require_at_least(self, "faults", 0, "max_bad_steps", "spike_threshold")
+        require_at_least(self, "faults", 0, "wall_clock_limit_minutes", "stop_grace_seconds")
+        require_at_least(self, "faults", 2, "spike_window")
         limit_seconds = 60 * self.wall_clock_limit_minutes
         require(
             limit_seconds == 0 or limit_seconds > self.stop_grace_seconds,
@@ -572,8 +558,8 @@ class Metrics:
     """A rank is slow if its data wait or its computation takes more than this many times the median of all ranks."""
 
     def __post_init__(self) -> None:
-        require_at_least("metrics", 1, log_freq=self.log_freq, straggler_factor=self.straggler_factor)
-        require_at_least("metrics", 0, straggler_freq=self.straggler_freq)
+        require_at_least(self, "metrics", 1, "log_freq", "straggler_factor")
+        require_at_least(self, "metrics", 0, "straggler_freq")
 
 
 @dataclass(frozen=True)
@@ -586,7 +572,7 @@ class Profiling:
     """Write CUDA memory snapshots to traces/ as often as profiler traces, and when memory runs out (CUDA only)."""
 
     def __post_init__(self) -> None:
-        require(self.profile_freq >= 3, f"profiling.profile_freq = {self.profile_freq} must be at least 3")
+        require_at_least(self, "profiling", 3, "profile_freq")
 
 
 @dataclass(frozen=True)
@@ -596,8 +582,7 @@ class Debug:
     longer, and memory for a second copy of the parameters."""
 
     def __post_init__(self) -> None:
-        for step in self.fingerprint_steps:
-            require_at_least("debug", 1, fingerprint_steps=step)
+        require_at_least(self, "debug", 1, "fingerprint_steps")
 
 
 @dataclass(frozen=True)
@@ -609,12 +594,7 @@ class Comm:
     and a few seconds later collectives still under way fail."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            "comm",
-            1,
-            init_timeout_seconds=self.init_timeout_seconds,
-            train_timeout_seconds=self.train_timeout_seconds,
-        )
+        require_at_least(self, "comm", 1, "init_timeout_seconds", "train_timeout_seconds")
 
 
 @dataclass(frozen=True)
@@ -643,14 +623,8 @@ class Estimate:
     """PNG file for a picture of memory over two steps (pip install 'torchtrain[plot]')."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            "estimate",
-            0,
-            world_size=self.world_size,
-            memory_gib=self.memory_gib,
-            network_gigabits=self.network_gigabits,
-        )
-        require_at_least("estimate", 1, gpus_per_node=self.gpus_per_node)
+        require_at_least(self, "estimate", 0, "world_size", "memory_gib", "network_gigabits")
+        require_at_least(self, "estimate", 1, "gpus_per_node")
 
 
 @dataclass(frozen=True)

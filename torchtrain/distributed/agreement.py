@@ -1,11 +1,11 @@
-"""Sharing answers and errors between ranks, so that all go on alike, or end alike.
+"""Answers and errors of one rank told to all, so that all ranks go on alike, or end alike.
 
-Needed because a file system may show ranks different things at one time, and may fail for one rank alone.
+A file system may show ranks different things at the same time, and may fail for one rank alone.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,49 +13,44 @@ from torchtrain.errors import TorchtrainError
 
 T = TypeVar("T")
 
-ROUND_SECONDS = 1.0  # between broadcasts while the answer is not there yet
+ROUND_SECONDS = 1.0  # between broadcasts while there is no answer yet
 
 
 def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What ``ask()`` gives on the first rank, on all ranks. A TorchtrainError there is raised on all. Collective."""
-    answers = [_outcome(ask) if dist.get_rank(group) == 0 else None]
+    answers = [_answer(ask) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(answers, group=group, group_src=0)
-    assert answers[0] is not None
     return _value(answers[0])
 
 
-def of_first_rank_in_its_time(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of ``group``."""
-    first = dist.get_rank(group) == 0
+def of_first_rank_in_its_time(ask: Callable[[], T]) -> T:
+    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of collectives."""
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_outcome, ask) if first else None
-        answers: list[tuple[T | None, TorchtrainError | None] | None] = [None]
-        while answers[0] is None:
-            if future is not None:
-                answers = [future.result() if wait([future], ROUND_SECONDS).done else None]
-            dist.broadcast_object_list(answers, group=group, group_src=0)
-    return _value(answers[0])
+        future = pool.submit(_answer, ask) if dist.get_rank() == 0 else None
+        done_and_answer: list[Any] = [False, None]
+        while not done_and_answer[0]:
+            if future is not None and wait([future], ROUND_SECONDS).done:
+                done_and_answer = [True, future.result()]
+            dist.broadcast_object_list(done_and_answer)
+    value: T = _value(done_and_answer[1])
+    return value
 
 
 def of_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """What ``ask()`` gives on each rank. A TorchtrainError of any of them is raised on all. Collective."""
-    outcomes: list[tuple[T | None, TorchtrainError | None]] = [(None, None)] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _outcome(ask), group=group)
-    # Any error counts, whatever the other ranks found.
-    for outcome in sorted(outcomes, key=lambda outcome: outcome[1] is None):
-        _value(outcome)
-    return [_value(outcome) for outcome in outcomes]
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, _answer(ask), group=group)
+    return [_value(answer) for answer in answers]
 
 
-def _outcome(ask: Callable[[], T]) -> tuple[T | None, TorchtrainError | None]:
+def _answer(ask: Callable[[], T]) -> T | TorchtrainError:
     try:
-        return ask(), None
+        return ask()
     except TorchtrainError as error:
-        return None, error
+        return error
 
 
-def _value(outcome: tuple[T | None, TorchtrainError | None]) -> T:
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+def _value(answer: T | TorchtrainError | None) -> T:
+    if isinstance(answer, TorchtrainError):
+        raise answer
+    return answer  # type: ignore[return-value]

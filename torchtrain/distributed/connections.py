@@ -1,4 +1,4 @@
-"""Connections between ranks: enough files for them, all made before one can fail, and which are short."""
+"""Connections between ranks: the limit on open files, gloo groups, and which ranks share a machine."""
 
 import os
 import resource

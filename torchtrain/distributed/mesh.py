@@ -1,12 +1,10 @@
-"""One device mesh for the run, and the questions that the parts ask of it.
+"""The device mesh of a run. Its axes, from the outermost to the innermost, whose ranks have the fastest links:
 
-From the outermost axis to the innermost, whose ranks are neighbors and so have the fastest links:
-
-    pipeline    the model's layers, in stages
-    replicate   copies of all the below (HSDP)
-    shard       rows of the batch; FSDP shards parameters
-    context     parts of each sequence; FSDP shards parameters over these ranks too
-    tensor      parts of each matrix
+pipeline    the model's layers, in stages
+replicate   rows of the batch; copies of the parameters (HSDP)
+shard       rows of the batch; FSDP shards parameters
+context     parts of each sequence; FSDP shards parameters over these ranks, too
+tensor      parts of each matrix
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Ranks: which device is mine, how we find each other, how long we wait."""
+"""Ranks: the device of each, how they find each other, how long they wait."""
 
 import os
 from collections.abc import Collection
@@ -52,17 +52,17 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL alone: gloo beside it would connect all ranks of each group of the mesh, too. With the device NCCL
-        # connects at once, shares what it can between groups, and need not guess the device of a barrier.
+        # connects at once, shares connections between groups, and knows the device of a barrier.
         options |= {"backend": "nccl", "device_id": device}
-        # Gloo's groups of all ranks then connect those alone that have something to tell each other.
+        # A gloo group of all ranks then connects only those that send to each other.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_file_limit(world_size())
     if "RANK" in os.environ:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun keeps one store through its restarts: without this, a rank could find the address of a dead one
-            # there and wait for it. Agents of several nodes count differently; for them, see torchtrain.launch.
+            # torchrun keeps one store through its restarts: without a prefix, a rank could find the address of a dead
+            # one there and wait for it. Nodes count restarts differently; for several, see torchtrain.launch.
             store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     else:
@@ -78,7 +78,7 @@ def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
 
 def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()) -> None:
     """Set the time-out of collectives, except in the groups in ``longer``."""
-    # Ranks reach this point at different times: without the barrier, the first would wait by the new time-out.
+    # Ranks come here at different times: without the barrier, the first would already wait by the new time-out.
     dist.barrier()
     for group in all_groups():
         if group not in longer:

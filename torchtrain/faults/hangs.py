@@ -64,6 +64,7 @@ class Place:
     """What else is under way on this rank, such as a save."""
 
 
+@dataclass(eq=False)
 class HangWatch:
     """While something is under way longer than ``timeout_seconds``, writes ``folder/WHAT-rank-R.txt`` on every rank.
 
@@ -72,68 +73,36 @@ class HangWatch:
     time-out, ``REPORT_SECONDS`` later, ends the process.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, world_size: int, timeout_seconds: float, doing: Callable[[], str] = str
-    ) -> None:
-        """``doing``: says what is under way on this rank beside the main thread."""
-        self.folder = folder
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout_seconds = timeout_seconds
-        self.doing = doing
-        self.best_effort = BestEffort(f"reports in {folder}")
-        self._main = threading.main_thread().ident
-        self._what: str | None = None
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
-        self._thread.start()
+    folder: Path
+    rank: int
+    world_size: int
+    timeout_seconds: float
+    doing: Callable[[], str]  # says what else is under way on this rank, beside the main thread
+
+    def __post_init__(self) -> None:
+        self.best_effort = BestEffort(f"reports in {self.folder}")
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Expect the body, ``what``, to be done within ``timeout_seconds``."""
-        self._set(what)
+        """Report if the body, ``what``, takes longer than ``timeout_seconds``."""
+        timer = threading.Timer(self.timeout_seconds, self._report, (what,))
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            self._set(None)
-
-    def __enter__(self) -> "HangWatch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _set(self, what: str | None) -> None:
-        with self._changed:
-            self._what = what
-            self._changed.notify()
-
-    def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                what = self._what
-                changed = self._changed.wait(self.timeout_seconds if what is not None else None)
-                if not changed and what is not None:
-                    self._changed.release()
-                    try:
-                        self._report(what)
-                    finally:
-                        self._changed.acquire()
-                    while self._what == what and not self._closed:
-                        self._changed.wait()
+            timer.cancel()
 
     def _report(self, what: str) -> None:
-        own = _place(sys._current_frames().get(self._main or 0), self.doing())
+        name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
+        own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
         with self.best_effort:
-            self._write(self._file(what, self.rank), own)
+            self._write(self.folder / name.format(self.rank), own)
         time.sleep(COLLECT_SECONDS)
         places = {self.rank: own}
         for rank in range(self.world_size):
             with self.best_effort:
-                path = self._file(what, rank)
+                path = self.folder / name.format(rank)
                 # An older file is of an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > time.time() - self.timeout_seconds - COLLECT_SECONDS:
                     places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
@@ -148,9 +117,6 @@ class HangWatch:
             file.flush()
             faulthandler.dump_traceback(file)
         part.rename(path)
-
-    def _file(self, what: str, rank: int) -> Path:
-        return self.folder / f"{what.replace(' ', '-')}-rank-{rank}.txt"
 
     def _summary(self, what: str, places: dict[int, Place]) -> str:
         """Who waits for whom, in a few lines."""

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from torchtrain.config.schema import Faults
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.errors import StoppedError
 from torchtrain.log import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -91,9 +90,3 @@ class StopRequest:
         all_reduce(flag, group)
         self.agreed = bool(flag > 0)
         return self.agreed
-
-
-def exit_code_when_stopped() -> int:
-    """75, or 0 where torchrun would take any other code for a crash and start the run again at once."""
-    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return 0 if restarts < most else StoppedError.exit_code

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +16,17 @@ from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
 NAMES = ("loss", "gradient norm")
-# Of the step, and of the window of good steps before it; whether it is bad; on how many ranks.
-NUMBERS = (
-    *NAMES,
-    *(f"{what} {name}" for what in ("mean", "deviation") for name in NAMES),
-    "bad",
-    "bad losses",
-    "stopping",
-)
 
 
 class _Verdict(NamedTuple):
-    """What the device found about ``step``. ``ready``: when its copy on the host is complete; None on a CPU."""
+    """What was found about a step, on its way from the device to the host."""
 
     step: int
-    numbers: Tensor  # of ``NUMBERS``
-    ready: torch.cuda.Event | None
+    numbers: Tensor  # as ``settle`` unpacks them, in CPU memory
+    ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
+@dataclass(eq=False)
 class UpdateGuard:
     """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
 
@@ -41,23 +35,18 @@ class UpdateGuard:
     ``stop.agreed``, on which the loop acts.
     """
 
-    def __init__(
-        self,
-        config: Faults,
-        stop: StopRequest,
-        device: torch.device,
-        record_event: Callable[[int, str, dict[str, Any]], None],
-    ) -> None:
-        self.config = config
-        self.stop = stop
-        self.device = device
-        self.record_event = record_event
-        self.must_roll_back_before: int | None = None
-        """The bad step before which the run must go back, if it must."""
+    config: Faults
+    stop: StopRequest
+    device: torch.device
+    record_event: Callable[[int, str, dict[str, Any]], None]
+    must_roll_back_before: int | None = field(default=None, init=False)
+    """The bad step before which the run must go back, if it must."""
+
+    def __post_init__(self) -> None:
         self._bad_in_a_row = 0
         self._worst_step = 0
         # The last good values, oldest first; NaN until there are enough, which makes every comparison false.
-        self._window = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
+        self._window = torch.full((2, self.config.spike_window), math.nan, dtype=torch.float64, device=self.device)
         self._last: _Verdict | None = None
 
     @torch.no_grad()
@@ -86,16 +75,10 @@ class UpdateGuard:
         shifted = torch.cat((self._window[:, 1:], values[:, None]), dim=1)
         self._window = torch.where(bad, self._window, shifted)
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
-        self._last = self._send(step, found)
+        numbers = found.to("cpu", non_blocking=True)
+        ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
+        self._last = _Verdict(step, numbers, ready)
         return bad.float()
-
-    def _send(self, step: int, found: Tensor) -> _Verdict:
-        if found.device.type == "cpu":
-            return _Verdict(step, found, None)
-        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return _Verdict(step, host, ready)
 
     def settle(self) -> None:
         """Act on the result of the last step judged. The loop calls it where no next step will be judged in time."""
@@ -105,24 +88,24 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
-        self.stop.agreed = self.stop.agreed or found["stopping"] > 0
-        if not found["bad"]:
+        # Of ``NAMES``, and of each its mean and deviation over the window; is it bad, and on how many ranks.
+        loss, norm, *window, bad, bad_losses, stopping = numbers.tolist()
+        self.stop.agreed = self.stop.agreed or stopping > 0
+        if not bad:
             if step > self._worst_step:
                 self._bad_in_a_row = 0
             return
-        if found["bad losses"]:
-            problem = f"loss not finite on {found['bad losses']:.0f} rank(s)"
-        elif not math.isfinite(found["gradient norm"]):
+        if bad_losses:
+            problem = f"loss not finite on {bad_losses:.0f} rank(s)"
+        elif not math.isfinite(norm):
             problem = "gradient not finite"
         else:
-            threshold = self.config.spike_threshold
-            name = next(n for n in NAMES if found[n] > found[f"mean {n}"] + threshold * found[f"deviation {n}"])
-            problem = (
-                f"{name} {found[name]:.4g} is a spike: the last {self.config.spike_window} steps had "
-                f"{found[f'mean {name}']:.4g} +- {found[f'deviation {name}']:.2g}"
-            )
-        self._refused(step, problem, {name: found[name] for name in NAMES})
+            rows = zip(NAMES, (loss, norm), window[:2], window[2:], strict=True)
+            spikes = (row for row in rows if row[1] > row[2] + self.config.spike_threshold * row[3])
+            name, value, mean, deviation = next(spikes)
+            usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
+            problem = f"{name} {value:.4g} is a spike: {usual}"
+        self._refused(step, problem, {NAMES[0]: loss, NAMES[1]: norm})
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""

@@ -12,36 +12,32 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtrain.devices import device_kind
 from torchtrain.loss.z_loss import cross_entropy_with_z
 
-IGNORE_INDEX = -100  # label of a position that no loss is taken of
-# Float32 logits at once, where the config leaves it to us: on a CPU what its cache holds, which makes the loss up to
-# twice as fast; elsewhere enough for matrix products of full speed.
+IGNORE_INDEX = -100  # label of a position that has no loss
+# Float32 logits of a chunk, by default: on a CPU what fits its cache, which makes the loss up to twice as fast;
+# elsewhere enough for matrix products at full speed.
 MAX_LOGITS_BYTES_CPU = 1 << 23
 MAX_LOGITS_BYTES = 1 << 30
-MIN_CHUNK_TOKENS = 256  # each chunk adds to the gradient of the whole output matrix: with fewer that takes over
+MIN_CHUNK_TOKENS = 256  # with fewer, adding up the gradient of the output matrix takes most of the time
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the token losses in nats, a float32 scalar.
 
     ``logits`` (bs, seq, vocab) of any float dtype, ``labels`` (bs, seq) of int64. The sum, not the mean: it is divided
-    by the number of unmasked tokens in the whole global batch, which no single rank sees.
+    by the number of unmasked tokens in the whole global batch.
 
-    Logits may be a DTensor that is split along vocab. Forward and backward must then run within torch's
-    ``loss_parallel()``, which reduces over the ranks what softmax needs (three numbers a token, and never the logits);
-    each rank gets the same sum.
+    Logits may be a DTensor that is split along vocab, inside of torch's ``loss_parallel()``, forward and backward. It
+    sends three numbers a token, and never the logits; each rank gets the same sum.
     """
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORE_INDEX
     )
-    # Not a view: FSDP refuses to hand one out of the model.
+    # Not a view: FSDP does not let a model return one.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
 
 def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
-    """``cross_entropy_sum`` and, with ``z_weight``, the sum of the z-losses (``z_loss.py``): float32 of shape (2,).
-
-    What is trained on is the sum of both.
-    """
+    """``cross_entropy_sum`` and the sum of the z-losses (``z_loss.py``): float32 (2,). Their sum is trained on."""
     if z_weight:
         return cross_entropy_with_z(logits, labels, z_weight)
     loss = cross_entropy_sum(logits, labels)
@@ -54,34 +50,30 @@ def exact_nats(loss: Tensor) -> Tensor:
 
 
 class TokenLoss(NamedTuple):
-    """A sum of token losses in nats, and of how many tokens: scalars that can be added over microbatches and ranks.
+    """Scalars that can be added over microbatches and ranks."""
 
-    ``z``: the sum of the z-losses, which are not in ``total``; None where there are none.
-    """
-
-    total: Tensor
-    tokens: Tensor
-    z: Tensor | None = None
+    total: Tensor  # the sum of the token losses, in nats
+    tokens: Tensor  # their number
+    z: Tensor | None = None  # the sum of the z-losses, which are not in ``total``; None: there is no z-loss
 
 
 class OutputLoss:
-    """Output projection and loss in one: hidden states in, ``token_losses`` out.
+    """Output layer and loss in one: hidden states in, ``token_losses`` out.
 
     Logits are the largest tensor of a small model, and their gradient is as large. Here they exist for ``chunk_tokens``
-    tokens at a time: each chunk's gradient is computed right after its loss, while its logits are still there, so that
-    backward has nothing to compute again. Value and gradient are those of the plain loss.
+    tokens at a time: each chunk's gradient is computed right after its loss. Value and gradient are those of the plain
+    loss.
     """
 
     def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
-        """``chunk_tokens``: -1 for what ``MAX_LOGITS_BYTES`` (on CPU ``_CPU``) hold, and 256 at least; 0 for all."""
+        """``chunk_tokens``: as ``training.loss_chunk_tokens``."""
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
 
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
-        """``hidden`` (bs, seq, dim), ``labels`` (bs, seq) to float32 (2,): loss and z-loss, to be trained on as a sum.
+        """``hidden`` (bs, seq, dim) and ``labels`` (bs, seq) to ``token_losses``. ``output``: a linear layer over dim.
 
-        ``output``: a linear layer over dim.
         Call it where ``output.weight`` is whole: within the forward of the module that FSDP has sharded.
         """
         weight = output.get_parameter("weight")
@@ -101,21 +93,21 @@ class OutputLoss:
         return loss
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        # loss_parallel, which reduces over ranks, cannot be compiled.
+        # The collectives of loss_parallel cannot be compiled.
         function = token_losses if isinstance(logits, DTensor) else self.compiled
         return function(logits, labels, self.z_weight)
 
     def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
         """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough.
 
-        ``vocab``: how much of the vocabulary one rank computes logits for.
+        ``vocab``: tokens of the vocabulary that one rank computes logits for.
         """
-        bs, seq = shape
-        limit = MAX_LOGITS_BYTES_CPU if device_type == "cpu" else MAX_LOGITS_BYTES
-        tokens = self.chunk_tokens if self.chunk_tokens >= 0 else max(MIN_CHUNK_TOKENS, limit // (4 * vocab))
         if self.chunk_tokens == 0:
             return 1
-        fewest = min(seq, math.ceil(bs * seq / max(1, tokens)))
+        bs, seq = shape
+        limit = MAX_LOGITS_BYTES_CPU if device_type == "cpu" else MAX_LOGITS_BYTES
+        tokens = self.chunk_tokens if self.chunk_tokens > 0 else max(MIN_CHUNK_TOKENS, limit // (4 * vocab))
+        fewest = min(seq, math.ceil(bs * seq / tokens))
         return next(n for n in range(fewest, seq + 1) if seq % n == 0)
 
 
@@ -126,8 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
         forward returns  the sum of the losses, and keeps  [gradients of h], sum of those of weight
         backward         multiplies these two by the gradient of that sum
 
-    ``torch.autograd.grad`` in forward is a backward of the chunk alone: ``h`` is cut off from the model before it, and
-    the model's own backward begins with what is kept.
+    ``h`` is detached from the model, so that ``torch.autograd.grad`` in forward goes through the chunk alone.
     """
 
     @staticmethod

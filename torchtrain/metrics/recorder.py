@@ -12,7 +12,8 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,51 +51,38 @@ def where(device: torch.device) -> dict[str, str]:
     return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
 
 
-class MetricsRecorder:
+@dataclass(eq=False)
+class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Collects numbers on each rank; every ``log_freq`` steps they are reduced over all ranks, and rank 0 writes."""
 
-    def __init__(
-        self,
-        config: Metrics,
-        folder: Path,
-        *,
-        device: torch.device,
-        loss_group: dist.ProcessGroup,
-        side_group: dist.ProcessGroup,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak_flops: float | None,
-        first_step: int,
-        last_step: int,
-        config_toml: str,
-    ):
-        """``tokens_per_step``: of the global batch. ``peak_flops``: of one device, None where unknown."""
-        self.config = config
-        self.device = device
-        self.loss_group = loss_group
-        self.tokens_per_step_and_device = tokens_per_step / dist.get_world_size()
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.first_step = first_step
-        self.last_step = last_step
-        self.since_step = first_step
-        self.since = time.perf_counter()
-        self.data_wait_seconds = 0.0
-        self.waiting_for_step = first_step
+    config: Metrics
+    folder: Path
+    _: KW_ONLY
+    device: torch.device
+    loss_group: dist.ProcessGroup
+    side_group: dist.ProcessGroup
+    tokens_per_step: int  # of the global batch
+    flops_per_token: int
+    peak_flops: float | None  # of one device; None where unknown
+    first_step: int
+    last_step: int
+    config_toml: str
+
+    def __post_init__(self) -> None:
+        config, ranks = self.config, dist.get_world_size()
+        self.restart(self.first_step)
         self.stragglers: StragglerWatch | None = None
-        if config.straggler_freq and dist.get_world_size() > 1:
+        if config.straggler_freq and ranks > 1:
             self.stragglers = StragglerWatch(
-                config.straggler_freq, config.straggler_factor, device, side_group, self.record_event
+                config.straggler_freq, config.straggler_factor, self.device, self.side_group, self.record_event
             )
         self.stack = ExitStack()
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
-            self.writers = self.stack.enter_context(Writers(config, folder, config_toml, first_step))
+            writers = Writers(config, self.folder, self.config_toml, self.first_step)
+            self.writers = self.stack.enter_context(writers)
             with BestEffort("the first line of metrics.jsonl"):
-                self.record_event(first_step, "start", {"ranks": dist.get_world_size(), **where(device)})
-
-    def __enter__(self) -> "MetricsRecorder":
-        return self
+                self.record_event(self.first_step, "start", {"ranks": ranks, **where(self.device)})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -128,23 +116,24 @@ class MetricsRecorder:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         loss_max, memory_gib, data_wait_fraction = maxima.tolist()
         step_seconds = elapsed / (step - self.since_step)
-        tokens_per_second = self.tokens_per_step_and_device / step_seconds
+        tokens_per_second = self.tokens_per_step / dist.get_world_size() / step_seconds
         mfu = None if self.peak_flops is None else tokens_per_second * self.flops_per_token / self.peak_flops
-        self._write(
-            {
-                "step": step,
-                "loss": total / tokens,
-                "loss_max": loss_max,
-                **({} if loss.z is None else {"z_loss": z_total / tokens}),
-                "grad_norm": grad_norm.item(),
-                "lr": lr,
-                "tokens_per_second": tokens_per_second,
-                "mfu": mfu,
-                "memory_gib": memory_gib,
-                "data_wait_fraction": data_wait_fraction,
-                "step_seconds": step_seconds,
-            }
-        )
+        line = {
+            "step": step,
+            "loss": total / tokens,
+            "loss_max": loss_max,
+            **({} if loss.z is None else {"z_loss": z_total / tokens}),
+            "grad_norm": grad_norm.item(),
+            "lr": lr,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "memory_gib": memory_gib,
+            "data_wait_fraction": data_wait_fraction,
+            "step_seconds": step_seconds,
+        }
+        if self.writers is not None:
+            self.writers.write(line)
+            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
@@ -173,11 +162,6 @@ class MetricsRecorder:
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.waiting_for_step = step
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.writers is not None:
-            self.writers.write(line)
-            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
-
 
 def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
     """A line of metrics for a person."""
@@ -187,14 +171,13 @@ def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
         ("33", f"grad norm {line['grad_norm']:.3f}"),
         ("0", f"lr {line['lr']:.2e}"),
         ("34", f"{line['tokens_per_second']:,.0f} tokens/s"),
+        *([] if line["mfu"] is None else [("34", f"MFU {line['mfu']:.1%}")]),
         ("0", f"{line['step_seconds']:.3f} s/step"),
         ("35", f"{line['memory_gib']:.2f} GiB"),
         ("0", f"data wait {line['data_wait_fraction']:.1%}"),
     ]
     if line["step"] < last_step:
         words.append(("0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
-    if line["mfu"] is not None:
-        words.insert(5, ("34", f"MFU {line['mfu']:.1%}"))
     return "  ".join(f"\033[{code}m{word}\033[0m" if colour else word for code, word in words)
 
 

@@ -1,13 +1,14 @@
-"""Ranks that keep the others waiting, by name.
+"""Finds ranks that keep the others waiting.
 
-All ranks of a step are as slow as the slowest, so their step times tell nothing. What a rank does by itself does: its
-wait for data, and a fixed piece of computation that it makes before the first collective of a step.
+All ranks are as slow as the slowest, so the time of a step does not tell which one it is. What a rank does by itself
+does: its wait for data, and a fixed computation before the first collective of a step.
 """
 
 import socket
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torchtrain.log import logger
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
 KINDS = ("data wait", "compute")
-# Less than this share of a step is no delay, however many times the median it is.
+# A delay of less than this share of a step is not reported.
 LEAST_SHARE_OF_STEP = 0.05
 
 
+@dataclass(eq=False)
 class StragglerWatch:
     """Call ``waited`` for each batch and ``before_step`` before each step, on all ranks.
 
@@ -30,24 +32,17 @@ class StragglerWatch:
     arrived, and calls ``report(step, "straggler", values)`` for each rank that takes over ``factor`` times the median.
     """
 
-    def __init__(
-        self,
-        freq: int,
-        factor: float,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        report: Callable[[int, str, dict[str, Any]], None],
-    ):
-        """``group``: a gloo group of all ranks, so that its messages do not wait for a GPU."""
-        self.freq = freq
-        self.factor = factor
-        self.device = device
-        self.report = report
-        self.group = group
+    freq: int
+    factor: float
+    device: torch.device
+    group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
+    report: Callable[[int, str, dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
         self.hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self.hosts, socket.gethostname(), group=self.group)
-        size = PROBE_SIZE[device.type]
-        self.operand = torch.ones(size, size, device=device)
+        size = PROBE_SIZE[self.device.type]
+        self.operand = torch.ones(size, size, device=self.device)
         self.wait_seconds = 0.0
         self.steps = 0
         self.since = time.perf_counter()
@@ -66,9 +61,7 @@ class StragglerWatch:
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
         self.wait_seconds, self.steps, self.since = 0.0, 0, time.perf_counter()
-        if self.pending is not None:
-            self.pending[1].wait()
-            self._look()
+        self._look(wait=True)
         all_ranks = [torch.empty_like(own) for _ in self.hosts]
         work = dist.all_gather(all_ranks, own, group=self.group, async_op=True)
         assert work is not None
@@ -76,14 +69,17 @@ class StragglerWatch:
 
     def close(self) -> None:
         """Wait for the messages under way."""
-        if self.pending is not None:
-            self.pending[1].wait()
-            self._look()
+        self._look(wait=True)
 
-    def _look(self) -> None:
-        if self.pending is None or not self.pending[1].is_completed():
+    def _look(self, wait: bool = False) -> None:
+        """Name the slow ranks, if the times under way have arrived, or after a ``wait`` for them."""
+        if self.pending is None:
             return
-        step, _, all_ranks = self.pending
+        step, work, all_ranks = self.pending
+        if wait:
+            work.wait()
+        elif not work.is_completed():
+            return
         self.pending = None
         if dist.get_rank() != 0:
             return
@@ -93,12 +89,11 @@ class StragglerWatch:
             median = statistics.median(times)
             for rank, seconds in enumerate(times):
                 if seconds > self.factor * median and seconds - median > LEAST_SHARE_OF_STEP * step_seconds:
-                    logger.warning(
-                        "rank %d on %s is slow: %s %.3f s, where the median of %d ranks is %.3f s (steps of %.3f s)",
-                        *(rank, self.hosts[rank], kind, seconds, len(times), median, step_seconds),
-                    )
-                    values = {"rank": rank, "host": self.hosts[rank], "kind": kind}
-                    self.report(step, "straggler", {**values, "seconds": seconds, "median_seconds": median})
+                    host = self.hosts[rank]
+                    usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
+                    logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")
+                    values = {"rank": rank, "host": host, "kind": kind, "seconds": seconds, "median_seconds": median}
+                    self.report(step, "straggler", values)
 
 
 def probe(operand: Tensor) -> float:

@@ -8,9 +8,11 @@ import os
 import socket
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tomli
 
@@ -35,13 +37,12 @@ GROUPS = {
 
 def grouped(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line under the names that TensorBoard and Weights & Biases show them by."""
-    numbers = {name: value for name, value in line.items() if name != "step" and isinstance(value, (int, float))}
-    return {
-        GROUPS.get(
-            name, f"validation/{name.removeprefix('validation_')}" if "validation" in name else f"other/{name}"
-        ): v
-        for name, v in numbers.items()
-    }
+    numbers = {}
+    for name, value in line.items():
+        if name != "step" and isinstance(value, (int, float)):
+            group = "validation" if name.startswith("validation_") else "other"
+            numbers[GROUPS.get(name, f"{group}/{name.removeprefix('validation_')}")] = value
+    return numbers
 
 
 def check_writers(config: Metrics) -> None:
@@ -50,12 +51,14 @@ def check_writers(config: Metrics) -> None:
         raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Takes lines with ``step``: numbers, or, with ``event``, something that happened."""
 
+    @abstractmethod
     def write(self, line: dict[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        pass
 
 
 class AppendedFile:
@@ -85,7 +88,7 @@ class AppendedFile:
             os.close(descriptor)
 
 
-class JsonLines:
+class JsonLines(Writer):
     """``metrics.jsonl``: a line is an object. A number that is not finite, which JSON cannot say, is null."""
 
     def __init__(self, path: Path):
@@ -96,9 +99,6 @@ class JsonLines:
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
         self.file.append(json.dumps(finite).encode() + b"\n", after=b"\n")
-
-    def close(self) -> None:
-        pass
 
 
 def has_validation(path: Path, step: int) -> bool:
@@ -111,7 +111,7 @@ def has_validation(path: Path, step: int) -> bool:
         return False  # no more is lost than the time to validate again
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
 
     Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
@@ -153,11 +153,8 @@ class TensorBoard:
         for name, value in values.items():
             self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
 
-    def close(self) -> None:
-        pass
 
-
-class WeightsAndBiases:
+class WeightsAndBiases(Writer):
     """The same in Weights & Biases. One run there for one dump folder: a resumed run goes on in it."""
 
     def __init__(self, folder: Path, config: Metrics, config_toml: str):
@@ -185,7 +182,7 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-class Writers:
+class Writers(AbstractContextManager["Writers"]):
     """All writers that the config asks for; a context manager. Only the first rank has any.
 
     One that fails ends nothing: its lines are dropped until it works again.
@@ -206,9 +203,6 @@ class Writers:
                 if name not in self.writers:
                     self.writers[name] = self.open[name]()
                 self.writers[name].write(line)
-
-    def __enter__(self) -> "Writers":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for name, writer in self.writers.items():

@@ -1,10 +1,8 @@
 """Which activations are kept for backward and which are computed again."""
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from torchtrain.config.schema import ActivationCheckpoint
@@ -12,24 +10,18 @@ from torchtrain.models.llama.model import Transformer, TransformerBlock
 from torchtrain.torch_internals import checkpoint_wrapper, inductor_compiled_code
 
 # Results that cost more to compute again than to keep: attention, and what came over the network.
-EXPENSIVE_OPS = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops.higher_order.flex_attention,  # in a compiled block
-        inductor_compiled_code,  # in one that is not, where nothing else is compiled
-    }
-)
-
-
-MATRIX_PRODUCTS = frozenset(
-    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-)
-# Per byte kept all products of a block save the same work. The result of the last is an input of nothing in the block,
-# and so never needed again.
+EXPENSIVE_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.higher_order.flex_attention,  # in a compiled block
+    inductor_compiled_code,  # flex_attention in a block that is not compiled
+}
+MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+# Every second product of a block is kept, since all save the same work for a byte. Not the last one: nothing in the
+# block takes its result.
 PRODUCTS_PER_BLOCK = len(TransformerBlock.PRODUCTS)
 KEPT_PRODUCTS = range(1, PRODUCTS_PER_BLOCK, 2)
 
@@ -58,11 +50,8 @@ def apply_activation_checkpoint(model: Transformer, config: ActivationCheckpoint
         return
     per_op = config.mode == "selective" and config.selective_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_option)
-    # No dropout: there is no random state to restore.
-    wrap: Any = partial(checkpoint_wrapper, preserve_rng_state=False)
-    if per_op:
-        wrap = partial(wrap, context_fn=_selective_contexts)
+    options = {"context_fn": _selective_contexts} if per_op else {}
     for layer_id, block in list(model.layers.items()):
         if int(layer_id) % every == 0:
-            wrapped: nn.Module = wrap(block)
-            model.layers[layer_id] = wrapped
+            # No dropout: there is no random state to restore.
+            model.layers[layer_id] = checkpoint_wrapper(block, preserve_rng_state=False, **options)

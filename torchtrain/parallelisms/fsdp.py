@@ -9,8 +9,8 @@ from torchtrain.config.schema import Parallelism, Training
 from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.llama.model import Transformer
-from torchtrain.parallelisms.reductions.exact_sums import ExactSums, sum_exactly
-from torchtrain.parallelisms.reductions.stand_ins import NoReduceScatter, fit_to_cpu
+from torchtrain.parallelisms.reductions.exact_sums import ExactReduceScatter, ExactSums
+from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter, gather_ahead_on_cpu
 
 
 def apply_fsdp(
@@ -30,31 +30,34 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    # Groups let transfers overlap with computing, and memory be freed in between. One rank transfers nothing, and a CPU
-    # has no queue of kernels to hide what each group costs the host.
+    # Groups by block let transfers overlap with computing, and memory be freed in between. One rank transfers nothing,
+    # and on a CPU each group only takes time of the host.
     on_cpu = device_kind(mesh.device_type) == "cpu"
     by_block = mesh.size() > 1 or not on_cpu or parallelism.fsdp_reshard_after_forward != "default"
     blocks = list(model.layers.values()) if by_block else []
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for i, block in enumerate(blocks):
-        # Backward starts with the last block: freeing it after forward would gather it twice.
-        # On one rank nothing is gathered, and freeing would only cast twice.
+        # Backward starts with the last block: one that is freed after forward is gathered twice. On one rank nothing
+        # is gathered, and a block that is freed is cast twice.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
     shard(model, reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always")
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        if mesh.size() == 1:
-            module.set_custom_reduce_scatter(NoReduceScatter())
-            continue
         # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
         # since gloo has no other reduction.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    if on_cpu:
-        fit_to_cpu(model, blocks, mesh)
-    if sums is not None:
-        sum_exactly(model, sums, mesh, dtype, parallelism.fsdp_exact_transport)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if sums is not None:
+            exact = ExactReduceScatter(sums, dtype, mesh, parallelism.fsdp_exact_transport)
+            module.set_custom_reduce_scatter(exact)
+        elif mesh.size() == 1:
+            module.set_custom_reduce_scatter(NoReduceScatter())
+        elif on_cpu:
+            module.set_custom_reduce_scatter(AllToAllReduceScatter())
+    if on_cpu and mesh.size() > 1:
+        gather_ahead_on_cpu(model, blocks)
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

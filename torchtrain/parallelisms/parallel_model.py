@@ -56,7 +56,7 @@ class ParallelModel:
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
             if self.pipeline is not None:
-                return self.pipeline.forward_backward(tokens, labels, positions, mask, global_tokens, is_last)
+                return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
@@ -70,7 +70,7 @@ class ParallelModel:
         tokens, labels, positions, mask = microbatch
         with loss_parallel():
             if self.pipeline is not None:
-                return self.pipeline.forward(tokens, labels, positions, mask)[0]
+                return self.pipeline.forward(microbatch)[0]
             losses: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
             return losses[0]
 
@@ -87,9 +87,8 @@ def build_parallel_model(
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty has made two parameters of a shared one
     loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
-    pipeline = None
-    if mesh.degrees.pipeline > 1:
-        pipeline = Pipeline(stages, mesh, device, loss, training, parallelism)
+    split = mesh.degrees.pipeline > 1
+    pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
     accumulation = parallelism.fsdp_gradient_accumulation
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)
 

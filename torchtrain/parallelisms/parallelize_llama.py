@@ -1,4 +1,4 @@
-"""How a model is split and sped up: all that is known of it, in order."""
+"""How a model is split over ranks and sped up, step by step."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: E
 
 
 def check_meshes(model: Transformer, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Assert that each parameter lies on all axes that split the model: one in no plan would be trained apart."""
+    """Assert that each parameter is on all axes that split the model: else ranks would train different values of it."""
     expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()

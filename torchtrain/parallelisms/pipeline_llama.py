@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.config.schema import Parallelism, Training
 from torchtrain.distributed.mesh import Mesh
@@ -23,6 +22,7 @@ from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
+from torchtrain.parallelisms.microbatches import Microbatch
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
@@ -71,30 +71,14 @@ class ReducingStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-def boundaries(
-    model: TransformerConfig, mesh: Mesh, rows: int, seq: int, training: Training, parallelism: Parallelism
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a microbatch is before the first stage, between stages and after the last: tensors on the meta device.
-
-    torch's stages are told these shapes, so that no stage must be run to find them out.
-    """
-    dtype = getattr(torch, training.mixed_precision_param)
-    between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
-    tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
-    hidden, last_hidden = (
-        torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
-    )
-    return tokens, hidden, last_hidden
-
-
 class Pipeline:
     """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
 
         rank 0   tokens -> stage 0 -> send hidden states         receive their gradient -> backward of stage 0
         rank 1     receive them -> stage 1 -> ``_loss`` -> backward of both -> send the gradient
 
-    In which order the microbatches do so, torch's schedule says. It hands labels to its loss function alone: so the
-    last stage ends with hidden states, and ``_loss`` applies the output layer to them.
+    torch's schedule orders the microbatches. It gives labels to its loss function alone: so the last stage ends with
+    hidden states, and ``_loss`` applies the output layer to them.
     """
 
     def __init__(
@@ -118,12 +102,19 @@ class Pipeline:
         self.first, self.last = stages.get(0), stages.get(count - 1)
         self.tied = model.tied_embeddings
         if self.last is not None:
-            # Not an argument of the schedule: torch 2.11's zero-bubble schedules take tensors alone.
+            # Not as an argument of the schedule: those of torch 2.11 with a split backward take tensors alone.
             to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
         microbatches = resolve_microbatches(parallelism, training)
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
-        tokens, self.hidden, last_hidden = boundaries(model, mesh, rows, seq, training, parallelism)
+        # What goes into the first stage, between stages and out of the last. torch is told these shapes, so that no
+        # stage must be run to find them out. Between stages a rank has its part of sequence parallelism.
+        between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
+        dtype = getattr(torch, training.mixed_precision_param)
+        tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
+        self.hidden, last_hidden = (
+            torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
+        )
         stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
         self.pipeline_stages = [
             stage_type(
@@ -144,23 +135,12 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
         )
-        # Only now: a schedule whose stages go down the ranks and up again has put them on others.
+        # Only now: the V-shaped schedule has changed on which ranks the stages are.
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        positions: Tensor,
-        mask: Tensor | BlockMask | None,
-        global_tokens: Tensor,
-        is_last: bool,
-    ) -> Tensor:
-        """Add the gradient of these sequences' loss, divided by ``global_tokens``; returns the sums of their losses.
-
-        ``is_last``: of the calls of a step. ``tokens`` and ``labels`` (local_batch_size, seq), ``positions`` (1 or
-        local_batch_size, seq), ``mask`` as the model takes it. The sums are 0 without ``has_loss``.
-        """
+    def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
+        """As ``ParallelModel.forward_backward``. The schedule cuts ``microbatch`` once more, along the sequences."""
+        tokens, labels, positions, mask = microbatch
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
@@ -168,7 +148,6 @@ class Pipeline:
                 stage.is_last_run = is_last
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
-        # The schedule cuts every argument along its first dimension.
         arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1)}
         if mask is not None:
             arguments["mask"] = mask
@@ -176,11 +155,12 @@ class Pipeline:
         return self.losses
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """The sums of the losses alone; arguments and result as for ``forward_backward``.
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """The sums of the losses alone: (2,), 0 without ``has_loss``.
 
         Not by the schedule: those that split the backward have no mode without one.
         """
+        tokens, labels, positions, mask = microbatch
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
         output = tokens
         for i, stage in self.stages.items():
@@ -214,13 +194,13 @@ class Pipeline:
 
     def share_tied_gradient(self) -> None:
         """Give the first and the last stage the sum of their gradients of the tied matrix. Call it once a step."""
-        if not self.tied or (self.first is None and self.last is None):
+        holder = self.first or self.last
+        if not self.tied or holder is None:
             return
-        holder, peer = (self.first, self.mesh.size() - 1) if self.first is not None else (self.last, 0)
-        assert holder is not None
+        peer = self.mesh.size() - 1 if holder is self.first else 0
         gradient = holder.get_parameter("tok_embeddings.weight").grad
         assert isinstance(gradient, DTensor)
-        own = gradient.to_local().to(self.device)  # under CPU offload it lies elsewhere
+        own = gradient.to_local().to(self.device)  # under CPU offload it is in CPU memory
         other = torch.empty_like(own)
         group = self.mesh.get_group()
         send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)

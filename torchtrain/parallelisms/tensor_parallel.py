@@ -22,7 +22,7 @@ from torchtrain.models.llama.model import Transformer
 
 
 class ReplicateParallel(SequenceParallel):
-    """The norm's style without sequence parallelism: every rank computes all of it."""
+    """For a norm without sequence parallelism: every rank computes all of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class ReplicateParallel(SequenceParallel):
 class EmbeddingParallel(RowwiseParallel):
     """RowwiseParallel that waits for its collective.
 
-    An unfinished result is a type of its own. The first block would be compiled apart from the others, and torch 2.13
-    would lose the gradient on its way into the compiled block: the embedding would not be trained.
+    Without the wait its result is an AsyncCollectiveTensor. The first block would be compiled apart from the others,
+    and in torch 2.13 no gradient would come back through it: the embedding would not be trained.
     """
 
     @staticmethod

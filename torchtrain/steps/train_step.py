@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward over this rank's rows, clipping, update."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +19,19 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Call it with the step's number, from 1, and this rank's rows of the global batch."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        microbatches: Microbatches,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRSchedule,
-        guard: UpdateGuard,
-        *,
-        max_norm: float,
-        before_update: Callable[[], None],
-        averages: Averages | None = None,
-    ):
-        """``max_norm``: of the gradient, which is scaled down to it; ``before_update``: called before the update."""
-        self.model = model
-        self.microbatches = microbatches
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.guard = guard
-        self.max_norm = max_norm
-        self.before_update = before_update
-        self.averages = averages
+    model: ParallelModel
+    microbatches: Microbatches
+    optimizer: torch.optim.Optimizer
+    schedule: LRSchedule
+    guard: UpdateGuard
+    _: KW_ONLY
+    max_norm: float  # of the gradient, which is scaled down to it
+    before_update: Callable[[], None]  # called just before the optimizer step
+    averages: Averages | None = None
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
         """The loss that this rank has computed and the norm of the gradient before clipping, left on the device."""

@@ -45,14 +45,5 @@ def meta_rows_to_ours(weight: Tensor, n_heads: int) -> Tensor:
     return weight.view(n_heads, rows // n_heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
 
 
-# Along which dimension Meta's files of one model split a parameter; norms are whole in each.
-META_SPLIT_DIM = {
-    "attention.wq": 0,
-    "attention.wk": 0,
-    "attention.wv": 0,
-    "attention.wo": 1,
-    "feed_forward.w1": 0,
-    "feed_forward.w2": 1,
-    "feed_forward.w3": 0,
-    "output": 0,
-}
+# Meta's files of one model split these matrices by columns, and all others by rows; norms are whole in each.
+META_SPLIT_BY_COLUMNS = ("attention.wo", "feed_forward.w2")

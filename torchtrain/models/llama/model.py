@@ -3,7 +3,7 @@
 Shapes in comments: bs = sequences, seq = tokens of a sequence, dim = width of the residual stream, heads and kv_heads =
 query and key/value heads, head_dim = width of a head, vocab = vocabulary.
 
-A pipeline stage is the same ``Transformer`` with some children set to None or taken from ``layers``.
+A pipeline stage is the same ``Transformer`` with some children set to None, or removed from ``layers``.
 """
 
 import functools
@@ -68,18 +68,6 @@ class TransformerConfig:
         return self.dim / (self.base_dim or self.dim), self.n_layers / (self.base_layers or self.n_layers)
 
 
-class RMSNorm(nn.Module):
-    """Root mean square layer normalization (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def rope_frequencies(config: TransformerConfig) -> Tensor:
     """Angle by which each pair of channels turns per position, float32 of shape (head_dim / 2,).
 
@@ -93,22 +81,22 @@ def rope_frequencies(config: TransformerConfig) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x`` (bs, seq, heads, head_dim) by ``cos`` and ``sin`` (1 or bs, seq, 1, head_dim / 2).
 
-    Channel i is paired with channel i + head_dim / 2, Hugging Face's order: contiguous halves vectorize, where Meta's
-    interleaved pairs do not. Computed in float32, returned in the dtype of ``x``.
+    Channel i is paired with channel i + head_dim / 2, as Hugging Face does: halves are faster than Meta's interleaved
+    pairs. Computed in float32, returned in the dtype of ``x``.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v over what came before, or over what ``mask`` lets attend.
+    """softmax(q k^T / sqrt(head_dim)) v under a causal mask, or under ``mask``.
 
     ``q`` (bs, heads, q_seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim) to the shape of ``q``. A boolean
-    ``mask`` is broadcast to (bs, heads, q_seq, seq); a ``BlockMask`` is of that shape, and has its own kernel.
+    ``mask``, true where a query sees a key, is broadcast to (bs, heads, q_seq, seq); a ``BlockMask`` has that shape.
     """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Not compiled, by itself or with all around it, it computes every score, masked or not.
+        # Compiled, with the block around it or by itself: else flex_attention computes masked scores, too.
         alone = q.is_cuda and not torch.compiler.is_compiling()
         flex = compiled_flex_attention() if alone else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)  # type: ignore[no-any-return]
@@ -117,16 +105,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 
 @functools.cache
 def compiled_flex_attention() -> Any:
-    """Made when it is first needed: torch.compile imports half of torch."""
-    # As one operation that selective activation checkpointing sees, and keeps.
+    """Made when it is first needed: torch.compile takes long to import."""
+    # As one operation, whose result selective activation checkpointing keeps.
     return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 class CausalAttention(nn.Module):
-    """The place to put another implementation of attention."""
+    """``attend`` as a module, which ``replace_inner_attention`` can replace."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-        """As ``attend``."""
         return attend(q, k, v, mask)
 
 
@@ -140,13 +127,13 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.inner_attention: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         bs, seq, _ = x.shape
-        # -1: a rank of a tensor-parallel group holds a part of the heads.
+        # -1: with tensor parallelism a rank has only some of the heads.
         q = self.wq(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, heads, head_dim)
         k = self.wk(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
         v = self.wv(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
@@ -173,17 +160,14 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each with a norm before and a residual around it."""
 
-    PRODUCTS = (
-        *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-        *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
-    )
+    PRODUCTS = [f"attention.{w}" for w in ("wq", "wk", "wv", "wo")] + [f"feed_forward.{w}" for w in ("w1", "w3", "w2")]
     """The layers that multiply by a matrix, in the order of the forward."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
@@ -203,7 +187,7 @@ class Transformer(nn.Module):
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that a pipeline stage holds a part of the layers under their full names.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
-        self.norm: nn.Module | None = RMSNorm(config.dim, config.norm_eps)
+        self.norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         table = torch.empty(config.max_seq_len, config.head_size // 2, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
@@ -219,24 +203,22 @@ class Transformer(nn.Module):
 
         With a base (muP) they are smaller, as the table in docs/recipes.md says.
         """
-        std, (width, depth) = 0.02, self.config.over_base
         self.tie_weights()
-        if self.tok_embeddings is not None:
-            init_matrix(self.tok_embeddings, std)
-        std /= math.sqrt(width)
-        for layer_id, block in self.layers.items():
-            residual_std = std / math.sqrt(2 * (int(layer_id) / depth + 1)) / depth
-            for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-                init_matrix(block.get_submodule(name), std)
-            for name in ("attention.wo", "feed_forward.w2"):
-                init_matrix(block.get_submodule(name), residual_std)
-            for name, parameter in block.named_parameters():
-                if parameter.ndim == 1:
-                    nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
-        if self.norm is not None:
-            nn.init.constant_(self.norm.get_parameter("weight"), 1 / width)
-        if self.output is not None and not self.config.tied_embeddings:
-            init_matrix(self.output, math.sqrt(width) / math.sqrt(self.config.dim))
+        width, depth = self.config.over_base
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                gain = 1 / width if name == "norm.weight" else 1.0
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else gain)
+                continue
+            std = 0.02 / math.sqrt(width)
+            if name == "tok_embeddings.weight":
+                std = 0.02
+            elif name == "output.weight":
+                std = math.sqrt(width) / math.sqrt(self.config.dim)
+            elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+                layer_id = int(name.split(".")[1])
+                std = std / math.sqrt(2 * (layer_id / depth + 1)) / depth
+            nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
         self.init_buffers()
 
     def init_buffers(self) -> None:
@@ -267,10 +249,10 @@ class Transformer(nn.Module):
         mask: Tensor | BlockMask | None = None,
         head: Callable[[Tensor, nn.Module], Tensor] | None = None,
     ) -> Tensor:
-        """Logits (bs, seq, vocab) for ``tokens`` (bs, seq), or what the missing children leave of that.
+        """Logits (bs, seq, vocab) for ``tokens`` (bs, seq); for a pipeline stage, what its children compute of that.
 
-        Floating-point ``tokens`` are a residual stream (bs, seq, dim), not to be embedded; without ``output`` it is
-        returned.
+        A stage takes hidden states (bs, seq, dim), of a floating-point dtype, in place of tokens, and returns them
+        where it has no ``output``.
         ``positions``, integers of shape (1 or bs, seq), default to 0, 1, ...; ``mask`` goes to each inner attention.
         With ``head`` the result is ``head(h, output)``, for the last hidden states ``h`` (bs, seq, dim) and the output
         layer: a loss that need not have all logits at once.
@@ -280,8 +262,7 @@ class Transformer(nn.Module):
         else:
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (1 or bs, seq, 1, head_dim / 2)
-        # Not a question of tok_embeddings alone: where they are tied, the last pipeline stage has them, too.
-        h = tokens
+        h = tokens  # or hidden states, also where tied embeddings are on the last pipeline stage, too
         if self.tok_embeddings is not None and not tokens.is_floating_point():
             h = self.tok_embeddings(tokens)
         for block in self.layers.values():
@@ -290,8 +271,3 @@ class Transformer(nn.Module):
         if self.output is None:
             return h
         return self.output(h) if head is None else head(h, self.output)
-
-
-def init_matrix(module: nn.Module, std: float) -> None:
-    """Fill ``module.weight`` from a normal distribution of standard deviation ``std``, cut at three of them."""
-    nn.init.trunc_normal_(module.get_parameter("weight"), mean=0.0, std=std, a=-3 * std, b=3 * std)

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, JobConfig, Parallelism
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import check_float8
@@ -18,14 +18,12 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
     _check_tensor(model, degrees.tensor)
     _check_sequence(degrees, config.training.seq_len, parallelism.enable_sequence_parallel)
     if parallelism.enable_async_tensor_parallel:
-        _check_async_tensor(degrees.tensor, parallelism, config.compile, device.type)
+        _check_async_tensor(config, degrees, device)
     if degrees.pipeline > 1:
         plan_stages(model, parallelism)
         resolve_microbatches(parallelism, config.training)
-        has_flex_attention = config.data.document_mask and device.type == "cuda"
-        _check_split_backward(
-            parallelism.pipeline_parallel_schedule, config.activation_checkpoint, config.compile, has_flex_attention
-        )
+        if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+            _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     check_float8(config.float8, model, device, degrees.tensor)
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         raise ConfigError(
@@ -36,16 +34,14 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
 
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
-    local, wanted = config.training.local_batch_size, config.training.global_batch_size
-    at_once = local * degrees.batch
+    local, ranks, wanted = config.training.local_batch_size, degrees.batch, config.training.global_batch_size
+    at_once = local * ranks
     if wanted == -1:
         return at_once
     if wanted % at_once:
-        below = wanted // at_once * at_once
-        choices = f"{below} or {below + at_once}" if below else f"{at_once}"
         raise ConfigError(
-            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times "
-            f"{degrees.batch} data-parallel ranks = {at_once}; try {choices}, or a local_batch_size that fits"
+            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times {ranks} "
+            f"data-parallel ranks = {at_once}; try {_near(wanted, at_once)}, or a local_batch_size that fits"
         )
     return wanted
 
@@ -77,20 +73,17 @@ def _check_sequence(degrees: Degrees, seq_len: int, sequence_parallel: bool) -> 
         )
 
 
-def _check_split_backward(
-    schedule: str, activation_checkpoint: ActivationCheckpoint, compile: Compile, has_flex_attention: bool
-) -> None:
-    if schedule not in ("InterleavedZeroBubble", "ZBVZeroBubble"):
-        return
+def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
+    schedule = config.parallelism.pipeline_parallel_schedule
     given = f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes"
-    if compile.enable:
+    if config.compile.enable:
         raise ConfigError(f"{given}, which compiled blocks cannot; switch compile.enable off, or take Interleaved1F1B")
     if has_flex_attention:
         raise ConfigError(
             f"{given}, which flex_attention cannot, the compiled kernel for data.document_mask on a GPU; take the "
             "schedule Interleaved1F1B, or switch data.document_mask off"
         )
-    if activation_checkpoint.mode == "selective" and activation_checkpoint.selective_option == "op":
+    if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_option == "op":
         raise ConfigError(
             f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
             "or selective_option '2', or the schedule Interleaved1F1B"
@@ -98,16 +91,17 @@ def _check_split_backward(
 
 
 def _near(value: int, step: int) -> str:
+    """The multiples of ``step`` next to ``value``."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
 
 
-def _check_async_tensor(degree: int, parallelism: Parallelism, compile: Compile, device_type: str) -> None:
+def _check_async_tensor(config: JobConfig, degrees: Degrees, device: torch.device) -> None:
     needs = {
-        "a GPU": device_type == "cuda",
-        "compile.enable": compile.enable,
-        "parallelism.tensor_parallel_degree above 1": degree > 1,
-        "parallelism.enable_sequence_parallel": parallelism.enable_sequence_parallel,
+        "a GPU": device.type == "cuda",
+        "compile.enable": config.compile.enable,
+        "parallelism.tensor_parallel_degree above 1": degrees.tensor > 1,
+        "parallelism.enable_sequence_parallel": config.parallelism.enable_sequence_parallel,
     }
     missing = [need for need, there in needs.items() if not there]
     if missing:

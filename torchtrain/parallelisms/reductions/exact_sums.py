@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtrain.devices import device_kind
 from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.parallelisms.reductions.stand_ins import StandIn, summands_of_all_ranks
+from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, summands_of_all_ranks
 from torchtrain.torch_internals import DefaultReduceScatter
 
 HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
@@ -80,26 +79,28 @@ class ExactSums(Stateful):
         return True
 
 
-class ExactReduceScatter(StandIn):
-    """Takes gradients in ``dtype`` from FSDP, and gives it their sums over ``ranks`` in multiples of the spacing.
+class ExactReduceScatter(AllToAllReduceScatter):
+    """Takes gradients in ``dtype`` from FSDP, and gives it their sums over the shards in multiples of the spacing.
 
-    ``all_to_all``: gradients are sent as they are, and rounded where they arrive; else rounded before, 8 bytes each.
+    ``mesh``: (replicate, shard). ``transport``, ``parallelism.fsdp_exact_transport``: "all_to_all" sends gradients as
+    they are, and rounds where they arrive; "ring" rounds before, and sends 8 bytes each.
     """
 
-    def __init__(self, sums: ExactSums, dtype: torch.dtype, ranks: int, *, all_to_all: bool) -> None:
+    def __init__(self, sums: ExactSums, dtype: torch.dtype, mesh: DeviceMesh, transport: str) -> None:
         self.sums = sums
         self.dtype = dtype
-        self.ranks = ranks
-        self.all_to_all = all_to_all
+        shards = mesh.get_group(1)
+        self.ranks = shards.size()
+        near = device_kind(mesh.device_type) == "cpu" or on_one_machine(shards)
+        self.all_to_all = transport == "all_to_all" or (transport == "auto" and near)
 
-    def make_input(self, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG002
-        return torch.empty(*size, dtype=self.dtype, device=device)
-
-    def make_output(self, filled: Tensor, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.sums.see(filled)
-        if self.ranks == 1:
-            filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        filled = self.input
+        if filled is not None:
+            self.sums.see(filled)
+            if self.ranks == 1:
+                filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+        return super().allocate(size, dtype=self.dtype if filled is None else dtype, device=device)
 
     def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:
         if not self.all_to_all:
@@ -109,18 +110,3 @@ class ExactReduceScatter(StandIn):
         columns = torch.split(summands_of_all_ranks(summands, group), block, dim=1)
         for total, column in zip(torch.split(output, block), columns, strict=True):
             torch.sum(self.sums.rounded(column), dim=0, out=total)
-
-
-def sum_exactly(model: nn.Module, sums: ExactSums, mesh: DeviceMesh, dtype: torch.dtype, transport: str) -> None:
-    """Let FSDP sum the gradients of ``model``, in ``dtype``, by ``sums``.
-
-    ``transport``: ``parallelism.fsdp_exact_transport``.
-    """
-    shards = mesh.get_group(1)
-    if transport == "auto":
-        near = device_kind(mesh.device_type) == "cpu" or on_one_machine(shards)
-        transport = "all_to_all" if near else "ring"
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            all_to_all = transport == "all_to_all"
-            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, shards.size(), all_to_all=all_to_all))
