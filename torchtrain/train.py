@@ -75,18 +75,19 @@ def train(config: JobConfig) -> int:
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
     describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
-    if run.step >= (steps := config.training.steps):
+    steps = config.training.steps
+    if complete := run.step >= steps:
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
-        dist.destroy_process_group()
-        return 0
-    run_steps(config, run, build_loop(config, run, stop), stop)
-    if run.step == steps and config.checkpoint.last_save_in_hf:
+    else:
+        run_steps(config, run, build_loop(config, run, stop), stop)
+    if run.step == steps and config.checkpoint.last_save_in_hf:  # also where it was complete, and killed in the export
         export_hf(config, run)
     stopped = stop.agreed and run.step < steps
-    ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
-    logger.info(
-        "%s: step %d of %d; everything lies in %s", "done" if run.step == steps else ending, run.step, steps, folder
-    )
+    if not complete:
+        ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
+        logger.info(
+            "%s: step %d of %d; everything lies in %s", "done" if run.step == steps else ending, run.step, steps, folder
+        )
     dist.destroy_process_group()
     return exit_code_when_stopped() if stopped else 0
 
