@@ -272,6 +272,36 @@ def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, u
     assert_same_end(tmp_path / "run", undisturbed)
 
 
+def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None:
+    """The validation after a step that is saved, and the last one's export."""
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("some words that nobody has trained on\n" * 100)
+    options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
+    options += ["--checkpoint.last_save_in_hf"]
+    finish(tmp_path / "reference", *options)
+    folder = tmp_path / "run"
+    for step, number in ((4, signal.SIGTERM), (STEPS, signal.SIGTERM), (STEPS, signal.SIGKILL)):
+        run = ForkedRun(folder, *options, hook=slow_validation)
+        run.wait_for(lambda step=step: steps_done(folder) == step and step_folder(folder / "checkpoint", step).exists())
+        time.sleep(1)  # and it validates
+        run.kill(number=number)
+        assert run.wait() == [StoppedError.exit_code if number == signal.SIGTERM else -number] * 2, run.output()
+        assert not any(line["step"] == step for line in validations(folder))
+    assert not (folder / "hf").exists()
+
+    finish(folder, *options)
+    assert validations(folder) == validations(tmp_path / "reference")
+    (ours,), (theirs,) = (list(where.glob("hf/*.safetensors")) for where in (folder, tmp_path / "reference"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    before = (folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat()
+    assert "the run is complete" in finish(folder, *options)
+    assert before == ((folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat())
+
+
+def validations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if "validation_loss" in line]
+
+
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, hook=slow_from_step_3)
     run.wait_for(lambda: steps_done(tmp_path) >= 2)

@@ -17,6 +17,7 @@ FLOORS = {
     "torchtrain.steps": 4,
     "torchtrain.validation": 4,
     "torchtrain.build": 5,
+    "torchtrain.export": 4,
     "torchtrain.run_plan": 4,
     "torchtrain.trained_model": 4,
     "torchtrain.compare": 6,

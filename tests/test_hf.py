@@ -336,7 +336,7 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
     shutil.rmtree(second / "hf")  # as if it had been killed before it was written
-    assert "the run is complete" in finish(second, *start, *at_end)
+    finish(second, *start, *at_end)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
     again = finish(second, "--training.steps", "2", *start[2:])

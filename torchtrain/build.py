@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
-from torchtrain.checkpoint.states import STATES, LoaderState, ModelState, OptimizerState
+from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.devices import peak_flops
+from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
 from torchtrain.errors import FaultError
@@ -29,6 +29,7 @@ from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.metrics import MetricsRecorder
+from torchtrain.metrics.writers import has_validation
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
@@ -202,13 +203,12 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     return Loop(train_step, schedule, guard, validator, metrics, profiler, hangs)
 
 
-def export_hf(config: JobConfig, run: Run) -> None:
-    """Write the weights to ``hf/`` in the dump folder, as transformers loads them. Collective."""
-    folder = Path(config.job.dump_folder) / "hf"
-    state = run.checkpoint.states[STATES[config.checkpoint.export_weights]]
-    weights = state.state_dict()
-    save_hf(weights, folder, run.plan.model, config.checkpoint.export_dtype, config.model.tokenizer_path)
-    logger.info("wrote %s", folder)
+def needs_validation(config: JobConfig, run: Run) -> bool:
+    """Whether no process before has finished a validation after ``run.step``. Collective."""
+    if not (config.validation.enable and run.step):
+        return False
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
+    return not of_first_rank(lambda: has_validation(file, run.step), run.side_group)
 
 
 def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:

@@ -57,8 +57,9 @@ def train(config: JobConfig) -> int:
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
 
-    from torchtrain.build import build_loop, build_run, export_hf
+    from torchtrain.build import build_loop, build_run, needs_validation
     from torchtrain.distributed.process_group import rank
+    from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest, exit_code_when_stopped
     from torchtrain.metrics.beginning import describe
@@ -75,25 +76,27 @@ def train(config: JobConfig) -> int:
     stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)
     describe(config, plan.model, plan.device, plan.degrees, plan.global_batch_size)
-    steps = config.training.steps
-    if complete := run.step >= steps:
+    steps, needed = config.training.steps, needs_validation(config, run)
+    if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
-    else:
-        run_steps(config, run, build_loop(config, run, stop), stop)
-    if run.step == steps and config.checkpoint.last_save_in_hf:  # also where it was complete, and killed in the export
-        export_hf(config, run)
-    stopped = stop.agreed and run.step < steps
-    if not complete:
-        ending = "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
-        logger.info(
-            "%s: step %d of %d; everything lies in %s", "done" if run.step == steps else ending, run.step, steps, folder
-        )
+        dist.destroy_process_group()
+        return 0
+    run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
+    stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
+    done = run.step == steps and not stopped
+    if done and config.checkpoint.last_save_in_hf:
+        export_hf(config, run.checkpoint, run.plan.model)
+    ending = "done" if done else "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
+    logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
     return exit_code_when_stopped() if stopped else 0
 
 
-def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest") -> None:
-    """From the step after ``run.step`` to the last, or until the run is asked to stop or the data end."""
+def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", *, validate_first: bool) -> None:
+    """From the step after ``run.step`` to the last, or until the run is asked to stop or the data end.
+
+    ``validate_first``: the validation after ``run.step`` was not finished by the process before, if it is due.
+    """
     from torchtrain.distributed.process_group import set_timeout
     from torchtrain.faults.hangs import REPORT_SECONDS
 
@@ -102,6 +105,9 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest") 
     gc.disable()  # one rank that collects garbage lets all others wait: all do it at once, below
 
     with closing(run.plan.loader), metrics, loop.profiler, stop, hangs, checkpoint:
+        if validate_first:
+            with metrics.uncounted():
+                loop.validator.maybe_run(run.step, run.step == steps)
         batches = metrics.time_waiting(run.plan.loader)
         while run.step < steps and not stop.agreed:
             last = run.step + 1 == steps

@@ -101,6 +101,16 @@ class JsonLines:
         pass
 
 
+def has_validation(path: Path, step: int) -> bool:
+    """Whether the lines of ``path`` have the results of a validation after ``step``."""
+    start = f'{{"step": {step}, "validation_'.encode()
+    try:
+        with path.open("rb") as lines:
+            return any(line.startswith(start) and line.endswith(b"}\n") for line in lines)
+    except OSError:
+        return False  # no more is lost than the time to validate again
+
+
 class TensorBoard:
     """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
 
