@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from disk_faults import DiskFaults
-from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+from forked_door import checked_door, run_door
+from forked_run import TINY, ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from torch import Tensor
 
@@ -288,9 +289,27 @@ def test_generation_onto_a_full_disk(trained_run: Path, tmp_path: Path, capsys: 
     assert told.endswith("out.jsonl' could not be written: No space left on device; make room, or name another file")
 
 
+def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.jsonl", tmp_path / "prepared"
+    text.write_text('{"text": "some words"}\n' * 40)
+    arguments = ("--data.path", str(text), "--prepare.output", str(folder), "--prepare.processes", "1")
+    for operation, path, error, options in (
+        ("stat", text, errno.EIO, ()),
+        ("read", folder / "manifest.json", errno.EIO, ("--prepare.verify",)),
+        ("open", folder / "shard-00003.tokens", errno.EMFILE, ("--prepare.verify",)),
+    ):
+        disk.fail(operation, path, error)
+        found = run_door("torchtrain.prepare", *arguments, *options, hook=quickly)
+        assert found.returncode == 74
+        assert f"error: {path} cannot be read: {os.strerror(error)}, in 4 attempts" in found.stderr
+        assert "Traceback" not in found.stderr
+        disk.heal()
+        if not options:
+            disk.fail(operation, path, error, times=1)
+            checked_door("torchtrain.prepare", *arguments, hook=quickly)  # an error that passes costs a moment
+
+
 def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: DiskFaults, tmp_path: Path) -> None:
-    from forked_door import run_door
-    from forked_run import TINY
     from safetensors.torch import save_file
 
     from torchtrain.checkpoint.hf import write_hf_config

@@ -132,6 +132,8 @@ def _why(error: BaseException, label: str) -> TorchtrainError:
                 f"{label} is converted into {datasets.config.HF_DATASETS_CACHE}, and there is no room left: make room, "
                 "or name another folder by HF_DATASETS_CACHE, and start again"
             )
+        if isinstance(below, OSError) and below.errno in (errno.EIO, errno.ESTALE):
+            return unreadable(Path(below.filename or datasets.config.HF_DATASETS_CACHE), below, attempts=1)
         below = below.__cause__ or below.__context__
     return DataError(f"cannot read {label}: {error.__cause__ or error}")
 
@@ -166,7 +168,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
         try:
             with file.open("rb") as content:
                 head = content.read(4096)
-        except OSError as error:
+        except PermissionError as error:
             raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
         if kind_of(file.name) in (("txt", ""), ("md", "")):
             _require_utf8(head, file)
