@@ -19,31 +19,24 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Configuration
 
-`python -m torchtrain.train --help` explains every option, as
-[torchtrain/config/schema.py](../torchtrain/config/schema.py) does; here are names and defaults, written by
-`python scripts/document_config.py`. The command line wins over the TOML file of `--job.config_file`, and that over the
-defaults.
+`python -m torchtrain.train --help` explains every option. Here are the names, as `option=default|other choices`;
+without a value an option is not set. Written by `python scripts/document_config.py`.
 
-| in the TOML file | on the command line |
-| --- | --- |
-| `steps = 100` under `[training]` | `--training.steps 100` |
-| `enable = true` under `[compile]` | `--compile.enable` |
-| `enable = false` under `[compile]` | `--compile.no-enable` |
+`steps = 100` under `[training]` is `--training.steps 100` on the command line; `enable = true` under `[compile]` is
+`--compile.enable`, and `enable = false` is `--compile.no-enable`.
 
-An unknown option, a wrong type or an impossible combination is an error before any work starts.
-
-The first value is the default, the others are further choices. An option without a value is not set.
+The command line wins over the TOML file of `--job.config_file`. An unknown option, a wrong type or an impossible
+combination is an error before any work starts.
 """
 
 FROM_TORCHTITAN_HEAD = """\
 # Coming from torchtitan
 
-A TOML file of torchtitan 0.1, 0.2 or shortly before is refused with one message, which names every key that has another
-name here or does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: a key that the
-file does not set changes a run silently.
+Give your TOML file of torchtitan 0.1 or 0.2 to the trainer: one message names every key that has another name here or
+does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: they change a run whose
+file does not set them.
 
-Of torchtitan's checkpoints the Hugging Face export can be read: `checkpoint.initial_load_path`. This page is made of
-[from_torchtitan.toml](../torchtrain/assets/from_torchtitan.toml) by `python scripts/document_config.py`.
+Of torchtitan's checkpoints the Hugging Face export can be read (`checkpoint.initial_load_path`).
 """
 
 
@@ -74,7 +67,7 @@ def options(section: type) -> str:
         values = [] if field.default in (None, dataclasses.MISSING) else [field.default]
         values += [choice for choice in choices(hints[field.name]) if choice not in values]
         shown = "|".join(toml(value) for value in values)
-        texts.append(f"`{field.name} = {shown}`" if values else f"`{field.name}`")
+        texts.append(f"`{field.name}={shown}`" if values else f"`{field.name}`")
     return ", ".join(texts) + "\n"
 
 
@@ -114,7 +107,7 @@ def render_from_torchtitan() -> str:
     meaning: list[str] = []
     for name, (here, default, note) in FROM_TORCHTITAN.items():
         there = tomli.loads(f"x = {default or 0}")["x"]
-        mine = "the same" if here == name else f"`{here}`"
+        mine = "" if here == name else f"`{here}`"
         if not here:
             continue
         if default and here in values and type(there) is type(values[here]) and there != values[here]:
@@ -125,7 +118,7 @@ def render_from_torchtitan() -> str:
         [
             FROM_TORCHTITAN_HEAD,
             "## Defaults that differ\n",
-            "| torchtitan | here | default there | default here | |\n" + "|" + " --- |" * 5,
+            "| torchtitan | renamed here | default there | default here | |\n" + "|" + " --- |" * 5,
             *differ,
             "\n## The same name, another meaning\n",
             "| key | |\n| --- | --- |",

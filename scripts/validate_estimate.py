@@ -254,23 +254,24 @@ def main() -> None:
     if fit:
         print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
 
-    def cell(found: float, published: float | None) -> str:
-        return f"{found:,.2f} | {published:,.2f} | {found / published - 1:+.1%}" if published else f"{found:,.2f} | | "
+    def cells(found: float, published: float | None, digits: int) -> str:
+        return f"{published:,.{digits}f} | {found / published - 1:+.1%}" if published else "| "
 
-    print(
-        "| run | active: estimate | published | | reserved: estimate | published | | tokens/s: estimate | published | |"
-    )
-    print("| --- |" + " --: |" * 9)
+    print("| run | reserved GiB | estimate | tokens/s | estimate |")
+    print("| --- |" + " --: |" * 4)
+    source = ""
     for i, (row, found) in enumerate(zip(ROWS, traces, strict=True)):
-        cells = [cell(found.active, row.active), cell(found.reserved, row.reserved)]
         speed = tokens_per_second(row, found, efficiency)
-        cells.append(
-            f"{speed:,.0f} | {row.tokens:,.0f} | {speed / row.tokens - 1:+.1%}" if row.tokens else f"{speed:,.0f} | | "
-        )
-        print(f"| {row.name} ({row.source}) | " + " | ".join(cells) + " |", end="")
+        memory, tokens = cells(found.reserved, row.reserved, 2), cells(speed, row.tokens, 0)
+        name = row.name if row.source == source else f"{row.name} ({row.source})"
+        print(f"| {name} | {memory} | {tokens} |", end="")
+        source = row.source
         if fit and row.tokens:
             print(f" left out {tokens_per_second(row, found, fit.without(i)) / row.tokens - 1:+.1%}", end="")
         print()
+    for row, found in zip(ROWS, traces, strict=True):
+        if row.active:
+            print(f"\nactive GiB, {row.name}: published {row.active}, {found.active / row.active - 1:+.1%}", end="")
     default, never = traces[5], traces[6]
     print("\nAdam's states, step 10 minus step 1 of #822: measured 7.51 GiB, estimated", end=" ")
     print(f"{default.reserved - default.first_step:.2f} reserved; by arithmetic 7.48")

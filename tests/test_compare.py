@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from forked_door import checked_door, run_door
+from forked_run import finish
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
 from safetensors import safe_open
@@ -318,6 +319,19 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
     assert report["computed"]["alike"] is None
 
 
+def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path) -> None:
+    folders = [fake_run(tmp_path / name, [1.0], training={"global_batch_size": -1}) for name in "ab"]
+    for ranks, folder in enumerate(folders, 1):
+        lines = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
+    code, report = compare(*folders)
+    assert code == 1
+    size = config_of().training.local_batch_size
+    assert report["config"]["lines"][0] == (
+        f"changes the run: training.global_batch_size = {size} in A, {2 * size} in B"
+    )
+
+
 def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
@@ -422,6 +436,9 @@ def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: p
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
+    code, report = compare(trained_run, "--against", tmp_path / "rounded")
+    assert code == 0, report
     checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 0, report
@@ -458,3 +475,14 @@ def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> Non
     code, report = compare(a, run(tmp_path / "decay", *options, "--ema.decay", "0.1"))
     assert code == 1
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
+
+
+def test_checkpoints_of_a_model_without_a_flavor_are_compared(tmp_path: Path) -> None:
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32}
+    options = [word for key, value in shape.items() for word in (f"--model.shape.{key}", str(value))]
+    for name in ("a", "b"):
+        finish(tmp_path / name, "--model.flavor", "", *options, "--training.steps", "2", ranks=1)
+    compared = run_door("torchtrain.compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert compared.returncode == 0, compared.stderr
+    assert "no flavor" not in compared.stdout
+    assert "saved:\n  step 2" in compared.stdout

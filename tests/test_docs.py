@@ -30,7 +30,7 @@ PATH = [
     'torchrun --standalone --nproc-per-node 2 -m torchtrain.generate outputs/debug_model --prompt "import"',
     "python -m torchtrain.convert outputs/debug_model debug_model_hf",
     "python -m torchtrain.convert outputs/debug_model my_model_hf --dtype bfloat16",
-    "NGPU=2 ./run_llama_train.sh --job.dump_folder outputs/two_ranks",
+    "NGPU=2 ./run_llama_train.sh --training.local_batch_size 4 --job.dump_folder outputs/two_ranks",
     "python scripts/plot.py outputs/debug_model outputs/two_ranks -o curves.png",
     "./run_llama_train.sh --data.path my_texts.jsonl --data.text_column text --job.dump_folder outputs/my_texts",
     "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
@@ -61,20 +61,17 @@ LISTED = {
     "pip install -e '.[bench]'": "needs a package index",
     "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
     "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
-    "python scripts/benchmark.py --processes 3 # less by luck: thrice as long": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
-    'python scripts/benchmark.py --threads 1 # on a busy machine: compare the column "CPU ratio"': "takes minutes",
     "python scripts/benchmark.py --only vocabulary": "takes minutes",
     "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
-    "python scripts/benchmark_data.py --only_cold --rounds 2": "takes minutes",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
     "--estimate.gpu h100-80": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
-    "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "these two differ in their steps, so that it "
-    "exits with 1; tests/test_compare.py runs its like",
+    "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if bfloat16 drifts too far; "
+    "tests/test_compare.py runs its like",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "tests/test_compare.py runs its like",
     "python -m torchtrain.train --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
@@ -176,6 +173,12 @@ def test_the_pages_that_are_made_are_current() -> None:
     spec.loader.exec_module(script)
     for name, render in script.PAGES.items():
         assert (script.ROOT / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
+
+
+def test_pages_are_short() -> None:
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "docs"}
+    assert [name for name, text in pages.items() if len(text.splitlines()) > 120] == []
+    assert sum(len(text.split()) for text in pages.values()) <= 9000
 
 
 def test_the_core_is_small_and_whole() -> None:

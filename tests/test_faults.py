@@ -512,7 +512,7 @@ def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, wai
     output = run.logs[0].read_text()
     assert "step 4 takes more than 2 s" in output, output
     assert re.search(f"ranks 0 wait in {waits}", output), output
-    assert "ranks 1 say nothing" in output, output
+    assert "ranks 1 sent no report" in output, output
     assert "so ranks 0 are waiting for ranks 1" in output, output
     assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
 

@@ -222,13 +222,13 @@ def test_a_resume_inside_a_packed_file_says_how_long_it_reads(hub: Hub, caplog: 
     hub.add("allenai/c4", c4())
     loader = make_loader(LAYOUTS["c4"][1])
     take(loader, 2)
-    assert "goes on in" not in caplog.text
+    assert "where the run goes on" not in caplog.text
     again = make_loader(LAYOUTS["c4"][1])
     again.load_state_dict(loader.state_dict())
     take(again, 1)
-    assert "goes on in file " in caplog.text
-    assert " of 4 at document " in caplog.text
-    assert ": is there after " in caplog.text
+    assert "reading file " in caplog.text
+    assert " of 4 up to document " in caplog.text
+    assert ": reached it after " in caplog.text
 
 
 def test_revisions(hub: Hub) -> None:

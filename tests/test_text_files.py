@@ -281,7 +281,7 @@ def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
         write_prepared(tmp_path / f"prepared/{number}", file)
     both = (str(tmp_path / "prepared/0"), str(tmp_path / "prepared/1"))
     for path in (str(tmp_path / "prepared"), both):
-        with pytest.raises(DataError, match=r"prepared/0.*\) are sources of their own; name each by a table"):
+        with pytest.raises(DataError, match=r"several folders \(.*prepared/0.*\); name each in a table"):
             make_loader(Data(path=path))
     make_loader(Data(path=both[0] + "/"))
     (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")

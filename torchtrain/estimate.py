@@ -1,7 +1,7 @@
 """What a run needs and how fast it goes, before a GPU is paid for: ``python -m torchtrain.estimate ...``.
 
-Takes every option of the trainer. Needs no GPU, no compiler, no data, and no tokenizer: without its file the vocabulary
-is the flavor's.
+Takes every option of the trainer; its own are under "estimate". Needs no GPU, no compiler, no data, and no tokenizer:
+without its file the vocabulary is the flavor's.
 """
 
 import json
@@ -31,7 +31,7 @@ SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; f
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the estimate; returns the exit code of the process."""
-    return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv)))
+    return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.estimate", __doc__)))
 
 
 def run(config: JobConfig) -> int:

@@ -88,6 +88,6 @@ class BestEffort:
         if not isinstance(error, Exception):
             return False
         if not self.failing:
-            logger.warning("%s: %s; the run goes on without until that is mended", self.what, error)
+            logger.warning("%s: %s; the run goes on without it", self.what, error)
         self.failing = True
         return True

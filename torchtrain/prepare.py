@@ -1,6 +1,7 @@
 """Tokenize data once: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
 
-Reads the sources of ``[data]`` with the tokenizer of ``[model]``: the same config as the run that is to read them.
+Reads the sources of ``[data]`` with the tokenizer of ``[model]``: give it the config of the run that is to read them.
+Its own options are under "prepare".
 """
 
 import os
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run_until_done() -> int:
         try:
-            run(parse(sys.argv[1:] if argv is None else argv))
+            run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__))
         except KeyboardInterrupt:
             logger.error("stopped; the same command goes on from here")
             return 130

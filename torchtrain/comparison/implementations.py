@@ -33,6 +33,10 @@ def compare_implementations(folder: Path, hf_folder: Path) -> list[Section]:
     check_same_shape(read_hf_config(hf_folder), trained.model.config, hf_folder, others_may)
     ours, training = trained.model.requires_grad_(True), run.config.training
     theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
+        if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
+            for parameter in ours.parameters():
+                parameter.data = parameter.data.to(dtype).float()
     loader = build_loader(
         run.config.data,
         trained.tokenizer,

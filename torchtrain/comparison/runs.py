@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
+from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.fingerprints.judge import Step, differing_rows, read, walk
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizers.groups import group_of
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.reading import names_in, read_file
 from torchtrain.shape import model_shape
 from torchtrain.tokenizers import load_tokenizer
@@ -112,7 +114,8 @@ def compare_runs(folder_a: Path, folder_b: Path) -> list[Section]:
 
 def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
     """Options by what they mean for a run, and where the two ran."""
-    found = differences(to_toml(a.config), to_toml(b.config))
+    known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
+    found = differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
     section.alike = True
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
@@ -123,6 +126,13 @@ def configs(a: RunFolder, b: RunFolder, section: Section) -> None:
             section.say(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B")
     if not section.lines:
         section.say("the same")
+
+
+def with_batch_size(run: RunFolder) -> JobConfig:
+    """The config of ``run`` with its ``training.global_batch_size``: -1 is another number on other ranks."""
+    degrees = resolve_degrees(run.config.parallelism, run.start["ranks"])
+    training = replace(run.config.training, global_batch_size=resolve_global_batch_size(run.config, degrees))
+    return replace(run.config, training=training)
 
 
 def curves(a: RunFolder, b: RunFolder, section: Section) -> None:
@@ -215,7 +225,8 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     optimizer = run.config.optimizer
     rate = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps).rate(step)
     betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
-    for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
+    model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
+    for name in parameter_shapes(model_shape(model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
         if not weights:

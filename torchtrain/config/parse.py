@@ -28,7 +28,12 @@ FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
 """By key of torchtitan's files: the key here, the default there in TOML, and a note; "" where there is none."""
 
 
-def parse(argv: Sequence[str], *, print_errors: bool = True) -> JobConfig:
+TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.config_file), by section and key."
+
+
+def parse(
+    argv: Sequence[str], prog: str = "torchtrain.train", description: str | None = TRAIN, *, print_errors: bool = True
+) -> JobConfig:
     """The config of ``argv`` (without the program's name) and of the file it names.
 
     A bad file raises ConfigError. A bad command line, like ``--help``, ends the process, with a message unless
@@ -44,8 +49,8 @@ def parse(argv: Sequence[str], *, print_errors: bool = True) -> JobConfig:
             silence.enter_context(redirect_stderr(io.StringIO()))
         config = tyro.cli(
             JobConfig,
-            prog="torchtrain",
-            description="Pretrain a Llama model. Options may also stand in a TOML file, by section and key.",
+            prog=prog,
+            description=description,
             args=list(argv),
             default=defaults,
             use_underscores=True,

@@ -30,7 +30,7 @@ class Job:
     config_file: str = ""
     """TOML file to read the options from; options on the command line win over it."""
     dump_folder: str = ""
-    """Folder for everything the run writes. Default: outputs/<name of the config file>."""
+    """Folder for everything the run writes. Empty: outputs/<name of the config file>."""
     description: str = ""
     """What this run is for, in your words; kept with the resolved config."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -40,21 +40,22 @@ class Job:
 @dataclass(frozen=True)
 class RopeScaling:
     type: Literal["none", "llama3", "linear", "yarn"] | None = None
-    """How RoPE is stretched beyond the length first trained. Default: the flavor's, or llama3 where others are set."""
+    """How RoPE is scaled for sequences longer than those first trained on. None: as the flavor has it, or llama3 if
+    another of these options is set."""
     factor: float | None = None
-    """By how much. Default, here and below: the flavor's; where it has none, 8."""
+    """How many times longer; frequencies are divided by it. None: the flavor's, or 8."""
     low_freq_factor: float | None = None
-    """llama3: a frequency of at most so many turns in the original length is divided by the factor. Default: 1."""
+    """llama3: frequencies of at most this many turns in the original length are divided. None: the flavor's, or 1."""
     high_freq_factor: float | None = None
-    """llama3: a frequency of at least so many turns is kept. Default: 4."""
+    """llama3: frequencies of at least this many turns are kept. None: the flavor's, or 4."""
     original_max_seq_len: int | None = None
-    """llama3 and yarn: the length that was first trained. Default: 8192."""
+    """llama3 and yarn: the sequence length first trained on. None: the flavor's, or 8192."""
     beta_fast: float | None = None
-    """yarn: a frequency of at least so many turns in the original length is kept. Default: 32."""
+    """yarn: frequencies of at least this many turns in the original length are kept. None: the flavor's, or 32."""
     beta_slow: float | None = None
-    """yarn: a frequency of at most so many turns is divided by the factor. Default: 1."""
+    """yarn: frequencies of at most this many turns are divided. None: the flavor's, or 1."""
     attention_factor: float | None = None
-    """yarn: queries and keys are multiplied by it. Default: 0.1 ln(factor) + 1."""
+    """yarn: queries and keys are multiplied by it. None: the flavor's, or 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Shape:
     ffn_dim: int | None = None
     """Inner width of the feed-forward network."""
     head_dim: int | None = None
-    """Width of a head. Default: the flavor's own, or dim / n_heads."""
+    """Width of a head. None: the flavor's own, or dim / n_heads."""
     norm_eps: float | None = None
     """Epsilon of the norms."""
     rope_theta: float | None = None
@@ -98,10 +99,10 @@ class Model:
     """Hugging Face folder of a model of these families: its shape in place of name and flavor, and its tokenizer unless
     tokenizer_path names another. Its weights are not read; that is checkpoint.initial_load_path."""
     vocab_size: int | None = None
-    """Rows of embedding and output: at least as many as the tokenizer has ids. Default: as many, or as in hf_folder."""
+    """Rows of embedding and output: at least as many as the tokenizer has ids. None: as many, or as in hf_folder."""
     tokenizer_path: str = ""
     """Hugging Face tokenizer.json, SentencePiece model, Llama 3's tiktoken rank file (tokenizer.model), or a folder
-    with one of them. Default: the small one in the package."""
+    with one of them. Empty: that of hf_folder, or the small one in the package."""
     shape: Shape = field(default_factory=Shape)
     """[model.shape]: what is not as the flavor has it, such as dim = 768 or n_layers = 12."""
 
@@ -109,15 +110,15 @@ class Model:
 @dataclass(frozen=True)
 class ParameterGroup:
     lr_factor: float = 1.0
-    """The learning rate of these parameters is so many times that of the others."""
+    """Factor of the learning rate of these parameters."""
     weight_decay: float | None = None
-    """Their decoupled weight decay. Default: optimizer.weight_decay; of vectors 0."""
+    """Their decoupled weight decay. None: optimizer.weight_decay; for vectors 0."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the blocks' matrices; other parameters always take AdamW (docs/optimizers.md)."""
+    """Optimizer of the blocks' matrices; other parameters always use AdamW (docs/optimizers.md)."""
     lr: float = 3e-4
     """Peak learning rate."""
     beta1: float = 0.9
@@ -129,7 +130,7 @@ class Optimizer:
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings; vectors (norms, biases) have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Kernel of the update."""
+    """How AdamW computes its update: in one kernel, one operation at a time, or one parameter at a time."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
     computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
@@ -180,7 +181,8 @@ class Mup:
     base_dim: int | None = None
     """Width (dim) of the small model. Initial weights and learning rates are scaled by width / base_dim (muP)."""
     base_layers: int | None = None
-    """Its layers, if it is less deep: what blocks add to the residual stream is scaled by 1 / depth (CompleteP)."""
+    """Layers of the small model, if it has fewer: what blocks add to the residual stream is scaled by base_layers /
+    n_layers (CompleteP)."""
 
     def __post_init__(self) -> None:
         require_at_least("mup", 1, **{key: value for key, value in vars(self).items() if value is not None})
@@ -191,9 +193,9 @@ class LRScheduler:
     warmup_steps: int = 200
     """Steps of linear warm-up."""
     total_steps: int | None = None
-    """Length of the whole schedule. Default: training.steps. Set it to keep a long run's rates in a short one."""
+    """Length of the whole schedule. None: training.steps. Set it if training.steps may be raised later."""
     decay_ratio: float | None = None
-    """Share of the schedule that decays, at its end; before it the rate is stable. Default: all after the warm-up."""
+    """Share of the schedule, at its end, in which the rate decays; before, it is constant. None: after the warm-up."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
     """Shape of the decay; constant keeps the peak rate after the warm-up."""
     min_lr_factor: float = 0.0
@@ -242,7 +244,7 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
     deterministic: bool = False
-    """Use deterministic kernels alone, so that a resumed run is bitwise the same on CUDA too; slower there."""
+    """Use only deterministic kernels, so that a resumed run is bitwise the same on CUDA too; slower there."""
     gc_freq: int = 50
     """Steps between collections of Python's garbage, made on all ranks at once."""
 
@@ -270,14 +272,14 @@ class Source:
     split: str = "train"
     """Split of the hub dataset."""
     revision: str | None = None
-    """Commit, branch or tag of the hub dataset. Default: the newest commit when the run begins, which is written into
-    its checkpoints: a run that resumes keeps to it."""
+    """Commit, branch or tag of the hub dataset. None: the newest commit when the run begins, to which a resumed run
+    keeps."""
     download: bool = False
     """Download the hub dataset before training; else it is streamed."""
     text_column: str = "text"
     """Column that holds the documents."""
     weight: float = 1.0
-    """Share of the tokens, beside the weights of the other sources; one source has them all."""
+    """Share of the tokens, relative to the weights of the other sources."""
 
     def __post_init__(self) -> None:
         require(
@@ -324,19 +326,20 @@ class Sources(Source):
 
 @dataclass(frozen=True)
 class Data(Sources):
-    """With neither path nor name nor sources: the sources of the Python standard library, which every machine has."""
+    """Without path, name or sources, the text is the source code of the Python standard library."""
 
     when_exhausted: Literal["repeat", "stop"] = "repeat"
     """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
     document_mask: bool = False
-    """Tokens attend to their own document alone, and its positions begin at 0. false: to all before in the window."""
+    """Tokens attend only to their own document, whose positions begin at 0. false: to all earlier tokens."""
     streams: int = 64
-    """Files of streamed data that are read at once: the largest divisor of the global batch up to this, which the
-    data-parallel ranks must divide. Another number gives another order."""
+    """Files of streamed data to read at once: the largest divisor of the global batch up to this number. The number of
+    data-parallel ranks must divide it. Another number gives another order of the data."""
     prefetch: int = 2
     """Batches to read ahead in the background; 0 reads when the step needs them."""
     verify_gib: float = 1.0
-    """Prepared data up to this size are hashed before training; larger ones by 'torchtrain.prepare' alone."""
+    """Prepared data up to this size are hashed before training; larger data only by torchtrain.prepare, with
+    prepare.verify."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -394,13 +397,12 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward. default: as always, but for the last block, whose backward
-    is next; as never with pipeline stages, where every microbatch would gather them again, and on one rank. There, on
-    a CPU, all blocks are then one group, which takes less time and more memory."""
+    """Free a block's gathered parameters after its forward. default: always, but for the last block, whose backward is
+    next; never with pipeline stages, where every microbatch would gather them again, and on one rank."""
     fsdp_gradient_accumulation: Literal["sharded", "unsharded"] = "sharded"
-    """How the microbatches of a step, also those of a pipeline, add up their gradients. sharded: each reduces its own
-    into the shards. unsharded: in whole float32 gradients, reduced once, after the last microbatch: 4 bytes a
-    parameter of this rank's layers, for small models and slow links."""
+    """How microbatches, also those of a pipeline, add up their gradients. sharded: each is reduced into the shards.
+    unsharded: whole float32 gradients are reduced once a step; they take 4 bytes for each parameter of this rank's
+    layers. For small models and slow links."""
     fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
     """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
     in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
@@ -422,7 +424,7 @@ class Parallelism:
     pipeline_parallel_microbatches: int = -1
     """Microbatches that a pipeline splits its local_batch_size sequences into. -1: one for each sequence."""
     pipeline_parallel_layers_per_stage: tuple[int, ...] = ()
-    """Layers of each stage, first to last. Default: an even split, in which embedding and output count as one each."""
+    """Layers of each stage, first to last. Empty: an even split, in which embedding and output count as one each."""
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -563,11 +565,11 @@ class Metrics:
     enable_wandb: bool = False
     """Log to Weights & Biases (pip install 'torchtrain[wandb]'); WANDB_MODE=offline writes to the dump folder alone."""
     wandb_project: str = "torchtrain"
-    """Project there."""
+    """Project in Weights & Biases."""
     straggler_freq: int = 100
     """Steps between checks for ranks that keep the others waiting; 0: never."""
     straggler_factor: float = 2.0
-    """A rank is slow if its data wait or its computation takes more than so many times the median of all ranks."""
+    """A rank is slow if its data wait or its computation takes more than this many times the median of all ranks."""
 
     def __post_init__(self) -> None:
         require_at_least("metrics", 1, log_freq=self.log_freq, straggler_factor=self.straggler_factor)
@@ -622,19 +624,19 @@ class Estimate:
     world_size: int = 0
     """Ranks, one a GPU. 0: the product of the degrees in [parallelism], -1 counting as 1."""
     gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
-    """Kind of GPU; docs/estimate.md has the table."""
+    """Kind of GPU, the number being its memory in GB. h200 has 141, b200 180."""
     gpus_per_node: int = 8
     """GPUs of a machine."""
     memory_gib: float = 0.0
-    """Memory of a GPU, if it is not that of its kind."""
+    """Memory of a GPU. 0: that of its kind."""
     network_gigabits: float = 0.0
-    """Speed of a GPU's network card in Gb/s, if it is not that of its kind."""
+    """Speed of a GPU's network card in Gb/s. 0: that of its kind."""
     all_layers: bool = False
-    """Rehearse every layer, not a few that stand for all: slower, to check the estimate."""
+    """Run every layer on fake tensors, not only a few that stand for all: slower, to check the estimate."""
     search: bool = False
     """Look for the layout with the most tokens a second that fits."""
     output: str = ""
-    """TOML file for the best layout of a search, to be given to the trainer; default: in job.dump_folder."""
+    """TOML file for the best layout of a search, to be given to the trainer. Empty: layout.toml in job.dump_folder."""
     json: bool = False
     """Print JSON instead of a table."""
     picture: str = ""

@@ -160,8 +160,8 @@ def _follow(workers: dict[Connection, Any], name: str, documents: int) -> None:
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
-                            f"a process that tokenized for {name} ended with code {worker.exitcode}, perhaps for want "
-                            "of memory; run prepare again to go on, with fewer --prepare.processes"
+                            f"a process that tokenized for {name} ended with code {worker.exitcode}, perhaps out of "
+                            "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
                 if isinstance(message, str):

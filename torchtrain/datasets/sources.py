@@ -31,7 +31,7 @@ def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: f
         prepared = [str(folder) for folder in (path, *inner) if (folder / MANIFEST).exists()]
         if prepared:
             raise DataError(
-                f"{label}: what is prepared ({', '.join(prepared)}) are sources of their own; name each by a table "
+                f"{label} holds prepared data in several folders ({', '.join(prepared)}); name each in a table "
                 "[[data.sources]] with its path and its weight"
             )
     else:

@@ -114,13 +114,13 @@ class StreamedText(TextSource):
         began, resumed = time.monotonic(), start > 0
         start += (share - start) % self._shares
         if resumed:
-            logger.info("%s: goes on in %s at document %d, and reads up to there", self.name, place, start)
+            logger.info("%s: reading %s up to document %d, where the run goes on", self.name, place, start)
         pauses = iter(RETRY_SECONDS)
         while True:
             try:
                 for text in itertools.islice(self._files[number](start), 0, None, self._shares):
                     if resumed:
-                        logger.info("%s: is there after %.1f s", self.name, time.monotonic() - began)
+                        logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
                         resumed = False
                     yield start, text
                     start += self._shares

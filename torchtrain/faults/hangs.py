@@ -203,7 +203,7 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
 
 def _described(place: Place | None) -> str:
     if place is None:
-        return "say nothing: dead, stopped, or not in this step"
+        return "sent no report: dead, stopped, or not in this step"
     waits_in = place.waits_in or next((operation for operation, _, _ in place.pending.values()), "")
     doing = f"; {place.doing}" if place.doing else ""
     return (f"wait in {waits_in} at {place.where}" if waits_in else f"are at {place.where}") + doing

@@ -52,7 +52,7 @@ class TrainStep:
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         loss = self._forward_backward(batch, global_tokens)
         while not self.model.finish_gradients():
-            logger.info("step %d is made again: exact sums were not prepared for gradients of this size", step)
+            logger.info("step %d is repeated: its gradients are larger than exact sums were prepared for", step)
             self.optimizer.zero_grad()
             loss = self._forward_backward(batch, global_tokens)
         return loss, self._update(step, loss)
