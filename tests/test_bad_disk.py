@@ -21,11 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from disk_faults import DiskFaults
-from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+from forked_door import checked_door, run_door
+from forked_run import TINY, ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from torch import Tensor
 
-from torchtrain import convert, reading
+from torchtrain import convert, generate, reading
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.config.schema import Checkpoint
@@ -103,6 +104,10 @@ def quick_pauses() -> Iterator[None]:
     brief = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
     with patch.object(reading, "time", brief):
         yield
+
+
+def quickly() -> None:
+    quick_pauses().__enter__()
 
 
 @quick_pauses()
@@ -233,6 +238,87 @@ def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
     command = [sys.executable, "-m", "torchtrain.train", "--parallelism.tensor_parallel_degree", "3"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stderr=full, stdout=full, timeout=100, check=False).returncode == 2
+
+
+PRINTS = "import sys; from torchtrain.log import run_door; sys.exit(run_door(lambda: print('found') or 0))"
+WAITS = """import sys, time; from torchtrain.log import run_door
+sys.exit(run_door(lambda: print(flush=True) or time.sleep(60)))"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_cannot_be_written_is_an_error(buffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has its lines
+    full = os.open("/dev/full", os.O_WRONLY)
+    for output, why in ((full, "No space left on device"), (writer, "Broken pipe")):
+        told = subprocess.run(
+            [sys.executable, "-c", PRINTS],
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        os.close(output)
+        assert told.returncode == 2
+        assert len(told.stderr.splitlines()) == 1
+        assert told.stderr.endswith(f"error: the output cannot be written: {why}\n")
+
+
+def test_ctrl_c_gives_one_line() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, len(errors.splitlines())) == (130, 1)
+    assert errors.endswith("stopped by Ctrl-C\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_generation_onto_a_full_disk(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.jsonl").symlink_to("/dev/full")
+    options = ["--prompt", "a", "--max_new_tokens", "1", "--output_file", str(tmp_path / "out.jsonl")]
+    assert generate.main([str(trained_run), *options]) == 2
+    dist.destroy_process_group()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.endswith("out.jsonl' could not be written: No space left on device; make room, or name another file")
+
+
+def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.jsonl", tmp_path / "prepared"
+    text.write_text('{"text": "some words"}\n' * 40)
+    arguments = ("--data.path", str(text), "--prepare.output", str(folder), "--prepare.processes", "1")
+    for operation, path, error, options in (
+        ("stat", text, errno.EIO, ()),
+        ("read", folder / "manifest.json", errno.EIO, ("--prepare.verify",)),
+        ("open", folder / "shard-00003.tokens", errno.EMFILE, ("--prepare.verify",)),
+    ):
+        disk.fail(operation, path, error)
+        found = run_door("torchtrain.prepare", *arguments, *options, hook=quickly)
+        assert found.returncode == 74
+        assert f"error: {path} cannot be read: {os.strerror(error)}, in 4 attempts" in found.stderr
+        assert "Traceback" not in found.stderr
+        disk.heal()
+        if not options:
+            disk.fail(operation, path, error, times=1)
+            checked_door("torchtrain.prepare", *arguments, hook=quickly)  # an error that passes costs a moment
+
+
+def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: DiskFaults, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from torchtrain.checkpoint.hf import write_hf_config
+
+    write_hf_config(tmp_path, TINY, "float32", "")
+    save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+    disk.fail("open", tmp_path / "model.safetensors", errno.EACCES)
+    found = run_door("torchtrain.convert", str(tmp_path), str(tmp_path / "out"), hook=quickly)
+    assert found.returncode == 2
+    assert "model.safetensors cannot be read: Permission denied, in 4 attempts" in found.stderr
 
 
 def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:

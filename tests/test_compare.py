@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked_door import checked_door, run_door
+from forked_run import finish
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
 from safetensors import safe_open
@@ -473,3 +474,13 @@ def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> Non
     code, report = compare(a, run(tmp_path / "decay", *options, "--ema.decay", "0.1"))
     assert code == 1
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
+
+
+def test_checkpoints_of_a_model_without_a_flavor_are_compared(tmp_path: Path) -> None:
+    shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32}
+    options = [word for key, value in shape.items() for word in (f"--model.shape.{key}", str(value))]
+    finish(tmp_path, "--model.flavor", "", *options, "--training.steps", "2", ranks=1)
+    compared = run_door("torchtrain.compare", str(tmp_path), str(tmp_path))
+    assert compared.returncode == 0, compared.stderr
+    assert "no flavor" not in compared.stdout
+    assert "saved:\n  step 2" in compared.stdout

@@ -34,6 +34,10 @@ def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
     assert parse([]).job.dump_folder == "outputs/default"
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert from_file(write(tmp_path, "\ufeff[training]\r\nsteps = 7\r\n")).training.steps == 7
+
+
 def test_the_resolved_config_gives_the_same_config_again(tmp_path: Path) -> None:
     config = parse(["--training.steps", "9", "--optimizer.lr", "1e-5", "--lr_scheduler.total_steps", "12"])
     assert from_file(write(tmp_path, to_toml(config))) == config

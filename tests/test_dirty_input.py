@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,34 @@ def test_an_empty_prompt_begins_a_document(trained_run: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.strip()
     for prompts in ([], ["--prompt", "", "--prompts_file", "x"]):
         assert "one of --prompt and --prompts_file" in refused(generate.main, [str(trained_run), *prompts], capsys)
+
+
+def test_prompts_of_a_file(trained_run: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "c\\ud83d"}\n'.encode())
+    options = ["--prompts_file", str(file), "--output_file", str(out), "--max_new_tokens", "1"]
+    assert generate.main([str(trained_run), *options]) == 0
+    assert [json.loads(line)["prompt"] for line in out.read_text("utf-8").split("\n")[:-1]] == ["a\u2028b", "c?"]
+    (tmp_path / "prompts.txt").write_bytes("\ufeffa\u2028b\r\n\r\nc".encode())
+    assert generate.read_prompts(tmp_path / "prompts.txt") == ["a\u2028b", "c"]
+
+
+def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
+    from forked_door import run_door
+
+    options = ("--job.dump_folder", str(tmp_path), "--training.seq_len", "16", "--comm.init_timeout_seconds", "1")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
+        for environment, code, told in (
+            ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start by torchrun"),
+            (there, 74, "the ranks cannot meet: The server socket has failed to listen"),
+        ):
+            found = run_door("torchtrain.train", *options, environment=environment)
+            assert found.returncode == code
+            assert told in found.stderr
+            assert "Traceback" not in found.stderr
 
 
 def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

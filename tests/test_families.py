@@ -181,7 +181,7 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
         (section(shape=schema.Shape(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
         (
             section(shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=-1.0))),
-            "rope_scaling.factor = -1.0 must be above 0",
+            "rope_scaling.factor = -1.0 must be a number above 0",
         ),
         (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
         (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),

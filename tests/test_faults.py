@@ -144,7 +144,9 @@ def die_before_rename() -> None:
     die_at(storage, "fsync_folder")
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1]), (signal.SIGINT, [0, 1])]
+)
 def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, number: int, ranks: list[int]) -> None:
     run = ForkedRun(tmp_path, "--checkpoint.interval", "100")
     run.wait_for(lambda: steps_done(tmp_path) >= 3)

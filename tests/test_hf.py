@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,11 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
         ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
+        ({"hidden_size": "32"}, "dim = '32' must be of type int"),
+        ({"num_hidden_layers": 2.0}, "n_layers = 2.0 must be of type int"),
+        ({"max_position_embeddings": None}, "max_seq_len = None must be of type int"),
+        ({"tie_word_embeddings": "false"}, "tied_embeddings = 'false' must be of type bool"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2' must be a number above 0"),
         ({"num_attention_heads": 5, "head_dim": None}, "n_kv_heads = 4 must divide n_heads = 5"),
     ],
 )
@@ -329,6 +335,10 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
     assert f"starts from the weights in {first / 'hf'}" in finish(second, *start, *at_end)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
+    shutil.rmtree(second / "hf")  # as if it had been killed before it was written
+    finish(second, *start, *at_end)
+    for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
+        assert torch.equal(tensor, exported[key]), key
     again = finish(second, "--training.steps", "2", *start[2:])
     assert "is not used: the run resumes from its own step 1" in again
 
@@ -363,6 +373,8 @@ def break_folder(folder: Path, how: str) -> None:
         tensors["model.norm.weight"] = torch.ones(16)
     elif how == "two files":
         save_file({"model.norm.weight": torch.ones(32)}, folder / "zz_old.safetensors")
+    elif how == "pickled":
+        file.rename(folder / "pytorch_model.bin")
     elif how == "bad index":
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
     elif how == "list":
@@ -371,7 +383,7 @@ def break_folder(folder: Path, how: str) -> None:
         (folder / "config.json").write_text("null")
     elif how == "no width":
         del config["hidden_size"]
-    if how not in ("truncated", "empty"):
+    if how not in ("truncated", "empty", "pickled"):
         save_file(tensors, file)
     if how not in ("list", "null"):
         (folder / "config.json").write_text(json.dumps(config))
@@ -389,6 +401,7 @@ def break_folder(folder: Path, how: str) -> None:
         ("third layer", "does not have: model.layers.2.input_layernorm.weight, .* and 4 more"),
         ("shape", r"has shape \(16,\); by config.json it has \(32,\)"),
         ("two files", "holds 2 safetensors files and no model.safetensors.index.json"),
+        ("pickled", "has a config.json, and no weights in safetensors files beside it"),
         ("bad index", "names '../../secret.safetensors', which is not in its folder"),
         ("list", "it holds '\\[\\]', not an object"),
         ("null", "it holds 'None', not an object"),
@@ -418,6 +431,15 @@ def test_a_folder_that_is_not_what_it_says_is_refused_at_every_entrance(
     assert run.wait() == [2]
     assert re.search(told, run.output()), run.output()
     assert "Traceback" not in run.output()
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
+    model = random_model(LLAMA2)
+    model.norm.weight.data[3] = torch.nan
+    export(model, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
+        load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
 
 
 @pytest.mark.usefixtures("alone")

@@ -13,6 +13,8 @@ import tyro
 
 from torchtrain.errors import ConfigError
 from torchtrain.log import is_first_rank, logger, run_door
+from torchtrain.outputs import writing
+from torchtrain.reading import MISSING, patiently
 
 if TYPE_CHECKING:
     from torchtrain.generation import Sampling
@@ -90,6 +92,8 @@ def run(argv: Sequence[str] | None) -> int:
     if options.output_file:
         check_output(Path(options.output_file))
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
+    # A lone surrogate, which JSON can spell and Python makes of an argument's bytes that are no UTF-8.
+    prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
     place = (options.device, options.dtype, options.tokenizer_path)
     trained = load_model(Path(options.checkpoint), *place, options.weights)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
@@ -98,6 +102,7 @@ def run(argv: Sequence[str] | None) -> int:
     with ExitStack() as stack:
         output: TextIO | None = sys.stdout if is_first else None
         if is_first and options.output_file:
+            stack.enter_context(writing(options.output_file, "--output_file"))
             output = stack.enter_context(Path(options.output_file).open("w", encoding="utf-8"))
         for first in range(0, len(prompts), options.batch_size):
             batch = slice(first, first + options.batch_size)
@@ -122,9 +127,11 @@ def check_output(file: Path) -> None:
 def read_prompts(file: Path) -> list[str]:
     """The prompts in ``file``; ConfigError names the line that is none."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        content = patiently(file.read_bytes, file).decode("utf-8-sig")  # with or without a byte order mark
+    except (*MISSING, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts_file {file} cannot be read: {error}") from None
+    # Not splitlines: U+2028 and others that it takes for ends of lines may stand in JSON, and in a prompt.
+    lines = [line for line in content.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts_file {file} holds no prompt; give one a line")
     if file.suffix != ".jsonl":

@@ -3,8 +3,10 @@
 One line an event, from the ranks in ``LOG_RANK``; errors from all.
 """
 
+import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -37,21 +39,34 @@ def is_first_rank() -> bool:
 
 
 def run_door(run: Callable[[], int]) -> int:
-    """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message."""
+    """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message; so do Ctrl-C,
+    a disk that is full, and output that nobody reads, as of ``| head``.
+    """
     init_logging()
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except TorchtrainError as error:
         if is_first_rank():
             logger.error("error: %s", error)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a thread that hangs would keep the process
         return error.exit_code
+    except KeyboardInterrupt:
+        if is_first_rank():
+            logger.error("stopped by Ctrl-C")
+        return 128 + signal.SIGINT
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        logger.error("error: %s cannot be written: %s", error.filename or "the output", error.strerror)
+        return TorchtrainError.exit_code
     finally:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-        except OSError:  # on a full disk Python would end with a code of its own
+        except OSError:  # Python would end with a code of its own
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -37,9 +37,10 @@ def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float]
 
 
 def unreadable(path: Path, error: OSError, attempts: int = len(PAUSES_SECONDS) + 1) -> StorageError:
+    where, why = error.filename or path, error.strerror or error
     told = StorageError(
-        f"{path} cannot be read: {error.strerror or error}, in {attempts} attempts. Nothing was changed: start again "
-        "when the file system answers and lets this user read"
+        f"{where} cannot be read: {why}, in {attempts} attempts. Nothing was changed: start again when the file system "
+        "answers and lets this user read"
     )
     if isinstance(error, PermissionError):
         told.exit_code = TorchtrainError.exit_code  # trying again later would not help

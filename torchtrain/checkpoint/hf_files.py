@@ -96,7 +96,8 @@ def read_into(tensor: torch.Tensor, file: Path, name: str) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with patiently(lambda: safe_open(path, framework="pt"), path) as file:
+        patiently(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
+        with safe_open(path, framework="pt") as file:
             yield file
     except MISSING as error:
         raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it") from error

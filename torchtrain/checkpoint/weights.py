@@ -12,8 +12,9 @@ from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
-from torchtrain.models.families import read_hf_config
+from torchtrain.models.families import CONFIG_FILE, read_hf_config
 from torchtrain.models.llama.model import TransformerConfig
 
 
@@ -46,7 +47,12 @@ def find_checkpoint(path: Path) -> Path:
         if steps := saved_steps(folder):
             return step_folder(folder, steps[-1])
     what = "has no checkpoint" if path.is_dir() else "does not exist"
-    raise CheckpointError(f"{path} {what}; give a run's folder, such as outputs/debug_model, or a step-N folder")
+    if (path / CONFIG_FILE).is_file():
+        what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
+    raise CheckpointError(
+        f"{path} {what}; give a run's folder, such as outputs/debug_model, a step-N folder, or a Hugging Face folder "
+        "with safetensors files"
+    )
 
 
 def find_weights(path: Path) -> Path:
@@ -66,17 +72,21 @@ def load_weights(
     Layouts and dtypes need not be alike. ``wanted``: as for ``check_same_shape``. ``weights``: see ``STATES``.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a parameter is not in it, or it is for another model.
+        CheckpointError: a file is missing or damaged, a parameter is not in it or not finite, or it is for another
+            model.
     """
-    state = ModelState(parts, model.tied_embeddings)
+    tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
         check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder, wanted)
-        load_hf(state.state_dict(), folder, model)
-        return
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    try:
-        of_all_ranks(lambda: verify(folder, read_manifest(folder).files[rank::ranks]))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; give another step-N folder") from error
-    load_weight_tensors(state.state_dict(), weights, VerifiedReader(folder))
+        load_hf(tensors, folder, model)
+    else:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        try:
+            of_all_ranks(lambda: verify(folder, read_manifest(folder).files[rank::ranks]))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; give another step-N folder") from error
+        load_weight_tensors(tensors, weights, VerifiedReader(folder))
+    for names in of_all_ranks(lambda: [name for name, t in tensors.items() if not local(t).isfinite().all()]):
+        if names:
+            raise CheckpointError(f"{folder} has numbers that are not finite, in {', '.join(names[:5])}; take another")

@@ -208,7 +208,8 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     optimizer = run.config.optimizer
     rate = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps).rate(step)
     betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
-    for name in parameter_shapes(model_shape(run.config.model, None, run.config.training.seq_len)):
+    model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
+    for name in parameter_shapes(model_shape(model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
         if not weights or weights[0][0].shape != weights[0][1].shape:

@@ -74,7 +74,7 @@ def config_file(argv: Sequence[str]) -> str:
 def from_file(path: str) -> JobConfig:
     """The config in the TOML file ``path``, defaults where it says nothing."""
     try:
-        table = tomli.loads(read_file(Path(path)).decode())
+        table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
         raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:

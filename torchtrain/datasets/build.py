@@ -1,6 +1,8 @@
 """From the ``[data]`` section to a loader."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,7 @@ from torchtrain.datasets.prepared import PreparedTokens
 from torchtrain.datasets.sources import open_prepared, open_text
 from torchtrain.datasets.text import StreamedText
 from torchtrain.errors import DataError
+from torchtrain.reading import patiently
 from torchtrain.tokenizers import Tokenizer
 
 
@@ -52,9 +55,8 @@ def build_loader(
     for number, source in enumerate(config.all):
         key = f"{section}.sources[{number}]" if config.sources else section
         seed_of_source = stream_seed("data", seed, number)
-        opened = open_prepared(source, key, tokenizer.content_hash, config.verify_gib * 2**30) or open_text(
-            source, key, shared, ask
-        )
+        prepared = partial(open_prepared, source, key, tokenizer.content_hash, config.verify_gib * 2**30)
+        opened = patiently(prepared, Path(*source.paths[:1])) or open_text(source, key, shared, ask)
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
             streams.append([WindowStream(opened, seq_len, seed_of_source, repeat)] * len(rows))

@@ -1,6 +1,7 @@
 """Local files of text: found, converted once into one column of text, and read in any order."""
 
 import codecs
+import errno
 import fcntl
 import itertools
 import os
@@ -29,7 +30,7 @@ from torchtrain.datasets.formats import (
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.reading import names_in, unreadable
+from torchtrain.reading import names_in, patiently, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
@@ -82,6 +83,8 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
                         rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
                         writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
     except OSError as error:
+        if error.errno in (errno.EIO, errno.ESTALE):
+            raise unreadable(Path(error.filename or path), error, attempts=1) from error
         raise DataError(
             f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
             "another folder by HF_DATASETS_CACHE, and start again"
@@ -123,15 +126,22 @@ def _identity(files: Sequence[Path], whole: bool = False) -> str:
     unless ``whole``."""
     digest, total = xxhash.xxh3_128(), 0
     for path in files:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            total += size
-            digest.update(f"{path.name}\0{size}\0".encode())
-            parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
-            for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
-                file.seek(start)
-                digest.update(file.read(_BLOCK_BYTES))
+        size, digest = patiently(partial(_with_file, digest, path, whole), path)
+        total += size
     return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
+
+
+def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
+    """Size of a file, and the digest ``before`` with what ``_identity`` takes of it."""
+    digest = before.copy()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        digest.update(f"{path.name}\0{size}\0".encode())
+        parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
+        for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
+            file.seek(start)
+            digest.update(file.read(_BLOCK_BYTES))
+    return size, digest
 
 
 def _find_files(pattern: str, label: str) -> list[Path]:
@@ -162,7 +172,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
         try:
             with file.open("rb") as content:
                 head = content.read(4096)
-        except OSError as error:
+        except PermissionError as error:
             raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
         if kind_of(file.name) in (("txt", ""), ("md", "")):
             _require_utf8(head, file)

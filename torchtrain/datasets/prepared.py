@@ -21,6 +21,7 @@ import xxhash
 
 from torchtrain.datasets.text import read_again
 from torchtrain.errors import DataError
+from torchtrain.reading import MISSING, patiently, read_file
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
@@ -60,10 +61,10 @@ class Manifest:
     def read(path: Path, label: str) -> "Manifest":
         """Raises DataError where the file is missing, damaged or of another version."""
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_file(path))
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
             manifest = Manifest(**content)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (*MISSING, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{label}: cannot read its {path.name}: {error!r}; prepare the data anew") from error
         if manifest.format != _FORMAT:
             raise DataError(
@@ -93,7 +94,7 @@ class PreparedTokens:
         self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
         for path, shard in zip(self._paths, manifest.shards, strict=True):
             expected = shard.tokens * manifest.dtype.itemsize
-            size = path.stat().st_size if path.exists() else None
+            size = patiently(lambda: path.stat().st_size if path.exists() else None, path)  # noqa: B023
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
@@ -183,11 +184,14 @@ def damaged_file(folder: Path, shard: Shard) -> str | None:
     """Name of a file of ``shard`` that is missing or has another hash; None if all is well."""
     for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
         path = folder / f"{shard.name}.{suffix}"
-        hasher = xxhash.xxh3_128()
-        if path.exists():
-            with open(path, "rb") as file:
-                while block := file.read(1 << 24):
-                    hasher.update(block)
-        if not path.exists() or hasher.hexdigest() != expected:
+        if not path.exists() or patiently(functools.partial(_hash_of, path), path) != expected:
             return path.name
     return None
+
+
+def _hash_of(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            hasher.update(block)
+    return hasher.hexdigest()

@@ -1,6 +1,7 @@
 """From a source of the config to its documents or tokens."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, PreparedTokens
 from torchtrain.datasets.text import TextSource
 from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.reading import names_in
+from torchtrain.reading import names_in, patiently
 
 One = TypeVar("One", bound=Source)
 Several = TypeVar("Several", bound=Sources)
@@ -61,7 +62,8 @@ def label_of(source: Source, key: str) -> str:
 def open_text(source: Source, key: str, lanes: int, ask: Ask = alone) -> TextSource:
     """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side."""
     if source.path:
-        return open_files(source.paths, source.text_column, f"{key}.path = {source.path!r}")
+        opening = partial(open_files, source.paths, source.text_column, f"{key}.path = {source.path!r}")
+        return patiently(opening, Path(source.paths[0]))
     if not source.name:
         return open_standard_library()
     label = label_of(source, key)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.distributed.connections import new_gloo_group, raise_file_limit
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.torch_internals import all_groups, set_group_timeout
 
 
@@ -45,7 +45,8 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
 
     Raises:
-        ConfigError: this process may not open as many files as the ranks need connections.
+        ConfigError: this process may not open as many files as the ranks need connections, or does not know the others.
+        StorageError: the others do not answer.
     """
     timeout = timedelta(seconds=timeout_seconds)
     options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
@@ -57,8 +58,13 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         # A gloo group of all ranks then connects only those that send to each other.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_file_limit(world_size())
-    if "RANK" in os.environ:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+        except ValueError as error:
+            raise ConfigError(f"{error}: start by torchrun, which sets it, or without RANK and WORLD_SIZE") from None
+        except dist.DistError as error:
+            raise StorageError(f"the ranks cannot meet: {str(error).splitlines()[0]}") from None
         store.set_timeout(timeout)
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun keeps one store through its restarts: without a prefix, a rank could find the address of a dead

@@ -14,7 +14,7 @@ from torchtrain.config.schema import Faults
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.log import logger
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # One request can arrive twice: from SLURM itself, and passed on by torchrun.
 ECHO_SECONDS = 3.0
 
@@ -22,9 +22,10 @@ ECHO_SECONDS = 3.0
 class StopRequest:
     """Whether this rank was asked to stop, and by when it must end. A context manager; enter it on the main thread.
 
-    The first SIGTERM or SIGUSR1 is noted, and so is the time ``stop_grace_seconds`` before the wall-clock limit. A
-    second signal ends the process at once. Signals are seen while the main thread waits in a collective, where Python's
-    own handlers would not run: the interpreter writes their numbers to a socket, which a thread reads.
+    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is noted, and so is the time ``stop_grace_seconds`` before the
+    wall-clock limit. A second signal ends the process at once. Signals are seen while the main thread waits in a
+    collective, where Python's own handlers would not run: the interpreter writes their numbers to a socket, which a
+    thread reads.
     """
 
     def __init__(self, config: Faults) -> None:

@@ -248,7 +248,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
         rope_scaling=_scaling_from_hf({**hf, **rope}),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
+        tied_embeddings=hf.get("tie_word_embeddings") or False,
         head_dim=hf.get("head_dim"),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,

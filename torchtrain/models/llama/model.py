@@ -52,6 +52,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            kind: Any = self.__dataclass_fields__[name].type
+            if not isinstance(value, kind) and not (kind is float and type(value) is int):  # as in a config.json
+                raise ValueError(f"{name} = {value!r} must be of type {getattr(kind, '__name__', kind)}")
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value} must be above 0, and finite")
         if self.n_heads % self.n_kv_heads:

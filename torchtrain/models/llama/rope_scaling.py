@@ -28,8 +28,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not value > 0:
-                raise ValueError(f"rope_scaling.{name} = {value} must be above 0")
+            if name != "type" and value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ValueError(f"rope_scaling.{name} = {value!r} must be a number above 0")
 
     def apply(self, frequencies: Tensor, theta: float) -> Tensor:
         """``frequencies`` (head_dim / 2,), of the base ``theta``, stretched.
