@@ -241,7 +241,9 @@ def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
 
 
 PRINTS = "import sys; from torchtrain.log import run_door; sys.exit(run_door(lambda: print('found') or 0))"
-WAITS = """import sys, time; from torchtrain.log import run_door
+# A process that a script starts in the background ignores SIGINT, and so would those that it starts.
+WAITS = """import signal, sys, time; from torchtrain.log import run_door
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(run_door(lambda: print(flush=True) or time.sleep(60)))"""
 
 

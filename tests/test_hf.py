@@ -191,7 +191,7 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
         ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
-        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor of RoPE with rope_type = 'linear' must not be"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor of RoPE with rope_type = 'linear' must be"),
         ({"rope_theta": "ten"}, "could not convert string to float: 'ten'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"model_type": "mistral"}, "sliding_window = 4096; .* sliding windows is not supported"),

@@ -113,11 +113,12 @@ class Muon:
     def step(self) -> None:
         """Update the matrices. Collective over the ranks of the pipeline stage."""
         # While a bucket is computed, the momenta of the next one arrive, and the updates of the one before leave.
-        momenta, leaving = self._gather(self.buckets[0]), None
+        momenta: Callable[[], Tensor] | None = self._gather(self.buckets[0])
+        leaving: Callable[[], None] | None = None
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
+            assert momenta is not None
             wholes = self._assemble(bucket[self.rank], momenta())
-            if following is not None:
-                momenta = self._gather(following)
+            momenta = None if following is None else self._gather(following)  # and what has arrived is freed
             updates = [orthogonalize(whole, self.config.muon_iterations) for whole in wholes]
             if leaving is not None:
                 leaving()
