@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from forked_door import checked_door
 
+from torchtrain.errors import ConfigError
+
 pytest.importorskip("lm_eval")
 
 CHOICES = [
@@ -99,3 +101,14 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
         assert [float(likelihood) for likelihood, _ in own] == pytest.approx([float(x) for x, _ in other], rel=1e-4)
         assert [greedy for _, greedy in own] == [greedy for _, greedy in other]
+
+
+def test_arguments_that_are_not_known_are_refused() -> None:
+    from torchtrain.evaluate import HarnessModel
+
+    for arguments, message in (
+        ({"checkpoint": "outputs/debug_model", "weight": "ema"}, "--model_args has weight; torchtrain takes"),
+        ({"max_batch_size": None, "device": "cpu"}, "--model_args has no checkpoint=FOLDER"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            HarnessModel(**arguments)

@@ -26,7 +26,7 @@ from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
 from torchtrain.conversion import convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
@@ -269,6 +269,19 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
     convert(source, tmp_path / "hf", "hf", "float32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
+
+    last = source / f"consolidated.0{files - 1}.pth"
+    for damaged, content in ((last, last.read_bytes()[:-100]), (source / "params.json", b'{"dim": 32}')):
+        damaged.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{damaged} is damaged, or not of Meta's format"):
+            convert(source, tmp_path / "again", "hf", "float32")
+    assert not (tmp_path / "again").exists()
+
+
+def test_converting_is_the_work_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start it without torchrun"):
+        convert(tmp_path, tmp_path / "out", "hf", "float32")
 
 
 SAMPLE = "def f(x):\n    return x + 1  # é 世界\n\ttab   three 12345 it's\r\n"

@@ -1,6 +1,8 @@
 """Reading weights of any format that we know, one tensor at a time, and writing them in another."""
 
 import json
+import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,12 @@ from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
 from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.reading import read_file
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
@@ -42,7 +45,10 @@ def convert(
 
     Raises:
         CheckpointError: the source cannot be read, or the target exists.
+        ConfigError: torchrun has started several processes.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("convert is the work of one process: start it without torchrun")
     if target.exists():
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
@@ -131,11 +137,16 @@ def meta_source(folder: Path, tokenizer_path: str) -> Weights:
     paths = sorted(folder.glob("consolidated.*.pth"))
     if not paths:
         raise CheckpointError(f"{folder} has a params.json but no consolidated.*.pth beside it")
-    files = [torch.load(path, mmap=True, weights_only=True, map_location="cpu") for path in paths]
     tokenizer_path = source_tokenizer(folder, tokenizer_path)
-
-    params = json.loads((folder / "params.json").read_text(encoding="utf-8"))
-    shape = config_from_meta(params, load_tokenizer(tokenizer_path).vocab_size)
+    vocab_size = load_tokenizer(tokenizer_path).vocab_size
+    at = folder / "params.json"
+    try:
+        shape = config_from_meta(json.loads(read_file(at)), vocab_size)
+        files = []
+        for at in paths:  # for the message
+            files.append(torch.load(at, mmap=True, weights_only=True, map_location="cpu"))
+    except (RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{at} is damaged, or not of Meta's format ({error!r:.200}): fetch it again") from error
 
     def read(name: str) -> Tensor:
         pieces = [file[name] for file in files]

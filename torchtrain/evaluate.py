@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtrain.errors import ConfigError
 from torchtrain.generation import Sampling, generate
 from torchtrain.log import run_door
 from torchtrain.trained_model import load_model
@@ -49,20 +50,30 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        checkpoint: str,
+        checkpoint: str = "",
         dtype: str = "auto",
         tokenizer_path: str = "",
         weights: str = "trained",
         device: str | None = None,
         batch_size: int | str = 8,
-        **_: Any,
+        max_batch_size: int | None = None,  # noqa: ARG002
+        **unknown: Any,
     ):
-        """``batch_size`` and ``device`` come from the harness's own options of these names; "auto" is 8."""
+        """Device and batch sizes come from the harness's own options of these names; "auto" is 8.
+
+        Raises:
+            ConfigError: ``checkpoint`` is missing, or an argument is unknown.
+        """
         super().__init__()
+        if unknown or not checkpoint:
+            raise ConfigError(
+                f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
+                "tokenizer_path and weights"
+            )
         # Without an option the harness asks for cuda, and its own models then take what there is.
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
-        self.batch_size = 8 if batch_size == "auto" else int(batch_size)
+        self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
         # Ranks of torchrun have parts of the model, not of the requests: to the harness they are one.
         self._rank, self._world_size = dist.get_rank(), 1
 
