@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.devices import compute_capability, device_kind
@@ -45,8 +45,8 @@ class ContextParallelAttention(nn.Module):
         """
         # One collective for both. Its backward sums the gradients that all ranks have for these keys and values.
         local = DTensor.from_local(torch.stack((k, v)), self.mesh, [Shard(0)], run_check=False)
-        gathered = local.full_tensor(grad_placements=[Partial()]).view(-1, 2, *k.shape)
-        k, v = whole_sequence(gathered).unbind()  # (bs, kv_heads, seq, head_dim)
+        whole = local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        k, v = whole_sequence(whole.view(-1, 2, *k.shape)).unbind()  # (bs, kv_heads, seq, head_dim)
         if mask is not None:
             return attend(q, k, v, mask)
         rank, size = self.mesh.get_local_rank(), q.shape[2] // 2
