@@ -94,7 +94,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
     steps = config.training.steps
     checkpoint, guard, hangs, metrics = run.checkpoint, loop.guard, loop.hangs, loop.metrics
     gc.disable()  # all ranks collect garbage at the same step, below: none waits while another does
-    with closing(run.plan.loader), metrics, loop.profiler, stop, checkpoint:
+    with closing(run.plan.loader), metrics, loop.profiler, stop, hangs, checkpoint:
         if validate_first:
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, run.step == steps)
@@ -115,8 +115,9 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                 metrics.restart(run.step)
                 continue
             metrics.record(run.step, loss, grad_norm, loop.schedule.rate(run.step))
-            with hangs.watch(f"save of step {run.step}"):
-                checkpoint.maybe_save(run.step, last)
+            if checkpoint.is_due(run.step, last):
+                with hangs.watch(f"save of step {run.step}"):
+                    checkpoint.maybe_save(run.step, last)
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, last)
             loop.profiler.step()
