@@ -18,6 +18,7 @@ from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
 from torchtrain.metrics.stragglers import StragglerWatch
+from torchtrain.metrics.writers import has_validation
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
@@ -159,6 +160,20 @@ def test_a_rank_whose_data_are_late_is_named_in_the_runs_files(gloo: GlooPool, t
 
 def test_ranks_that_are_alike_are_not_named(gloo: GlooPool) -> None:
     assert gloo.run(4, watch_stragglers, "none")[0] == []
+
+
+def test_a_validation_counts_until_the_run_goes_back_before_it(tmp_path: Path) -> None:
+    file, four = tmp_path / "metrics.jsonl", '{"step": 4, "validation_loss": 2.5}\n'
+    assert not has_validation(file, 4)
+    file.write_text('{"step": 0, "event": "start"}\n{"step": 4, "loss": 2.4}\n' + four[:-9])
+    assert not has_validation(file, 4)  # cut short
+    file.write_text(four)
+    for start, found in ((4, True), (6, True), (2, False)):
+        file.write_text(file.read_text() + f'{{"step": {start}, "event": "start"}}\n')
+        assert has_validation(file, 4) is found
+    file.write_text(file.read_text() + four)
+    assert has_validation(file, 4)
+    assert not has_validation(file, 5)
 
 
 def test_the_line_says_how_long_it_will_take() -> None:

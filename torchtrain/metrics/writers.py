@@ -10,7 +10,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,17 @@ class JsonLines(Writer):
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Whether the lines of ``path`` have the results of a validation after ``step``."""
-    start = f'{{"step": {step}, "validation_'.encode()
+    """Whether the lines of ``path`` have a validation after ``step``, and no later start from an earlier step."""
+    found = False
     try:
-        with path.open("rb") as lines:
-            return any(line.startswith(start) and line.endswith(b"}\n") for line in lines)
+        for text in path.read_bytes().splitlines():
+            if b'"validation_' in text or b'"event": "start"' in text:
+                with suppress(ValueError):  # a line that was cut short
+                    line = json.loads(text)
+                    found = line["step"] >= step and found if "event" in line else found or line["step"] == step
     except OSError:
-        return False  # no more is lost than the time to validate again
+        pass  # no more is lost than the time to validate again
+    return found
 
 
 class TensorBoard(Writer):
