@@ -33,7 +33,7 @@ class Manifest:
     run: str | None = None
     """Id of the run, the same through all its starts."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The identity of its data by option (``datasets/identity.py``)."""
+    """The identity of its data by option (``TextSource.identity``)."""
     files: Sequence[FileRecord] = ()
 
 
