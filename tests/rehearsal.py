@@ -1,6 +1,6 @@
 """Rehearsals of a config on a fake GPU, and what they show: run inside ``fake_cuda.Worker``."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from call_order import calls_of, difference, disagreements
 
-from torchtrain.config.parse import parse
+from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.estimate import refuse
@@ -87,15 +87,14 @@ class Report:
 
 
 def config_of(options: Mapping[str, Any]) -> JobConfig:
-    """``options``: as on the command line; True and False for flags."""
-    arguments = []
+    """``options``: values by "section.name", over those of the file "job.config_file"."""
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in options.items():
-        if isinstance(value, bool):
-            section, _, name = key.rpartition(".")
-            arguments.append(f"--{section}.{name}" if value else f"--{section}.no-{name}")
-        else:
-            arguments += [f"--{key}", str(value)]
-    return parse(arguments)
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    file = options.get("job.config_file")
+    config = from_file(file) if file else JobConfig()
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
 
 def run(

@@ -1,6 +1,7 @@
 """The operations of a step: what each computes, moves and sends, from its arguments."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from torchtrain.torch_internals import _resolve_process_group as resolve_process_group
-from torchtrain.torch_internals import tree_iter
 
 aten = torch.ops.aten
 
@@ -80,18 +80,33 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
         return 2 * nbytes(outputs)
     if name == "all_gather_copy_in":  # into this rank's part of a buffer that is the second argument
         return 2 * nbytes(args[0])
-    schema = func._schema
-    moved = 0 if schema.is_mutable else nbytes(outputs)
-    for i, argument in enumerate(schema.arguments):
-        size = nbytes(args[i] if i < len(args) else kwargs.get(argument.name))
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        overwritten = written and (argument.is_out or name in OVERWRITES)
-        moved += size * (written + (not overwritten))
+    is_mutable, arguments = times_moved(func)
+    moved = 0 if is_mutable else nbytes(outputs)
+    for i, (argument, times) in enumerate(arguments):
+        moved += nbytes(args[i] if i < len(args) else kwargs.get(argument)) * times
     return moved
 
 
+@cache
+def times_moved(func: Any) -> tuple[bool, list[tuple[str, int]]]:
+    """Whether ``func`` changes arguments; and of each its name, and 1 if it is read or written, 2 if both."""
+    arguments = []
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        overwritten = written and (argument.is_out or func._opname in OVERWRITES)
+        arguments.append((argument.name, written + (not overwritten)))
+    return func._schema.is_mutable, arguments
+
+
 def tensors_in(value: Any) -> list[Tensor]:
-    return [t for t in tree_iter(value) if isinstance(t, Tensor)]
+    """In tuples, lists and dicts, however deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for inner in value for tensor in tensors_in(inner)]
 
 
 def nbytes(value: Any) -> int:
