@@ -187,13 +187,12 @@ def test_traffic_of_fsdp() -> None:
 
 
 def test_traffic_of_accumulation() -> None:
-    training = {"local_batch_size": 1, "global_batch_size": 16}
     by = {
-        way: planned(4, training=training, parallelism={"fsdp_gradient_accumulation": way})
+        way: planned(4, training={"global_batch_size": 16}, parallelism={"fsdp_gradient_accumulation": way})
         for way in ("sharded", "unsharded")
     }
     counts = {way: sent(record, "shard")["reduce_scatter_base"][0] for way, record in by.items()}
-    assert counts["sharded"] == 4 * counts["unsharded"]
+    assert counts["sharded"] == 2 * counts["unsharded"]  # two microbatches
     # What is kept between microbatches: whole float32 gradients, or a quarter of them.
     kept = {
         way: max(sizes[KINDS.index("gradients")] for sizes in record.ledger.steps[-1].timeline)
@@ -232,14 +231,14 @@ def test_published_identities() -> None:
     [
         {},
         {"tensor_parallel_degree": 2},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (4, 3)},
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)},
     ],
     ids=["shard", "tensor", "pipeline"],
 )
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(SHAPE, n_layers=7 if "pipeline_parallel_degree" in parallelism else 5)
+    shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (5,))))
     rows = 16 if parallelism else 32
     training = {"local_batch_size": 2, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})

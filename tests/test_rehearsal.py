@@ -93,7 +93,7 @@ def shipped(path: str, world_size: int) -> Report:
     )
     options: dict[str, Any] = {"job.config_file": path}
     if stages:
-        options[f"{P}pipeline_parallel_layers_per_stage"] = f"[{', '.join(['2'] * len(stages))}]"
+        options[f"{P}pipeline_parallel_layers_per_stage"] = (2,) * len(stages)
     return rehearsal.run(options, world_size, shape={"n_layers": layers})
 
 
@@ -230,7 +230,9 @@ def test_the_planner_s_stand_in_agrees(gpu: fake_cuda.Worker, on_gpu: Reports, n
         assert one.recomputed == other.recomputed
 
 
-# It finds what it is for: each of these is a fault in the trainer.
+# It finds what it is for: each of these is a fault in the trainer, of any size.
+
+ONE_LAYER, TWO_LAYERS = {"n_layers": 1}, {"n_layers": 2}
 
 
 def rope_on_the_host() -> AbstractContextManager[Any]:
@@ -243,7 +245,7 @@ def rope_on_the_host() -> AbstractContextManager[Any]:
 
 def test_finds_a_tensor_on_the_wrong_device(gpu: fake_cuda.Worker) -> None:
     with pytest.raises(AssertionError, match=r"FakeTensorDeviceMismatchError.*cuda:0 and cpu"):
-        debug(gpu, 8, OFFLOAD, fault=rope_on_the_host)
+        debug(gpu, 8, OFFLOAD, shape=ONE_LAYER, fault=rope_on_the_host)
 
 
 def item_in_the_step() -> AbstractContextManager[Any]:
@@ -258,7 +260,8 @@ def item_in_the_step() -> AbstractContextManager[Any]:
 
 
 def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:
-    assert debug(gpu, 8, {}, fault=item_in_the_step).readbacks == ["item in forward", "item in forward"]
+    report = debug(gpu, 8, {}, shape=ONE_LAYER, fault=item_in_the_step)
+    assert report.readbacks == ["item in forward", "item in forward"]
 
 
 def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
@@ -275,7 +278,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 
 
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
-    report = debug(gpu, 8, layout(pipeline=2), fault=collectives_swapped_on_the_second_stage)
+    report = debug(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 32 bytes"]
 
 
@@ -292,7 +295,8 @@ def one_more_on_the_last_rank() -> AbstractContextManager[Any]:
 
 def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Worker) -> None:
     """Rank 7 would wait for 1, 3 and 5, which are not rehearsed."""
-    (found,) = debug(gpu, 8, layout(tensor=2), fault=one_more_on_the_last_rank, compare=True).disagreements
+    report = debug(gpu, 8, layout(tensor=2), shape=ONE_LAYER, fault=one_more_on_the_last_rank, compare=True)
+    (found,) = report.disagreements
     assert re.fullmatch(r"call \d+ of a group: rank 0 has .*, rank 7 allreduce on \w+ of 20 bytes", found)
 
 
