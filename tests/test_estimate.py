@@ -24,7 +24,7 @@ from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
-from torchtrain.planning.fake_run import RankRecord, rehearse, two_steps
+from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse, two_steps
 from torchtrain.planning.hardware import GIB, GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
@@ -40,11 +40,13 @@ rehearsed = cache(rehearse)  # the plain layout is asked for by many tests
 
 
 def planned(
-    ranks: int, rank: int = 0, capability: Any = (9, 0), rehearse: Any = rehearsed, **sections: Any
+    ranks: int, rank: int = 0, capability: Any = (9, 0), rehearse: Any = rehearsed, shape: Any = SHAPE, **sections: Any
 ) -> RankRecord:
+    """Of ``rank``, or of the first one of its kind."""
     config = config_of(**sections)
     degrees = resolve_degrees(config.parallelism, ranks)
-    record: RankRecord = rehearse(config, SHAPE, degrees, rank, capability=capability)
+    first = max(kind for kind in ranks_of_each_kind(degrees) if kind <= rank)
+    record: RankRecord = rehearse(config, shape, degrees, first, capability=capability)
     return record
 
 
@@ -238,7 +240,7 @@ def test_published_identities() -> None:
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (5,))))
+    shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (4,))))
     rows = 16 if parallelism else 32
     training = {"local_batch_size": 2, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
@@ -296,13 +298,12 @@ def without_module(operations: list[Operation]) -> list[Operation]:
 
 def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "rehearse", rehearsed)
-    shape = replace(SHAPE, n_layers=5)
     config = config_of(
         activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(config, shape, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
+    found, whole = (estimate(config, SHAPE, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
     assert found.figures == whole.figures
 
 
@@ -377,9 +378,11 @@ def test_padding_is_for_real_cpus_alone() -> None:
 @pytest.mark.parametrize("sections", [{"compile": {"enable": True}}, {"data": {"document_mask": True}}], ids=str)
 def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> None:
     """What torch remembers of meshes, shapes and compiled functions belongs to one process, not to one run in it."""
+    two_layers = replace(SHAPE, n_layers=2)
 
     def seen(ranks: int, tensor: int) -> tuple[Any, ...]:
-        ledger = planned(ranks, rehearse=rehearse, parallelism={"tensor_parallel_degree": tensor}, **sections).ledger
+        parallelism = {"tensor_parallel_degree": tensor}
+        ledger = planned(ranks, rehearse=rehearse, shape=two_layers, parallelism=parallelism, **sections).ledger
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
 
     first = seen(4, 2)
@@ -411,7 +414,7 @@ OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "-
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
-    argv += ["--training.local_batch_size", "2"]
+    argv += ["--training.local_batch_size", "2", "--model.shape.n_layers", "2"]
     assert door.main([*argv, "--estimate.picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
@@ -506,7 +509,7 @@ def test_what_was_found_is_told_before_a_disk_is_full(
 ) -> None:
     monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
     (tmp_path / "full.png").symlink_to("/dev/full")
-    argv = [*OPTIONS, "--estimate.world_size", "1"]
+    argv = [*OPTIONS, "--estimate.world_size", "1", "--model.shape.n_layers", "2"]
     for options in (
         ["--estimate.search", "--estimate.output", "/dev/full"],
         ["--estimate.picture", str(tmp_path / "full.png")],
