@@ -17,10 +17,11 @@ from forked_run import saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
-STEPS = 40
+STEPS = 60
 OPTIONS = [
+    *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.ffn_dim", "128"),
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
-    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "20"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "30"),
     *("--training.steps", str(STEPS)),
 ]
 
