@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 from disk_faults import DiskFaults
@@ -20,6 +21,12 @@ from torchtrain.log import logger
 @pytest.fixture(autouse=True, scope="session")
 def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Server:
     return Server(tmp_path_factory.mktemp("forkserver"))
+
+
+@pytest.fixture(scope="session")
+def forked_ranks(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) -> dict[str, str]:  # noqa: ARG001
+    """Environment by which torchrun forks its ranks with torch loaded, and does not start them anew."""
+    return {"PYTHON_EXEC": str(forked_python.start(tmp_path_factory.mktemp("python")))}
 
 
 @pytest.fixture

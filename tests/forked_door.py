@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from forkserver import context, free_port
 
@@ -81,20 +81,31 @@ def checked_door(module: str, *arguments: str, **options: Any) -> "CompletedProc
 def _run(
     module: str, arguments: Sequence[str], environment: dict[str, str], hook: Callable[[], object], files: list[Path]
 ) -> None:
-    import torch
-
     for descriptor, file in enumerate(files, start=1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
+    os.chdir(ROOT)
+    run_program(module, arguments, environment, hook)
+
+
+def run_program(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str], hook: Callable[[], object] = _nothing
+) -> NoReturn:
+    """Be ``python -m program arguments``, or ``python program.py``, with the files that are open as 1 and 2."""
+    import torch
+
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.environ.update(environment)
-    os.chdir(ROOT)
     torch.set_num_threads(1)
     sys.argv[1:] = arguments
     code: object = 0
     try:
         hook()
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            sys.modules.pop(program, None)  # else runpy warns
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as exit_:
         code = exit_.code
     except BaseException:

@@ -65,7 +65,7 @@ SlurmctldHost={socket.gethostname().split(".")[0]}(127.0.0.1)
 SlurmctldPort={free_port()}
 SlurmUser=root
 AuthType=auth/none
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=5
 CredType=cred/none
 MpiDefault=none
 ProctrackType=proctrack/linuxproc

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_door import checked_door
+from forked_door import checked_door, run_door
 
 from torchtrain.errors import ConfigError
 
@@ -112,3 +112,11 @@ def test_arguments_that_are_not_known_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             HarnessModel(**arguments)
+
+
+def test_a_task_that_is_not_known() -> None:
+    options = ["--model", "torchtrain", "--model_args", "checkpoint=none", "--tasks", "none"]
+    found = run_door("torchtrain.evaluate", *options, hook=own_tasks_alone)
+    assert found.returncode == 2
+    assert "error: Tasks not found: none; `lm-eval ls tasks` lists all" in found.stderr
+    assert "Traceback" not in found.stderr

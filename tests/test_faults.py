@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -159,16 +158,14 @@ def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, 
     assert_same_end(tmp_path, undisturbed)
 
 
-def start_torchrun(module: str, folder: Path, *options: str) -> tuple[BaseProcess, Path]:
+def start_torchrun(module: str, forked_ranks: dict[str, str], folder: Path, *options: str) -> tuple[BaseProcess, Path]:
     """A run of two ranks under torchrun, or our launcher, by ``module``: its process, and its log."""
     config = folder / "test.toml"
     config.write_text(CONFIG)
     ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
     script = str(Path(__file__).parent / "tiny_train.py")
     run = ("--job.config_file", str(config), "--job.dump_folder", str(folder), *options)
-    [process], [_, log] = start_door(
-        folder, module, *ranks, script, *run, environment={"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    [process], [_, log] = start_door(folder, module, *ranks, script, *run, environment=forked_ranks)
     return process, log
 
 
@@ -180,8 +177,10 @@ def wait_for_step(process: BaseProcess, log: Path, folder: Path, step: int) -> N
         time.sleep(0.01)
 
 
-def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path) -> None:
-    process, log = start_torchrun("torchtrain.launch", tmp_path, "--checkpoint.interval", "100")
+def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(
+    forked_ranks: dict[str, str], tmp_path: Path, undisturbed: Path
+) -> None:
+    process, log = start_torchrun("torchtrain.launch", forked_ranks, tmp_path, "--checkpoint.interval", "100")
     wait_for_step(process, log, tmp_path, 3)
     process.terminate()
     process.join(TIMEOUT_SECONDS)
@@ -193,8 +192,8 @@ def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(tmp_path: Path, un
     assert_same_end(tmp_path, undisturbed)
 
 
-def test_torchrun_brings_a_killed_rank_back(tmp_path: Path, undisturbed: Path) -> None:
-    process, log = start_torchrun("torch.distributed.run", tmp_path)
+def test_torchrun_brings_a_killed_rank_back(forked_ranks: dict[str, str], tmp_path: Path, undisturbed: Path) -> None:
+    process, log = start_torchrun("torch.distributed.run", forked_ranks, tmp_path)
     wait_for_step(process, log, tmp_path, 5)
     ranks = [child for child in psutil.Process(process.pid).children() if "tiny_train.py" in " ".join(child.cmdline())]
     assert len(ranks) == 2

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from forked_door import start_door
+from forked_door import run_door, start_door
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
@@ -65,6 +65,14 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
         _, errors = process.communicate(timeout=40)  # a rank that is left behind holds the pipes for a minute
     assert process.returncode == 143
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("options", [["--nproc-per-node", "two"], ["--nproc-per-node", "0"], ["--nnodes", "1:a"]])
+def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
+    found = run_door("torchtrain.launch", *options, "-m", "torchtrain.train")
+    assert found.returncode == 2
+    assert "error: --nnodes 1" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_shared_endings_are_those_of_the_trainer() -> None:

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from forked_door import checked_door
@@ -21,10 +22,18 @@ OPTIONS = [
     *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
 ]
+NONE: Mapping[str, str] = MappingProxyType({})
 SPACES = ("torchtrain-a", "torchtrain-b")
 
 
-def start_agent(node: int, endpoint: str, folder: Path, *options: str, space: str = "") -> subprocess.Popen[str]:
+def start_agent(
+    node: int,
+    endpoint: str,
+    folder: Path,
+    *options: str,
+    space: str = "",
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[str]:
     """One of two agents, each with one rank. In a network namespace it has the address 10.77.0.<node + 1>."""
     # Both have this machine's name: neither could tell by it that it is the head.
     command = [
@@ -34,9 +43,9 @@ def start_agent(node: int, endpoint: str, folder: Path, *options: str, space: st
         *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", endpoint.split(":")[0] if not space else address(node)),
         *("-m", "torchtrain.train", "--job.dump_folder", str(folder), *OPTIONS, *options),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if space else "lo"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if space else "lo", **variables}
     with (folder.parent / f"agent-{node}.log").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log, text=True)
 
 
 def address(node: int) -> str:
@@ -49,11 +58,12 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_two_agents_train_as_one_process_does(tmp_path: Path) -> None:
+def test_two_agents_train_as_one_process_does(forked_ranks: dict[str, str], tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    agents = [start_agent(node, endpoint, tmp_path / "two", "--training.steps", "6") for node in (0, 1)]
+    options = ("--training.steps", "6")
+    agents = [start_agent(n, endpoint, tmp_path / "two", *options, variables=forked_ranks) for n in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
-    checked_door("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, "--training.steps", "6")
+    checked_door("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 

@@ -17,10 +17,11 @@ from forked_run import saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
-STEPS = 40
+STEPS = 60
 OPTIONS = [
+    *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.ffn_dim", "128"),
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
-    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "20"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "30"),
     *("--training.steps", str(STEPS)),
 ]
 
@@ -35,10 +36,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     cluster.stop()
 
 
-def submit(cluster: Slurm, folder: Path, *options: str, sbatch: tuple[str, ...] = ()) -> str:
+def submit(
+    cluster: Slurm, forked_ranks: dict[str, str], folder: Path, *options: str, sbatch: tuple[str, ...] = ()
+) -> str:
     """Number of the job."""
     folder.mkdir()
-    environment = {**cluster.env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**cluster.env, **forked_ranks, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [
         *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=1", f"--output={folder}/job.out", *sbatch),
         *("scripts/train.slurm", "--job.dump_folder", str(folder), *OPTIONS, *options),
@@ -79,10 +82,10 @@ def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
 
 
 def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_one_machine_do(
-    cluster: Slurm, undisturbed: Path, tmp_path: Path
+    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder)
+    job = submit(cluster, forked_ranks, folder)
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scancel", "--signal=USR1", job)
     # Before it starts again the job is pending, and then not the one that was signaled.
@@ -100,16 +103,20 @@ def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_
     assert_same_end(folder, undisturbed)
 
 
-def test_a_wrong_option_ends_the_job_before_the_nodes_start(cluster: Slurm, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path / "run", "--training.sed", "1")
+def test_a_wrong_option_ends_the_job_before_the_nodes_start(
+    cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(cluster, forked_ranks, tmp_path / "run", "--training.sed", "1")
     assert cluster.wait_for_end(job, 60) == "FAILED"
     assert cluster.field(job, "Restarts") == "0"
     assert "Unrecognized options: --training.sed" in output_of(tmp_path / "run")
     assert "start 1" not in output_of(tmp_path / "run")
 
 
-def test_a_job_that_fails_without_getting_further_is_not_requeued(cluster: Slurm, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path / "run", "--data.path", str(tmp_path / "nothing.txt"))
+def test_a_job_that_fails_without_getting_further_is_not_requeued(
+    cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
+) -> None:
+    job = submit(cluster, forked_ranks, tmp_path / "run", "--data.path", str(tmp_path / "nothing.txt"))
     assert cluster.wait_for_end(job, 120) == "FAILED"
     assert cluster.field(job, "Restarts") == "0"
     assert cluster.field(job, "ExitCode") == "2:0"
@@ -118,7 +125,9 @@ def test_a_job_that_fails_without_getting_further_is_not_requeued(cluster: Slurm
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_job_out_of_time_goes_on_in_the_next(
+    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+) -> None:
     lines = map(json.loads, (undisturbed / "metrics.jsonl").read_text().splitlines())
     step_seconds = statistics.median(line["step_seconds"] for line in lines if "loss" in line)
     steps = round(130 / step_seconds)  # more than a job of two minutes can do
@@ -132,7 +141,7 @@ def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, undisturbed: Path
     )
     folder = tmp_path / "run"
     # SLURM may send the signal a minute early: with a limit of one minute, before the ranks listen.
-    job = submit(cluster, folder, *options, sbatch=("--time=2", "--signal=USR1@20"))
+    job = submit(cluster, forked_ranks, folder, *options, sbatch=("--time=2", "--signal=USR1@20"))
     assert cluster.wait_for_end(job, 700) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "SIGUSR1 received" in output
@@ -146,9 +155,11 @@ def test_a_job_out_of_time_goes_on_in_the_next(cluster: Slurm, undisturbed: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
+def test_requeued_by_hand_a_job_ends_the_same(
+    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder, "--checkpoint.interval", "5")
+    job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
@@ -158,9 +169,11 @@ def test_requeued_by_hand_a_job_ends_the_same(cluster: Slurm, undisturbed: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_slurmstepd_is_survived(cluster: Slurm, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_killed_slurmstepd_is_survived(
+    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder, "--checkpoint.interval", "5")
+    job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     # Both nodes are this machine: the step's daemons of job J name themselves "slurmstepd: [J.0]".
     daemons = [

@@ -36,7 +36,12 @@ def main() -> int:
     """Run the harness; returns the exit code of the process."""
 
     def run() -> int:
-        cli_evaluate()
+        try:
+            cli_evaluate()
+        except ValueError as error:
+            if "Tasks not found" not in str(error):
+                raise
+            raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
 
 from torchtrain.log import init_logging, logger
 
@@ -39,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
     arguments = parse_args(sys.argv[1:] if argv is None else argv)  # type: ignore[no-untyped-call]
+    try:
+        most = parse_min_max_nnodes(arguments.nnodes)[1]  # type: ignore[no-untyped-call]
+        if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:  # type: ignore[no-untyped-call]
+            raise ValueError("at least 1 is needed")
+    except (ValueError, RuntimeError) as error:
+        logger.error("error: --nnodes %s, --nproc-per-node %s: %s", arguments.nnodes, arguments.nproc_per_node, error)
+        return 2
     if arguments.max_restarts == 0:  # else it may wait for nodes that join again
         threading.Thread(target=end_when_lonely, daemon=True).start()
     try:

@@ -34,8 +34,9 @@ def init_logging() -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the first process that torchrun started, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the first process that torchrun started, the only one, or one whose RANK is no number."""
+    rank = os.environ.get("RANK", "0")
+    return rank == "0" or not rank.isdecimal()
 
 
 def run_door(run: Callable[[], int]) -> int:

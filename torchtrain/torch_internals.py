@@ -51,6 +51,7 @@ MEMBERS = {
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",
     "torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn": "an embedding that waits for its result",
+    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "the V-shaped schedule on gloo",
     "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
     "torch._functorch.config.patch": "undo the memory budget of a rehearsal",
     "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "the same with tensor parallelism, since 2.13",

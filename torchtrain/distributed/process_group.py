@@ -17,12 +17,20 @@ from torchtrain.torch_internals import all_groups, set_group_timeout
 
 def world_size() -> int:
     """Number of ranks that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return of_torchrun("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """This process among those that torchrun started; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
+    return of_torchrun("RANK", 0)
+
+
+def of_torchrun(variable: str, default: int) -> int:
+    """A number that torchrun sets in the environment; ConfigError where it is none."""
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{variable} = {text!r} in the environment is no number: start by torchrun, or unset it")
+    return int(text)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -32,7 +40,7 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError("job.device = 'cuda' needs a GPU that torch can use, and there is none; try 'auto' or 'cpu'")
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = of_torchrun("LOCAL_RANK", 0)
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; "

@@ -50,7 +50,17 @@ def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: b
     return stage
 
 
-class ReducingStage(PipelineStage):
+class Stage(PipelineStage):
+    """A stage of torch's whose first exchange leaves out what is for this rank itself: gloo sends no such message.
+
+    Of use until torch 2.12: a rank of the V-shaped schedule has neighboring stages.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+class ReducingStage(Stage):
     """A stage that reduces the gradients of each microbatch into their shards.
 
     torch's keeps whole gradients until the last one: before each backward it switches the reduction off.
@@ -115,7 +125,7 @@ class Pipeline:
         self.hidden, last_hidden = (
             torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
         )
-        stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else PipelineStage
+        stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else Stage
         self.pipeline_stages = [
             stage_type(
                 stage,
