@@ -79,11 +79,14 @@ def record_with_another_clock(seconds: float, *arguments: Any) -> None:
         record_steps(*arguments)
 
 
-def test_tensorboard_shows_the_last_start_whatever_the_clock(gloo: GlooPool, tmp_path: Path) -> None:
-    for seconds, first_step, last_step in ((2e9, 0, 4), (1e9, 2, 5), (300.0, 4, 6)):
-        gloo.run(1, record_with_another_clock, seconds, str(tmp_path), {}, first_step, last_step)
+@pytest.mark.parametrize("first_clock", [2e9, 300.0])
+def test_tensorboard_shows_the_last_start_whatever_the_clock(
+    gloo: GlooPool, tmp_path: Path, first_clock: float
+) -> None:
+    gloo.run(1, record_with_another_clock, first_clock, str(tmp_path), {}, 0, 4)
+    gloo.run(1, record_with_another_clock, 1e9, str(tmp_path), {}, 2, 5)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss/average")] == [1, 2, 3, 4, 5, 6]
+    assert [e.step for e in events.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 
 
 def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:
