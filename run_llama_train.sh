@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on this machine: ./run_llama_train.sh [--section.key value ...]
 #   CONFIG_FILE  TOML file of the run     default: train_configs/debug_model.toml
-#   NGPU         ranks to start           default: all GPUs of the machine, or 1 rank on the CPU
+#   NGPU         ranks to start           default: all GPUs that CUDA may use, or 1 rank on the CPU
 #   LOG_RANK     ranks that log, 0,1,...  default: 0 (errors are shown of all)
 set -euo pipefail
 
@@ -11,6 +11,9 @@ export LOG_RANK=${LOG_RANK:-0}
 PYTHON=${PYTHON:-python}
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+  gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true)
+fi
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
 
 if [ "$gpus" -eq 0 ]; then

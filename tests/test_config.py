@@ -104,6 +104,8 @@ def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], argum
     ("arguments", "message"),
     [
         (["--optimizer.lr=-1"], "optimizer.lr = -1.0 must be at least 0"),
+        (["--comm.init_timeout_seconds", "9999999999"], "init_timeout_seconds = 9999999999 must be at most 1000000000"),
+        (["--optimizer.eps", "0"], "optimizer.eps = 0.0 must be above 0"),
         (["--optimizer.beta2", "1"], "optimizer.beta2 = 1.0 must be at least 0 and under 1"),
         (["--training.max_norm", "nan"], "training.max_norm = nan must be above 0"),
         (["--training.global_batch_size", "0"], "training.global_batch_size = 0 must be -1 or at least 1"),

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -20,7 +22,7 @@ from data_samples import DOCUMENTS, make_loader, take, write_hub_folder, write_j
 from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
-from torchtrain.config.schema import Data
+from torchtrain.config.schema import Data, Source
 from torchtrain.datasets import formats, hub, text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
@@ -202,6 +204,21 @@ def test_what_another_attempt_would_not_mend_is_not_tried_again(remote: Remote, 
     with pytest.raises(DataError, match="bad bytes"):
         list(remote.source.read(0, 0))
     assert pauses == []
+
+
+def test_a_cache_that_fails_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(datasets.Dataset.from_dict({"text": DOCUMENTS}))
+    loads, failures = pickle.loads, [errno.EIO, errno.ESTALE]
+
+    def fail(content: bytes) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "does not answer")
+        return loads(content)
+
+    monkeypatch.setattr("torchtrain.datasets.hub.pickle.loads", fail)
+    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: None)
+    source = hub.open_downloaded(Source(name="org/a"), "it", lambda _: pickled)
+    assert list(source.read_all(range(source.units))) == DOCUMENTS
 
 
 def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

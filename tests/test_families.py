@@ -15,7 +15,7 @@ from parity import TINY, build, config_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.hf import check_same_shape, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import schema
@@ -183,6 +183,14 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
             section(shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=-1.0))),
             "rope_scaling.factor = -1.0 must be a number above 0",
         ),
+        (
+            section(shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=float("inf")))),
+            "rope_scaling.factor = inf must be a number above 0, and finite",
+        ),
+        (
+            section(shape=schema.Shape(rope_scaling=schema.RopeScaling(low_freq_factor=4.0))),
+            "rope_scaling.low_freq_factor = 4.0 must be below high_freq_factor = 4.0",
+        ),
         (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
         (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],
@@ -222,9 +230,9 @@ def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
     shape = families.read_hf_config(tmp_path)
     longer = replace(shape, rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64))
     with pytest.raises(CheckpointError, match="another model than the config asks for: rope_scaling = None, here Rope"):
-        load_weights([Transformer(longer)], tmp_path, longer)
+        check_same_shape(shape, longer, tmp_path)
     monkeypatch.setattr("torchtrain.log.logger.propagate", True)
-    load_weights([Transformer(longer)], tmp_path, longer, {"rope_scaling"})
+    check_same_shape(shape, longer, tmp_path, {"rope_scaling"})
     assert "of a model with rope_scaling = None, here Rope" in caplog.text
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_door
 from torchtrain import generate
-from torchtrain.checkpoint.hf import files_by_size, save_hf, write_hf_config
+from torchtrain.checkpoint.hf import check_same_shape, files_by_size, save_hf, write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
@@ -157,7 +157,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     export(random_model(LLAMA2), tmp_path / "hf")
     other = replace(LLAMA2, rope_theta=500000.0, n_layers=3)
     with pytest.raises(CheckpointError, match=r"n_layers = 2, here 3; rope_theta = 10000.0, here 500000.0"):
-        load_weights([Transformer(other)], tmp_path / "hf", other)
+        check_same_shape(hf.read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
 
 
 @pytest.mark.usefixtures("alone")
@@ -354,6 +354,17 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
         assert torch.equal(tensor, exported[key]), key
     again = finish(second, "--training.steps", "2", *start[2:])
     assert "is not used: the run resumes from its own step 1" in again
+
+
+def test_initial_weights_of_a_run_with_another_model_are_refused(tmp_path: Path) -> None:
+    finish(tmp_path / "first", "--training.steps", "1", ranks=1)
+    # Of four heads in place of two, the matrices have the same shapes; of one layer in place of two, all are there.
+    shape = ("--model.shape.n_heads", "4", "--model.shape.n_kv_heads", "2", "--model.shape.n_layers", "1")
+    run = ForkedRun(tmp_path / "second", "--checkpoint.initial_load_path", str(tmp_path / "first"), *shape, ranks=1)
+    assert run.wait() == [2]
+    told = r"step-1 holds another model .*: n_layers = 2, here 1; n_heads = 2, here 4; n_kv_heads = 1, here 2"
+    assert re.search(told, run.output()), run.output()
+    assert "Traceback" not in run.output()
 
 
 def test_missing_initial_weights_are_refused_before_the_start(tmp_path: Path) -> None:

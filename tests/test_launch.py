@@ -1,5 +1,6 @@
 """The launcher ends as its ranks end."""
 
+import os
 import subprocess
 import sys
 import time
@@ -77,3 +78,18 @@ def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
 
 def test_shared_endings_are_those_of_the_trainer() -> None:
     assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code}
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [(None, 4), ("1,3", 2), ("GPU-8932f937", 1), ("", 1), ("-1", 1)])
+def test_the_script_starts_a_rank_for_each_gpu_that_cuda_may_use(
+    tmp_path: Path, visible: str | None, ranks: int
+) -> None:
+    for name, text in {"nvidia-smi": "printf 'GPU %s: NVIDIA H100\\n' 0 1 2 3", "python": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"} | path
+    command = [str(ROOT / "run_llama_train.sh")]
+    started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    module = f"torchtrain.launch --nproc-per-node {ranks}" if ranks > 1 else "torchtrain.train"
+    assert started.startswith(f"-m {module} ")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,6 +72,21 @@ def test_tensorboard_groups_curves_and_shows_config_and_faults(gloo: GlooPool, t
     assert "steps = 40" in text
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"training.steps" in hparams
+
+
+def record_with_another_clock(seconds: float, *arguments: Any) -> None:
+    with patch("torchtrain.metrics.writers.time.time", lambda: seconds):
+        record_steps(*arguments)
+
+
+@pytest.mark.parametrize("first_clock", [2e9, 300.0])
+def test_tensorboard_shows_the_last_start_whatever_the_clock(
+    gloo: GlooPool, tmp_path: Path, first_clock: float
+) -> None:
+    gloo.run(1, record_with_another_clock, first_clock, str(tmp_path), {}, 0, 4)
+    gloo.run(1, record_with_another_clock, 1e9, str(tmp_path), {}, 2, 5)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 
 
 def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:

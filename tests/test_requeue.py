@@ -33,6 +33,7 @@ class Job:
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
+        self.output = ""
         self.environment = {
             **os.environ,
             "PATH": f"{folder}:{os.environ['PATH']}",
@@ -54,6 +55,7 @@ class Job:
         self.requeued.unlink(missing_ok=True)
         command = ["bash", "scripts/train.slurm"]
         result = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60)
+        self.output = result.stdout + result.stderr
         assert f"srun ended with {step.split()[0]}" in result.stdout, result.stderr
         return result.returncode, self.requeued.exists()
 
@@ -88,3 +90,36 @@ def test_a_start_that_came_further_is_tried_ten_times_more(job: Job) -> None:
 )
 def test_other_ends(job: Job, step: str, end: tuple[int, bool]) -> None:
     assert job.ends(step) == end
+
+
+def test_a_link_to_the_checkpoints_is_followed(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    job.run.mkdir()
+    (job.run / "checkpoint").symlink_to(tmp_path / "large disk")
+    assert job.ends("1 20") == (0, True)
+    assert job.ends("1") == (1, False)
+
+
+def test_storage_of_the_run_that_does_not_answer_is_waited_for(job: Job, tmp_path: Path) -> None:
+    job.run.write_text("in the place of a folder")
+    third = '[ $(wc -l <"$FOLDER.slept") != 3 ] || rm "$FOLDER"'
+    (tmp_path / "sleep").write_text(f'#!/bin/bash\necho >>"$FOLDER.slept"\n{third}\n')
+    (tmp_path / "sleep").chmod(0o755)
+    assert job.ends("74") == (0, True)
+    assert (job.run / "logs/7.tries").read_text() == "1\n"
+
+
+def test_a_job_without_gpus_has_one_rank(job: Job) -> None:
+    job.environment |= {"SLURM_GPUS_PER_NODE": "0"}
+    assert job.ends("0") == (0, False)
+    assert "1 node(s) x 1 rank(s)" in job.output
+    assert "error" not in job.output
+
+
+def test_a_wrong_option_ends_the_job_before_srun(job: Job) -> None:
+    job.environment |= {"PYTHON": sys.executable, "CONFIG_FILE": "no where.toml"}
+    command = ["bash", "scripts/train.slurm"]
+    result = subprocess.run(command, cwd=ROOT, env=job.environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: job.config_file = 'no where.toml' is not a file")
+    assert len(result.stderr.splitlines()) == 1

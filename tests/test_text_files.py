@@ -23,9 +23,10 @@ from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import Data, Source
+from torchtrain.datasets import files
 from torchtrain.datasets.files import open_files
 from torchtrain.datasets.preparing import prepare
-from torchtrain.datasets.sources import open_prepared
+from torchtrain.datasets.sources import open_prepared, open_text
 from torchtrain.errors import DataError, StorageError
 
 ROOT = Path(__file__).parent.parent
@@ -247,6 +248,28 @@ def test_a_copy_is_the_same_and_a_change_is_not(tmp_path: Path) -> None:
     file.write_text(lines[:place] + lines[place:].replace("document 1 ", "document 2 ", 1))
     with pytest.raises(DataError, match="its files hold something else since"):
         prepare(Source(path=str(file)), "data", "", output, processes=1)
+
+
+@pytest.mark.parametrize("where", ["documents", "written_whole"])
+def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    works, failures = getattr(files, where), [errno.EIO, errno.ESTALE]
+
+    def fail(*arguments: Any) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "does not answer")
+        return works(*arguments)
+
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    monkeypatch.setattr(files, where, fail)
+    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: None)
+    opened = open_text(source, "data", 1)
+    assert [text for unit in range(opened.units) for _, text in opened.read(unit, 0)] == DOCUMENTS
+    failures[:] = [errno.EIO] * 99
+    os.utime(source.paths[0], (1, 1))  # else it is in the cache
+    with pytest.raises(StorageError, match=r"a.jsonl cannot be read: does not answer, in 4 attempts"):
+        open_text(source, "data", 1)
 
 
 def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: Path) -> None:

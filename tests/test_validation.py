@@ -21,7 +21,7 @@ from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, 
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.run_plan import plan_run
-from torchtrain.validation import Validator
+from torchtrain.validation import Validator, results_of
 
 SEQ_LEN = 32
 
@@ -196,6 +196,13 @@ def test_data_without_text_are_an_error(gloo: GlooPool, tmp_path: Path) -> None:
     config = config_of(tmp_path)
     config = replace(config, validation=Validation(enable=True, path=str(tmp_path / "text.jsonl")))
     assert gloo.run(2, fails, replace(config, training=replace(config.training, local_batch_size=4))) == [True, True]
+
+
+def test_a_loss_too_large_for_a_perplexity_is_reported() -> None:
+    results = results_of(torch.tensor([8000.0, 10.0, 20.0], dtype=torch.float64), "validation", "")
+    assert (results["validation_loss"], results["validation_perplexity"]) == (800.0, math.inf)
+    results = results_of(torch.tensor([math.nan, 10.0, 20.0], dtype=torch.float64), "validation", "")
+    assert math.isnan(results["validation_perplexity"])
 
 
 def fails(config: JobConfig) -> bool:

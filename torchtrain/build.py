@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtrain.checkpoint.hf import check_same_shape
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
 from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
@@ -38,8 +39,9 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
-from torchtrain.shape import given
+from torchtrain.shape import given, model_shape
 from torchtrain.steps.fingerprinted_step import StepFunction, make_step
+from torchtrain.trained_model import saved_config
 from torchtrain.validation import Validator
 
 
@@ -130,7 +132,11 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
     if step is None:
         # These change no tensor: a run may begin with others, as for longer sequences.
         wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
-        load_weights(parts, find_weights(Path(initial)), plan.model, wanted)
+        folder = find_weights(Path(initial))
+        saved = of_first_rank(lambda: saved_config(folder)).model
+        saved = replace(saved, vocab_size=saved.vocab_size or plan.model.vocab_size)  # None: that of its tokenizer
+        check_same_shape(model_shape(saved, None, plan.model.max_seq_len), plan.model, folder, wanted)
+        load_weights(parts, folder, plan.model)
         logger.info("starts from the weights in %s", initial)
     elif initial:
         logger.info(f"checkpoint.initial_load_path = {initial!r} is not used: the run resumes from its own step {step}")

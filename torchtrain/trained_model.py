@@ -10,7 +10,7 @@ from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file
-from torchtrain.config.schema import Comm, JobConfig, Parallelism
+from torchtrain.config.schema import Comm, JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError
@@ -18,7 +18,7 @@ from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer
 from torchtrain.parallelisms.limits.layout import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.shape import check_vocabulary, model_shape
+from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -29,6 +29,18 @@ class TrainedModel:
     model: Transformer
     tokenizer: Tokenizer
     device: torch.device
+
+
+def saved_config(folder: Path) -> JobConfig:
+    """A config that makes the model whose weights are in ``folder``, as ``find_weights`` gave it."""
+    if is_hf_folder(folder):
+        shape = read_hf_config(folder)
+        return JobConfig(model=model_section(shape, str(folder)), training=Training(seq_len=shape.max_seq_len))
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+        )
+    return from_file(str(folder / CONFIG))
 
 
 def load_model(
@@ -47,18 +59,9 @@ def load_model(
     if weights not in STATES:
         raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
     folder = find_weights(path)
-    if is_hf_folder(folder):
-        tokenizer = load_tokenizer(tokenizer_path or str(folder))
-        shape = read_hf_config(folder)
-        check_vocabulary(shape.vocab_size, tokenizer)
-    elif (folder / CONFIG).is_file():
-        config = from_file(str(folder / CONFIG))
-        tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-        shape = model_shape(config.model, tokenizer, config.training.seq_len)
-    else:
-        raise CheckpointError(
-            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
-        )
+    config = saved_config(folder)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+    shape = model_shape(config.model, tokenizer, config.training.seq_len)
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"

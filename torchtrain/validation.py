@@ -18,6 +18,8 @@ from torchtrain.loss import IGNORE_INDEX, exact_nats
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
+LARGEST_LOSS = 709  # whose exponential is a float
+
 
 class _Stopped(Exception):
     """The run was asked to stop, in the middle of a validation."""
@@ -66,10 +68,10 @@ class Validator:
     def _all_results(self, what: str, prefix: str) -> dict[str, float]:
         """Of all sources together and of each, with the weights that the model has now."""
         sums = {label: self._sums(loader, self.beginnings[label], what) for label, loader in self.loaders.items()}
-        results = _results(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
+        results = results_of(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
         if len(sums) > 1:
             for label, own in sums.items():
-                results |= _results(own, prefix, f"_{label}")
+                results |= results_of(own, prefix, f"_{label}")
         return results
 
     @torch.no_grad()
@@ -105,7 +107,7 @@ class Validator:
         return sums
 
 
-def _results(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
+def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     """What a sum of losses, tokens and bytes says: the mean by token, and bits per byte of the text."""
     nats, tokens, size = sums.tolist()
     if tokens == 0:
@@ -113,7 +115,7 @@ def _results(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     loss = nats / tokens
     return {
         f"{prefix}_loss{suffix}": loss,
-        f"{prefix}_perplexity{suffix}": math.exp(loss),
+        f"{prefix}_perplexity{suffix}": math.inf if loss > LARGEST_LOSS else math.exp(loss),
         f"{prefix}_bits_per_byte{suffix}": nats / math.log(2) / max(size, 1),
         f"{prefix}_tokens{suffix}": int(tokens),
     }

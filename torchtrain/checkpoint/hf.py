@@ -47,8 +47,8 @@ def check_same_shape(
         logger.warning("the weights in %s are of a model with %s, as [model.shape] asks for", folder, listed)
         return
     raise CheckpointError(
-        f"{folder} holds another model than the config asks for: {listed}. Set model.hf_folder to it, or the "
-        "model.flavor, model.vocab_size, [model.shape] and model.tokenizer_path that belong to it"
+        f"{folder} holds another model than the config asks for: {listed}. Set the model.flavor, model.vocab_size, "
+        "[model.shape] and model.tokenizer_path that belong to it, or model.hf_folder if it is one of Hugging Face's"
     )
 
 

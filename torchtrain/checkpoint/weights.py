@@ -1,20 +1,20 @@
 """Loading only the weights, to start a run from them or to use them without training. Files are not changed."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
-from torchtrain.checkpoint.hf import check_same_shape, is_hf_folder, load_hf
+from torchtrain.checkpoint.hf import is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import VerifiedReader
-from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
-from torchtrain.models.families import CONFIG_FILE, read_hf_config
+from torchtrain.models.families import CONFIG_FILE
 from torchtrain.models.llama.model import TransformerConfig
 
 
@@ -64,21 +64,19 @@ def load_weights(
     parts: Sequence[nn.Module],
     folder: Path,
     model: TransformerConfig,
-    wanted: Collection[str] = (),
     weights: str = "trained",
 ) -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
-    Layouts and dtypes need not be alike. ``wanted``: as for ``check_same_shape``. ``weights``: see ``STATES``.
+    Layouts and dtypes need not be alike. That they are of the same model is not looked at: ``check_same_shape`` does.
+    ``weights``: see ``STATES``.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a parameter is not in it or not finite, or it is for another
-            model.
+        CheckpointError: a file is missing or damaged, a parameter is not in it, or not finite.
     """
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
-        check_same_shape(of_first_rank(lambda: read_hf_config(folder)), model, folder, wanted)
         load_hf(tensors, folder, model)
     else:
         rank, ranks = dist.get_rank(), dist.get_world_size()

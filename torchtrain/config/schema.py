@@ -164,6 +164,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         require_at_least(self, "optimizer", 0, "lr", "eps", "weight_decay")
+        require(self.eps > 0, f"optimizer.eps = {self.eps} must be above 0: a gradient of 0 would make 0 / 0")
         for name in ("matrices", "embeddings", "vectors"):
             require_at_least(getattr(self, name), f"optimizer.{name}", 0, "lr_factor", "weight_decay")
         require_at_least(self, "optimizer", 1, "muon_iterations")
@@ -594,7 +595,10 @@ class Comm:
     and a few seconds later collectives still under way fail."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "comm", 1, "init_timeout_seconds", "train_timeout_seconds")
+        keys = ("init_timeout_seconds", "train_timeout_seconds")
+        require_at_least(self, "comm", 1, *keys)
+        # Longer than 292 years does not fit into 64 bits of nanoseconds.
+        require_each(self, "comm", ("be at most 1000000000", lambda value: value <= 10**9), *keys)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ _CONVERSION = 1  # its version: raise it when the same files give other document
 _ROWS = 1000  # that are converted at once
 _WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
 _BLOCK_BYTES = 1 << 16  # else three blocks of it
+MAY_PASS = (errno.EIO, errno.ESTALE)  # of a file system, and not of a full disk or of rights
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -83,8 +84,8 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
                         rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
                         writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
     except OSError as error:
-        if error.errno in (errno.EIO, errno.ESTALE):
-            raise unreadable(Path(error.filename or path), error, attempts=1) from error
+        if error.errno in MAY_PASS:
+            raise  # whoever opens the data tries again
         raise DataError(
             f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
             "another folder by HF_DATASETS_CACHE, and start again"
@@ -116,6 +117,8 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
     except Exception as error:  # Each format's reader has its own errors for a damaged file.
+        if isinstance(error, OSError) and error.errno in MAY_PASS:
+            raise OSError(error.errno, error.strerror, str(file)) from error
         if isinstance(error, OSError) and error.errno:
             raise unreadable(file, error, attempts=1) from error
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error

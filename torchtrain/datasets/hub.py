@@ -5,7 +5,6 @@ revision that was found.
 """
 
 import contextlib
-import errno
 import itertools
 import pickle
 import time
@@ -24,10 +23,12 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
+from torchtrain.datasets.files import MAY_PASS
 from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
+from torchtrain.reading import patiently
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
 
     pickled = ask(partial(patiently_asked, download, label))
     try:
-        dataset = pickle.loads(pickled)
+        dataset = patiently(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
     except FileNotFoundError:
         dataset = pickle.loads(patiently_asked(download, label))
     if len(dataset) == 0:
@@ -131,7 +132,7 @@ def _may_pass(chain: Sequence[BaseException]) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return status in (408, 425, 429) or status >= 500
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+        if isinstance(error, OSError) and error.errno in MAY_PASS:
             return True
     # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
     kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import socket
 import time
 import uuid
@@ -19,6 +20,7 @@ import tomli
 from torchtrain.config.schema import Metrics
 from torchtrain.errors import ConfigError
 from torchtrain.log import BestEffort
+from torchtrain.reading import names_in
 
 # The groups of curves; a number that is not listed goes to "other".
 GROUPS = {
@@ -33,6 +35,8 @@ GROUPS = {
     "memory_gib": "memory/peak_gib",
     "data_wait_fraction": "data/wait_fraction",
 }
+
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 def grouped(line: dict[str, Any]) -> dict[str, float]:
@@ -125,8 +129,10 @@ class TensorBoard(Writer):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import hparams, text
 
-        # TensorBoard reads all files of this name, in their order.
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        # TensorBoard reads all files of this name in its order: so that of a later start is later, whatever the clock.
+        earlier = [int(match[1]) for match in map(EVENTS.match, names_in(folder)) if match]
+        number = max([round(time.time()), *(number + 1 for number in earlier)])
+        name = f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}.0"
         self.file = AppendedFile(folder / name)
         self.counts: dict[str, int] = {}
         self._add(Event(file_version="brain.Event:2"))

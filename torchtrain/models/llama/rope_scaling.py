@@ -28,8 +28,13 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "type" and value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ValueError(f"rope_scaling.{name} = {value!r} must be a number above 0")
+            if name != "type" and value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ValueError(f"rope_scaling.{name} = {value!r} must be a number above 0, and finite")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling.low_freq_factor = {self.low_freq_factor} must be below high_freq_factor = "
+                f"{self.high_freq_factor}"
+            )
 
     def apply(self, frequencies: Tensor, theta: float) -> Tensor:
         """``frequencies`` (head_dim / 2,), of the base ``theta``, stretched.
