@@ -15,6 +15,7 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
   gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true)
 fi
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
+[[ $NGPU =~ ^[1-9][0-9]*$ ]] || { echo "error: NGPU = '$NGPU' must be a number of ranks, 1 or more" >&2; exit 2; }
 
 if [ "$gpus" -eq 0 ]; then
   # torchrun would set 1 thread a rank: deal the cores out instead.

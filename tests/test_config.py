@@ -151,6 +151,7 @@ def test_tables_of_sources(tmp_path: Path) -> None:
         ('[[data.sources]]\npath = "a"\nweight = 0', r"weight = 0.0 of a data source must be above 0"),
         ("[[data.sources]]\nweight = 1", r"number 1 has neither path nor name"),
         ('[data]\npath = "x"\n[[data.sources]]\npath = "a"', r"exclude each other"),
+        ('[data]\npath = ["a", ""]', "of a data source has an empty name in it"),
     ],
 )
 def test_bad_tables_of_sources(tmp_path: Path, text: str, message: str) -> None:

@@ -80,6 +80,14 @@ def test_shared_endings_are_those_of_the_trainer() -> None:
     assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code}
 
 
+@pytest.mark.parametrize("ranks", ["0", "two"])
+def test_the_script_refuses_what_is_no_number_of_ranks(ranks: str) -> None:
+    command, environment = [str(ROOT / "run_llama_train.sh")], {**os.environ, "NGPU": ranks}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr == f"error: NGPU = '{ranks}' must be a number of ranks, 1 or more\n"
+
+
 @pytest.mark.parametrize(("visible", "ranks"), [(None, 4), ("1,3", 2), ("GPU-8932f937", 1), ("", 1), ("-1", 1)])
 def test_the_script_starts_a_rank_for_each_gpu_that_cuda_may_use(
     tmp_path: Path, visible: str | None, ranks: int

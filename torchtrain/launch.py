@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
     arguments = parse_args(sys.argv[1:] if argv is None else argv)  # type: ignore[no-untyped-call]
     try:
-        most = parse_min_max_nnodes(arguments.nnodes)[1]  # type: ignore[no-untyped-call]
-        if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:  # type: ignore[no-untyped-call]
+        most = parse_min_max_nnodes(arguments.nnodes)[1]
+        if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:
             raise ValueError("at least 1 is needed")
     except (ValueError, RuntimeError) as error:
         logger.error("error: --nnodes %s, --nproc-per-node %s: %s", arguments.nnodes, arguments.nproc_per_node, error)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return train(config)
         except RuntimeError as error:
-            if type(error).__name__ == "OutOfMemoryError":  # torch's
+            if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # on a GPU; a CPU
                 estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(
                     f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "

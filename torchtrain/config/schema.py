@@ -293,6 +293,7 @@ class Source:
             not (self.path and self.name),
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
         )
+        require("" not in self.paths, f"path = {self.path!r} of a data source has an empty name in it")
         require(
             self.weight > 0,
             f"weight = {self.weight} of a data source must be above 0, or leave the source out",
