@@ -104,7 +104,8 @@ def run_program(
         if program.endswith(".py"):
             runpy.run_path(program, run_name="__main__")
         else:
-            sys.modules.pop(program, None)  # else runpy warns
+            if not hasattr(sys.modules.get(program), "__path__"):
+                sys.modules.pop(program, None)  # else runpy warns
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as exit_:
         code = exit_.code

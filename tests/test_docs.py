@@ -52,8 +52,8 @@ LISTED = {
     "{ head -1 constraints.txt; pip freeze --exclude-editable | sed 's/+cpu$//'; } > new.txt && mv new.txt "
     "constraints.txt": "the line after it",
     "pip install -e . -c constraints.txt && ./run_llama_train.sh": "needs a package index; the second half is run",
-    "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist loadfile": "what .ci/run does",
-    "ruff check . && ruff format --check . && mypy && pytest -n 2 --dist loadfile": "what .ci/run does",
+    "pip install -e '.[dev]' -c constraints.txt && pytest -n 3 --dist loadfile": "what .ci/run does",
+    "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "what .ci/run does",
     "pytest -m slow": "takes a cluster's time; run by hand",
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",

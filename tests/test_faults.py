@@ -23,6 +23,8 @@ from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss,
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.errors import StoppedError
+from torchtrain.faults import hangs
+from torchtrain.log import logger
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
 STEPS = 12
@@ -511,6 +513,18 @@ def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, wai
     assert "ranks 1 sent no report" in output, output
     assert "so ranks 0 are waiting for ranks 1" in output, output
     assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
+
+
+def test_reports_of_a_hang_are_found_whatever_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(logger, "propagate", True)
+    for rank in (1, 0):
+        monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's
+        with hangs.HangWatch(tmp_path, rank, 2, 1000, doing=str) as watch:
+            watch._report("step 4")
+    assert "ranks 0-1 are at test_faults.py" in caplog.messages[-1]
 
 
 class Forked(ForkedRun):

@@ -126,15 +126,17 @@ class HangWatch:
     def _report(self, what: str) -> None:
         name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
         own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
+        now = time.time()
         with self.best_effort:
-            self._write(self.folder / name.format(self.rank), own)
+            self._write(own_file := self.folder / name.format(self.rank), own)
+            now = own_file.stat().st_mtime  # the file system may have another clock
         time.sleep(COLLECT_SECONDS)
         places = {self.rank: own}
         for rank in range(self.world_size):
             with self.best_effort:
                 path = self.folder / name.format(rank)
                 # An older file is of an earlier attempt at this step.
-                if path.exists() and path.stat().st_mtime > time.time() - self.timeout_seconds - COLLECT_SECONDS:
+                if path.exists() and path.stat().st_mtime > now - self.timeout_seconds:
                     places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
         if min(places) == self.rank:
             logger.error("%s", self._summary(what, places))
