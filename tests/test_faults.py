@@ -524,7 +524,7 @@ def test_reports_of_a_hang_are_found_whatever_the_clock(
         monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's
         with hangs.HangWatch(tmp_path, rank, 2, 1000, doing=str) as watch:
             watch._report("step 4")
-    assert "ranks 0-1 are at test_faults.py" in caplog.messages[-1]
+    assert "ranks 0-1 are at hangs.py" in caplog.messages[-1]
 
 
 class Forked(ForkedRun):
