@@ -153,7 +153,7 @@ def test_operations_are_those_of_the_profiler() -> None:
     with ledger:
         (a @ b).sum().backward()
     ledger.end_step()
-    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True) as profiler:
         (a @ b).sum().backward()
     by_profiler = sum(event.flops for event in profiler.key_averages() if event.key == "aten::mm")
     assert sum(o.flops for o in ledger.steps[0].operations) == by_profiler == 3 * 2 * 64 * 32 * 48
