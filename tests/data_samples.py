@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forked_door import checked_door
 
-from torchtrain.config.schema import Data
+from torchtrain.config.schema import Data, Source
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.preparing import prepare
 from torchtrain.tokenizers import load_tokenizer
 
 TOKENIZER = load_tokenizer()
@@ -38,9 +38,7 @@ def write_hub_folder(path: Path, documents: list[str], *, files: int, kind: str 
 
 
 def write_prepared(path: Path, source: str) -> str:
-    """In a process of its own: prepare forks, and this one has threads of gloo and others, whose locks may be held."""
-    options = ["--data.path", source, "--prepare.output", str(path), "--prepare.processes", "1"]
-    checked_door("torchtrain.prepare", *options)
+    prepare(Source(path=source), "data", "", path, processes=1)
     return str(path)
 
 

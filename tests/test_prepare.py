@@ -2,6 +2,7 @@
 
 import base64
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, w
 
 from torchtrain import prepare as door
 from torchtrain.config.schema import Data, Source
+from torchtrain.datasets import preparing
 from torchtrain.datasets.files import open_standard_library
 from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
 from torchtrain.datasets.preparing import prepare
@@ -49,6 +51,33 @@ def start_preparing(folder: Path) -> "subprocess.Popen[bytes]":
 def records(folder: Path) -> int:
     """Shards of unfinished work that are complete."""
     return len(list(folder.glob("shard-*.json")))
+
+
+class EndsHere:
+    """Garbage that only the process which made it may collect, as a process group is."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(9)
+
+
+def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shard = preparing._write_shard
+
+    def collect_and_write(*arguments: Any) -> None:
+        gc.collect()
+        write_shard(*arguments)
+
+    monkeypatch.setattr(preparing, "_write_shard", collect_and_write)
+    gc.disable()
+    try:
+        EndsHere()
+        prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", processes=1)
+    finally:
+        gc.enable()
 
 
 def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path) -> None:

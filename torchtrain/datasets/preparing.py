@@ -6,6 +6,7 @@ names. The bytes of a shard depend on the source and the tokenizer alone.
 """
 
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -115,17 +116,20 @@ def _locked(folder: Path) -> Iterator[None]:
 def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, processes: int) -> None:
     """Call ``write`` in processes for each shard, of which those that are complete are passed over."""
     # A forked process starts at once, with the source and the tokenizer open. It calls nothing that needs a lock which
-    # a thread of this process could hold.
+    # a thread of this process could hold, and with frozen objects it does not collect this one's garbage: the end of a
+    # process group would wait for threads that are not there.
     context = multiprocessing.get_context("fork")
     next_shard = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork wherever there are threads
+        gc.freeze()
         for _ in range(min(processes, len(shards))):
             ours, theirs = context.Pipe(duplex=False)
             workers[ours] = context.Process(target=_work, args=(write, shards, folder, next_shard, theirs), daemon=True)
             workers[ours].start()
             theirs.close()  # so that the pipe ends with the process
+        gc.unfreeze()
     try:
         _follow(workers, folder, sum(map(len, shards.values())))
     finally:
