@@ -41,7 +41,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "C2": (2, {"parallelism": {"context_parallel_degree": 2}}),
     "P2": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}}),
     "T2 whole": (2, {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}}),
-    "Z2": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}),
+    "Z2": (
+        2,
+        {
+            "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "training": {"loss_chunk_tokens": 0},
+        },
+    ),
     "C2 T2": (4, {"parallelism": {"context_parallel_degree": 2, "tensor_parallel_degree": 2}}),
     "P2 T2 S2": (8, {"parallelism": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}}),
 }

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
@@ -145,6 +146,16 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         check(**options)
 
 
+def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(ConfigError, match=r"with torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.12"):
+        check(**split)
+    check(**split, training={"loss_chunk_tokens": 0})
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    check(**split)
+
+
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torchtrain.run_plan.pick_device", lambda _: torch.device("cuda", 0))
@@ -168,6 +179,7 @@ def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(mon
             "pipeline_parallel_schedule": "ZBVZeroBubble",
             "document_mask": True,
             "device_type": "cpu",
+            "training": {"loss_chunk_tokens": 0},
         },
     ],
 )

@@ -53,7 +53,12 @@ def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
 def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
     return JobConfig(
         training=Training(
-            local_batch_size=rows, global_batch_size=8, seq_len=SEQ_LEN, mixed_precision_param="float32", seed=5
+            local_batch_size=rows,
+            global_batch_size=8,
+            seq_len=SEQ_LEN,
+            mixed_precision_param="float32",
+            loss_chunk_tokens=0,
+            seed=5,
         ),
         data=Data(prefetch=0),
         parallelism=Parallelism(**parallelism),

@@ -163,8 +163,9 @@ class Optimizer:
     """[optimizer.vectors]: norms and biases."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "optimizer", 0, "lr", "eps", "weight_decay")
-        require(self.eps > 0, f"optimizer.eps = {self.eps} must be above 0: a gradient of 0 would make 0 / 0")
+        require_at_least(self, "optimizer", 0, "lr", "weight_decay")
+        above = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
+        require_each(self, "optimizer", (above, lambda value: 0 < value < math.inf), "eps")
         for name in ("matrices", "embeddings", "vectors"):
             require_at_least(getattr(self, name), f"optimizer.{name}", 0, "lr_factor", "weight_decay")
         require_at_least(self, "optimizer", 1, "muon_iterations")

@@ -53,7 +53,7 @@ def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: b
 class Stage(PipelineStage):
     """A stage of torch's whose first exchange leaves out what is for this rank itself: gloo sends no such message.
 
-    Of use until torch 2.12: a rank of the V-shaped schedule has neighboring stages.
+    A rank of the V-shaped schedule has neighboring stages. Torch 2.11 alone makes this exchange.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
