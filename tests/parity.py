@@ -34,6 +34,7 @@ from torchtrain.steps.fingerprinted_step import make_step
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
+STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
 def train(
     config: JobConfig,
     shape: TransformerConfig = TINY,
-    steps: int = 10,
+    steps: int = STEPS,
     document_start: int | None = None,
     batch: Callable[[int, int, int], Tensor] = global_batch,
 ) -> Curve:

@@ -1,7 +1,9 @@
 """What the fork server does before it forks, so that no process forked from it has to: import, and parse options."""
 
 import gc
+import inspect
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 
 for name in (
@@ -21,6 +23,7 @@ for name in (
     import_module(name)
 with suppress(ImportError):  # no dependency of ours
     import_module("scipy.io")  # datasets does, when it opens files
+inspect.getsource = cache(inspect.getsource)  # tyro reads the text of options from it at each parse
 import_module("torchtrain.config.parse").parse([])
 gc.collect()
 gc.freeze()  # this memory stays shared: forked processes do not look through it

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, config_of, train
+from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch._dynamo.utils import counters
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import TransformerConfig
 
-STEPS = 10
 SHAPE = replace(TINY, n_layers=2)
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, config_of, train
+from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
@@ -70,7 +70,7 @@ def test_a_part_of_the_queries_has_its_rows_of_the_mask() -> None:
 @pytest.fixture(scope="module")
 def reference(gloo: GlooPool) -> Curve:
     config = config_of(training={"local_batch_size": 8})
-    return gloo.run(1, train, config, MODEL, 10, 7)[0]  # type: ignore[no-any-return]
+    return gloo.run(1, train, config, MODEL, STEPS, 7)[0]  # type: ignore[no-any-return]
 
 
 MODEL = replace(TINY, n_layers=2, vocab_size=20)  # so that one token in twenty begins a document
@@ -93,14 +93,14 @@ def test_masked_documents_train_alike_on_every_layout(
     gloo: GlooPool, reference: Curve, ranks: int, rows: int, parallelism: dict[str, Any]
 ) -> None:
     config = config_of(training={"local_batch_size": rows}, parallelism=parallelism)
-    assert_same_run(gloo.run(ranks, train, config, MODEL, 10, 7), reference)
+    assert_same_run(gloo.run(ranks, train, config, MODEL, STEPS, 7), reference)
 
 
 @pytest.mark.parametrize("checkpoint", [{"mode": "full"}, {"mode": "selective"}], ids=str)
 def test_masked_documents_under_activation_checkpointing(
     gloo: GlooPool, reference: Curve, checkpoint: dict[str, str]
 ) -> None:
-    assert_same_run(gloo.run(1, train, config_of(activation_checkpoint=checkpoint), MODEL, 10, 7), reference)
+    assert_same_run(gloo.run(1, train, config_of(activation_checkpoint=checkpoint), MODEL, STEPS, 7), reference)
 
 
 def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:

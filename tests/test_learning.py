@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train
+from parity import STEPS, TINY, Curve, assert_same_run, build, config_of, global_batch, train
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -120,10 +120,10 @@ def train_plainly(
             factor = 1 / 4 / (2 if name.endswith(("wo.weight", "w2.weight")) else 1)  # 2 layers over 1
         groups.append({"params": [parameter], "weight_decay": decay / factor, "factor": factor})
     optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
-    schedule = LRSchedule(config.lr_scheduler, own.lr, 10)
+    schedule = LRSchedule(config.lr_scheduler, own.lr, STEPS)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses, z_losses = [], []
-    for step in range(1, 11):
+    for step in range(1, STEPS + 1):
         windows = global_batch(step, shape.vocab_size, config.training.seq_len)
         labels = windows[:, 1:].clone()
         for row in range(len(windows)):

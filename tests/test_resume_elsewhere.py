@@ -105,7 +105,7 @@ def run_layout(
     """
     ranks, parallelism = LAYOUTS[layout]
     documents = folder / "documents.jsonl"
-    code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_data*.py")))
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
     config = JobConfig(
         job=Job(dump_folder=str(folder), device="cpu"),

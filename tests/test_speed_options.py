@@ -121,16 +121,16 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
     torch.manual_seed(0)
     model = Transformer(TINY).bfloat16()
     apply_attention_backend(model, "auto", torch.bfloat16, CPU)
-    block = model.layers["0"]
-    assert isinstance(block.get_submodule("attention").inner_attention, BatchedBackwardAttention)
+    attention = model.layers["0"].get_submodule("attention")
+    assert isinstance(attention.inner_attention, BatchedBackwardAttention)
     x = torch.randn(2, TINY.max_seq_len, TINY.dim).bfloat16().requires_grad_()
     tables = [table[None, :, None] for table in (model.rope_cos, model.rope_sin)]
 
     def gradients() -> list[Tensor]:
-        return list(torch.autograd.grad(block(x, *tables).square().sum(), [x, *block.parameters()]))
+        return list(torch.autograd.grad(attention(x, *tables).square().sum(), [x, *attention.parameters()]))
 
     eager = gradients()
-    block.compile(fullgraph=True, dynamic=False)
+    attention.compile(fullgraph=True, dynamic=False)
     with warnings.catch_warnings():  # the compiler's own
         warnings.simplefilter("ignore")
         compiled = gradients()
