@@ -22,7 +22,7 @@ from torchtrain.train import main
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "train_configs" / "debug_model.toml")
 # A model and steps that take a moment, whatever the config file says.
-STEPS = 60
+STEPS = 40
 SMALL = [
     *("--job.config_file", CONFIG, "--training.seq_len", "32", "--training.steps", str(STEPS)),
     *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
