@@ -19,7 +19,7 @@ from typing import Any
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILER = shutil.which("g++")
 CAPABILITY = (9, 0)
-OWN_KERNELS = ("silu_backward",)
+OWN_KERNELS = ("silu_backward", "_fused_rms_norm")
 
 
 def torch_folder() -> Path:

@@ -334,6 +334,15 @@ def test_a_wait_for_a_collective_is_none_itself() -> None:
     assert collective(torch.ops._c10d_functional.wait_tensor.default, (x,), x) is None
 
 
+def test_real_norms_are_computed_after_a_plan() -> None:
+    """A plan lets a CPU claim the kernel that a GPU has."""
+    names = [o.name for o in planned(2).ledger.steps[-1].operations]
+    assert names.count("_fused_rms_norm") == names.count("_fused_rms_norm_backward") == 2 * SHAPE.n_layers + 1
+    x = torch.randn(2, 8)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(torch.nn.functional.rms_norm(x, (8,), eps=1e-5), expected)
+
+
 def test_compiled_blocks_keep_less_and_compute_as_much() -> None:
     eager, compiled = planned(2), planned(2, compile={"enable": True})
     assert flops(compiled, "forward", "loss") == flops(eager, "forward", "loss")

@@ -24,7 +24,7 @@ def check(
     model: TransformerConfig = LLAMA,
     device_type: str = "cuda",
     compile: bool = False,
-    mode: Literal["none", "selective", "full"] = "none",
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none",
     training: dict[str, Any] | None = None,
     document_mask: bool = False,
     **parallelism: Any,
@@ -154,6 +154,18 @@ def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monke
     check(**split, training={"loss_chunk_tokens": 0})
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     check(**split)
+
+
+def test_a_memory_budget_is_refused_where_torch_cannot_count_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget: dict[str, Any] = {"compile": True, "mode": "memory_budget"}
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(ConfigError, match=r"with torch 2.11.0 where .* fewer n_kv_heads than n_heads; take torch 2.12"):
+        check(**budget)
+    check(**budget, model=replace(LLAMA, n_kv_heads=LLAMA.n_heads))
+    check(**budget, device_type="cpu")
+    check(**budget, document_mask=True)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    check(**budget)
 
 
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ NAMES = {
     "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget the meshes of a rehearsal"),
     "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "it asks other ranks for shapes"),
     "InferenceMode": ("torch.distributed.pipelining._utils", "shapes that need no warm-up, since 2.13"),
+    "_scoped_library": ("torch.library", "a kernel that a CPU does not have, while the planner runs"),
     "aot_autograd": ("torch._dynamo.backends.common", "the graphs that Inductor would get"),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "what a compiled block keeps"),
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),

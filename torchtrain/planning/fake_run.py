@@ -42,6 +42,7 @@ from torchtrain.torch_internals import (
     TorchDispatchMode,
     _clear_sharding_prop_cache,
     _PipelineSchedule,
+    _scoped_library,
 )
 
 aten = torch.ops.aten
@@ -136,11 +137,20 @@ class _AllocatedOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
+def fused_rms_norm() -> Iterator[None]:
+    """Let autograd see one operation, as on a GPU. A CPU has no kernel of it, so autograd would see its parts."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a fake tensor takes the shapes of an operation, and does not call it")
+
+    with _scoped_library("aten", "IMPL") as kernels:
+        kernels.impl("_fused_rms_norm", never, "CPU")
+        yield
+
+
+@contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
     """For tensors that claim to lie on a CPU, the kernels that a GPU would take."""
-
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-        return aten._fused_rms_norm(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
 
     def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:  # noqa: ARG001
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
@@ -150,7 +160,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
 
     functional = torch.nn.functional
     with (
-        patch.object(functional, "rms_norm", rms_norm),
+        fused_rms_norm(),
         patch.object(functional, "scaled_dot_product_attention", attention),
         patch.object(microbatches, "document_mask", document_mask),
         patch.object(Tensor, "pin_memory", lambda tensor: tensor),

@@ -25,11 +25,8 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     check_float8(config.float8, model, device, degrees.tensor)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        raise ConfigError(
-            "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler; set compile.enable = true, or "
-            "another mode, such as 'selective'"
-        )
+    if config.activation_checkpoint.mode == "memory_budget":
+        _check_memory_budget(config, device, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
@@ -92,6 +89,19 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
         raise ConfigError(
             f"{given}, which a loss in chunks cannot with torch {torch.__version__}; set training.loss_chunk_tokens = "
             "0, or take torch 2.12 or later, or the schedule Interleaved1F1B"
+        )
+
+
+def _check_memory_budget(config: JobConfig, device: torch.device, has_grouped_queries: bool) -> None:
+    given = "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler"
+    if not config.compile.enable:
+        raise ConfigError(f"{given}; set compile.enable = true, or another mode, such as 'selective'")
+    # Its counter of operations asks flash attention for as many key/value heads as heads. It knows no flex_attention.
+    has_flash_attention = device.type == "cuda" and not config.data.document_mask
+    if has_flash_attention and has_grouped_queries and torch.__version__ < "2.12":
+        raise ConfigError(
+            f"{given}, which fails on a GPU with torch {torch.__version__} where a model has fewer n_kv_heads than "
+            "n_heads; take torch 2.12 or later, or another mode, such as 'selective'"
         )
 
 
