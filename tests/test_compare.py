@@ -308,6 +308,9 @@ def test_curves_drift_or_jump(tmp_path: Path) -> None:
     assert report["logged"]["lines"][0].startswith("loss jumps: a fault. Step 10: ")
     assert report["logged"]["found"][0].items() >= {"curve": "loss", "step": 10, "how": "jumps"}.items()
     assert report["logged"]["lines"][0].endswith("9.9e-03 apart; 1.0e-07 at most in the 9 before")
+    other_rate = fake_run(tmp_path / "rate", [x * 1.1 for x in losses], optimizer={"lr": 1.0})
+    code, report = compare(a, other_rate)
+    assert report["logged"]["lines"][0].startswith("loss jumps: the config explains it, or a fault. Step 1: ")
 
 
 def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:

@@ -34,6 +34,16 @@ def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
     assert parse([]).job.dump_folder == "outputs/default"
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "[data]\npath = ['~/a', 'b~/c']\n[[validation.sources]]\npath = '~/d'\n")
+    config = parse(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/e", "--job.description", "~"])
+    assert config.data.path == (f"{tmp_path}/a", "b~/c")
+    assert config.validation.sources[0].path == f"{tmp_path}/d"
+    assert config.model.tokenizer_path == f"{tmp_path}/e"
+    assert config.job.description == "~"
+
+
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert from_file(write(tmp_path, "\ufeff[training]\r\nsteps = 7\r\n")).training.steps == 7
 
@@ -70,6 +80,7 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
+        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must have no NUL character"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import xxhash
 from disk_faults import DiskFaults
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
-from torchtrain.config.parse import config_file, parse
+from torchtrain.checkpoint.manifest import FileRecord, read_manifest, write_manifest
+from torchtrain.config.parse import config_file, from_file, parse
+from torchtrain.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -195,6 +198,22 @@ def test_a_checkpoint_that_is_not_whole(
         assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step-8"
+    shutil.copytree(trained_run / "checkpoint/step-8", step)
+    config = (step / "config.toml").read_text()
+    (step / "config.toml").write_text(config.replace("eps = 1e-08\n", "eps = 0.0\n").replace("gc_freq", "old_freq"))
+    manifest = read_manifest(step)
+    content = (step / "config.toml").read_bytes()
+    record = FileRecord("config.toml", len(content), xxhash.xxh3_128_hexdigest(content))
+    files = [record if file.name == record.name else file for file in manifest.files]
+    write_manifest(step, replace(manifest, files=files))
+    with pytest.raises(ConfigError, match=r"optimizer\.eps = 0\.0 must be above 0"):
+        from_file(str(step / "config.toml"))
+    assert generate.main([str(step), "--prompt", "a", "--max_new_tokens", "2"]) == 0
+    assert convert.main([str(step), str(tmp_path / "out")]) == 0
+
+
 def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(trained_run / "checkpoint/step-8", tmp_path / "step-8")
     (tmp_path / "step-8/manifest.json").unlink()
@@ -204,8 +223,6 @@ def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest
 
 
 def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
-    from torchtrain.checkpoint.manifest import read_manifest, write_manifest
-
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
     step = tmp_path / "checkpoint/step-2"

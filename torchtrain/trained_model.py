@@ -40,7 +40,7 @@ def saved_config(folder: Path) -> JobConfig:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
         )
-    return from_file(str(folder / CONFIG))
+    return from_file(str(folder / CONFIG), only_model=True)
 
 
 def load_model(
