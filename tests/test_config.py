@@ -1,6 +1,7 @@
 """Config: precedence, and an error for everything that is not as it should be."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
-        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must have no NUL character"),
+        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8, without NUL"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -123,6 +124,7 @@ def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], argum
         (["--lr_scheduler.decay_ratio", "2"], "lr_scheduler.decay_ratio = 2.0 must lie in 0 to 1"),
         (["--activation_checkpoint.selective_option", "0"], "selective_option = '0' must be 'op' or a whole number"),
         (["--data.path", "a", "--data.name", "b"], "exclude each other"),
+        (["--job.description", os.fsdecode(b"\xff")], r"job.description = '\\udcff' must be text in UTF-8"),
     ],
 )
 def test_values_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:

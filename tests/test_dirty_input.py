@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 import xxhash
 from disk_faults import DiskFaults
+from forked_door import run_door
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
@@ -145,9 +146,24 @@ def test_prompts_of_a_file(trained_run: Path, tmp_path: Path) -> None:
     assert generate.read_prompts(tmp_path / "prompts.txt") == ["a\u2028b", "c"]
 
 
-def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
-    from forked_door import run_door
+def close_outputs() -> None:
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
 
+
+def write_ascii() -> None:
+    sys.stdout.reconfigure(encoding="ascii")  # type: ignore[attr-defined]
+
+
+def test_outputs_that_are_closed_or_not_in_utf8(trained_run: Path) -> None:
+    options = ("torchtrain.generate", str(trained_run), "--prompt", "d\u00e9 \u2192", "--max_new_tokens", "2")
+    closed = run_door(*options, hook=close_outputs)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
+    in_ascii = run_door(*options, hook=write_ascii)
+    assert in_ascii.returncode == 0, in_ascii.stderr
+    assert in_ascii.stdout.startswith("d? ?")
+
+
+def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
     options = ("--job.dump_folder", str(tmp_path), "--training.seq_len", "16", "--comm.init_timeout_seconds", "1")
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -4,6 +4,7 @@ One line an event, from the ranks in ``LOG_RANK``; errors from all.
 """
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -43,6 +44,11 @@ def run_door(run: Callable[[], int]) -> int:
     """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message; so do Ctrl-C,
     a disk that is full, and output that nobody reads, as of ``| head``.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that is not in UTF-8
     init_logging()
     try:
         code = run()

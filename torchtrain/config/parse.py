@@ -158,8 +158,8 @@ def convert(hint: Any, value: Any, name: str) -> Any:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         raise ConfigError(f"{name} = {value!r} must be {words[hint]}")
     if hint is str:
-        if "\0" in value:
-            raise ConfigError(f"{name} = {value!r} must have no NUL character: no path or name can")
+        if "\0" in value or value.encode(errors="ignore").decode() != value:  # else no checkpoint could hold it
+            raise ConfigError(f"{name} = {value!r} must be text in UTF-8, without NUL")
         if value.startswith("~/"):  # a path; a shell does not expand it in a file, or behind a "="
             return os.path.expanduser(value)
     return value
