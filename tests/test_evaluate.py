@@ -120,3 +120,18 @@ def test_a_task_that_is_not_known() -> None:
     assert found.returncode == 2
     assert "error: Tasks not found: none; `lm-eval ls tasks` lists all" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "choices": [" os", " os" * 100]}) + "\n")
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/choices.jsonl}}}}\ntest_split: test"
+    (tmp_path / "choice.yaml").write_text(TASKS["choice"] + source)
+    options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
+    found = run_door(
+        *("torchtrain.evaluate", *options, "--tasks", "choice", "--include_path", str(tmp_path)),
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        hook=own_tasks_alone,
+    )
+    assert found.returncode == 2
+    assert "the model was trained on sequences of 64: take a task with shorter answers" in found.stderr
+    assert "Traceback" not in found.stderr

@@ -111,6 +111,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ConfigError(
+                f"the task asks how likely {longest} tokens in a row are, and the model was trained on sequences of "
+                f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
+            )
         # Long ones first: what does not fit into memory fails at once, and a batch has rows of about the same length.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
