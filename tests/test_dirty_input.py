@@ -238,6 +238,19 @@ def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest
     assert "manifest.json is missing (is no regular file)" in told
 
 
+def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(trained_run / "config.toml")
+    assert f"{file} has no checkpoint; give a run's folder" in refused(generate.main, [file, "--prompt", "a"], capsys)
+    assert f"{file} has no checkpoint; give a run's folder" in refused(convert.main, [file, f"{tmp_path}/out"], capsys)
+    for door, options in (
+        (generate.main, ["def " * 100, "--prompt", "a"]),
+        (convert.main, [str(trained_run), "a" * 300]),
+        (train.main, ["--data.path", "def " * 100]),
+        (train.main, ["--model.tokenizer_path", "def " * 100]),
+    ):
+        assert "cannot be used: File name too long" in refused(door, options, capsys)
+
+
 def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
