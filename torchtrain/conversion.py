@@ -15,9 +15,9 @@ from torchtrain.checkpoint.hf import is_hf_folder, save_hf
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
-from torchtrain.config.parse import to_toml
+from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError
@@ -28,7 +28,6 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.reading import read_file
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
-from torchtrain.trained_model import saved_config
 
 
 def convert(
@@ -99,7 +98,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
     for folder in folders:
         verify(folder, read_manifest(folder).files)
-    config = saved_config(folders[-1])
+    config = from_file(str(folders[-1] / CONFIG), only_model=True)
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
     readers = [VerifiedReader(folder) for folder in folders]
