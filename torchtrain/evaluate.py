@@ -111,8 +111,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        longest = max((len(continuation) for _, _, continuation in requests), default=0)
-        if longest > self.max_length:
+        if (longest := max((len(continuation) for _, _, continuation in requests), default=0)) > self.max_length:
             raise ConfigError(
                 f"the task asks how likely {longest} tokens in a row are, and the model was trained on sequences of "
                 f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"

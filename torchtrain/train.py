@@ -74,8 +74,7 @@ def train(config: JobConfig) -> int:
         return 0
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
     stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
-    is_new = run.step > run.first_step
-    if config.checkpoint.last_save_in_hf and not stopped and (is_new or needs_export(config, run.step, run.side_group)):
+    if not stopped and needs_export(config, run.step, run.side_group):
         export_hf(config, run.checkpoint, run.plan.model)
     at_end = "done" if run.step == steps else "the data end (data.when_exhausted = 'stop')"
     ending = "stopped as asked" if stopped else at_end
