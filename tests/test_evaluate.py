@@ -68,16 +68,18 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text + source)
 
 
-def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str, Any]:
+def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int = 1) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
     checked_door(
         *(module, "--model", model, "--model_args", arguments, "--device", "cpu"),
         *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
         *("--output_path", str(output)),
+        ranks=ranks,
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
         hook=own_tasks_alone,
     )
-    scores = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
+    (results,) = output.rglob("results_*.json")
+    scores = json.loads(results.read_text())["results"]
     samples = {}
     for task in TASKS:
         lines = next(output.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
@@ -92,10 +94,12 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
     with ThreadPoolExecutor(2) as both:
         models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={trained_run}"}
         theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
+    on_two_ranks = evaluate("torchtrain", models["torchtrain"], tmp_path, tmp_path / "two", ranks=2)
     for task in TASKS:
         for metric, value in theirs["scores"][task].items():
             if isinstance(value, float):
                 assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
+                assert on_two_ranks["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
     assert ours["samples"]["complete"] == theirs["samples"]["complete"]
     assert len(set(map(str, ours["samples"]["complete"]))) > 1
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):

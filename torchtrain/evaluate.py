@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.errors import ConfigError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import run_door
+from torchtrain.log import is_first_rank, run_door
 from torchtrain.trained_model import load_model
 
 try:
@@ -51,7 +51,11 @@ def main() -> int:
 
 @register_model("torchtrain")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model."""
+    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model.
+
+    Ranks of torchrun have parts of the model, not of the requests: to the harness each is rank 0 of 1. By LOCAL_RANK it
+    knows which of them writes the results.
+    """
 
     def __init__(
         self,
@@ -79,8 +83,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
         self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
-        # Ranks of torchrun have parts of the model, not of the requests: to the harness they are one.
-        self._rank, self._world_size = dist.get_rank(), 1
 
     @property
     def max_length(self) -> int:
@@ -100,7 +102,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _progress(self, items: Iterable[Any], total: int, disable: bool) -> Iterable[Any]:
         # A bar on a terminal; in a file it would be one long line.
-        quiet = disable or self._rank != 0 or not sys.stderr.isatty()
+        quiet = disable or not is_first_rank() or not sys.stderr.isatty()
         bar: Iterable[Any] = tqdm(items, total=total, disable=quiet)
         return bar
 
