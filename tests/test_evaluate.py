@@ -113,6 +113,11 @@ def test_arguments_that_are_not_known_are_refused() -> None:
     for arguments, message in (
         ({"checkpoint": "outputs/debug_model", "weight": "ema"}, "--model_args has weight; torchtrain takes"),
         ({"max_batch_size": None, "device": "cpu"}, "--model_args has no checkpoint=FOLDER"),
+        (
+            {"checkpoint": "outputs/debug_model", "dtype": "half"},
+            "dtype = 'half' is not known; there are auto, bfloat16",
+        ),
+        ({"checkpoint": "outputs/debug_model", "batch_size": "0"}, "--batch_size = '0' must be auto or a whole number"),
     ):
         with pytest.raises(ConfigError, match=message):
             HarnessModel(**arguments)

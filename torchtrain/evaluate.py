@@ -79,10 +79,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
                 "tokenizer_path and weights"
             )
+        if str(batch_size).startswith("auto"):
+            batch_size = 8
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ConfigError(f"--batch_size = {batch_size!r} must be auto or a whole number from 1")
         # Without an option the harness asks for cuda, and its own models then take what there is.
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
-        self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
+        self.batch_size = int(batch_size)
 
     @property
     def max_length(self) -> int:

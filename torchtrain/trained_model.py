@@ -58,6 +58,8 @@ def load_model(
     """
     if weights not in STATES:
         raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype = {dtype!r} is not known; there are auto, bfloat16, float16 and float32")
     folder = find_weights(path)
     config = saved_config(folder)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
