@@ -188,8 +188,8 @@ FAULTS = {
     ),
     "batch row swapped": Fault(
         "datasets/loader.py",
-        "        both = torch.from_numpy(windows)",
-        "        both = torch.from_numpy(windows[[0, 2, 1, 3]])",
+        "(torch.from_numpy(part.copy()) for part",
+        "(torch.from_numpy(part[[0, 2, 1, 3]].copy()) for part",
         "step 1, row 1 of the batch, from ",
     ),
     "stale shard after resume": Fault(
@@ -341,7 +341,9 @@ def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path
     )
 
 
-def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_a_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
         ([str(tmp_path), str(tmp_path / "none")], "it has no config.toml"),
@@ -354,6 +356,9 @@ def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(empty) == 2
+    assert "compare is the work of one process: start it without torchrun" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
         config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
 
