@@ -188,8 +188,8 @@ FAULTS = {
     ),
     "batch row swapped": Fault(
         "datasets/loader.py",
-        "        both = torch.from_numpy(windows)",
-        "        both = torch.from_numpy(windows[[0, 2, 1, 3]])",
+        "(torch.from_numpy(part.copy()) for part",
+        "(torch.from_numpy(part[[0, 2, 1, 3]].copy()) for part",
         "step 1, row 1 of the batch, from ",
     ),
     "stale shard after resume": Fault(
@@ -308,6 +308,9 @@ def test_curves_drift_or_jump(tmp_path: Path) -> None:
     assert report["logged"]["lines"][0].startswith("loss jumps: a fault. Step 10: ")
     assert report["logged"]["found"][0].items() >= {"curve": "loss", "step": 10, "how": "jumps"}.items()
     assert report["logged"]["lines"][0].endswith("9.9e-03 apart; 1.0e-07 at most in the 9 before")
+    other_rate = fake_run(tmp_path / "rate", [x * 1.1 for x in losses], optimizer={"lr": 1.0})
+    code, report = compare(a, other_rate)
+    assert report["logged"]["lines"][0].startswith("loss jumps: the config explains it, or a fault. Step 1: ")
 
 
 def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
@@ -338,7 +341,9 @@ def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path
     )
 
 
-def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_a_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
         ([str(tmp_path), str(tmp_path / "none")], "it has no config.toml"),
@@ -351,6 +356,9 @@ def test_what_cannot_be_compared_is_a_clear_error(tmp_path: Path, capsys: pytest
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(empty) == 2
+    assert "compare is the work of one process: start it without torchrun" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
         config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
 

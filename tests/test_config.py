@@ -1,6 +1,7 @@
 """Config: precedence, and an error for everything that is not as it should be."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
     assert parse(["--job.config_file", file]).job.dump_folder == "outputs/run"
     assert parse([f"--job.config-file={file}", "--job.dump-folder", "x"]).job.dump_folder == "x"
     assert parse([]).job.dump_folder == "outputs/default"
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "[data]\npath = ['~/a', 'b~/c']\n[[validation.sources]]\npath = '~/d'\n")
+    config = parse(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/e", "--job.description", "~"])
+    assert config.data.path == (f"{tmp_path}/a", "b~/c")
+    assert config.validation.sources[0].path == f"{tmp_path}/d"
+    assert config.model.tokenizer_path == f"{tmp_path}/e"
+    assert config.job.description == "~"
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -70,6 +81,7 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
+        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8, without NUL"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -112,6 +124,7 @@ def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], argum
         (["--lr_scheduler.decay_ratio", "2"], "lr_scheduler.decay_ratio = 2.0 must lie in 0 to 1"),
         (["--activation_checkpoint.selective_option", "0"], "selective_option = '0' must be 'op' or a whole number"),
         (["--data.path", "a", "--data.name", "b"], "exclude each other"),
+        (["--job.description", os.fsdecode(b"\xff")], r"job.description = '\\udcff' must be text in UTF-8"),
     ],
 )
 def test_values_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:

@@ -104,6 +104,19 @@ def test_streamed_documents_come_once_an_epoch(configs: dict[str, Data]) -> None
     assert sorted(seen + [TOKENIZER.bos_id] * 4) == sorted(expected)
 
 
+def test_a_row_alone_ends_as_among_others(configs: dict[str, Data]) -> None:
+    config = replace(configs["streamed parquet"], when_exhausted="stop")
+    whole = list(make_loader(config, range(4), batch=4, drop_last=False))
+    assert (whole[-1].labels == -100).any()
+    for row in range(4):
+        loader = make_loader(config, range(row, row + 1), batch=4, drop_last=False)
+        for batch, own in zip(whole, loader, strict=False):  # its rank alone ends when it has no more
+            assert own.tokens.min() >= 0
+            known = own.labels != -100
+            assert torch.equal(own.tokens[known], batch.tokens[[row]][known])
+            assert torch.equal(own.labels, batch.labels[[row]])
+
+
 @pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 3, 1.5, 0.5)])
 def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...]) -> None:
     """Each source has one word of its own, so that rows tell where they come from."""

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import xxhash
 from disk_faults import DiskFaults
+from forked_door import run_door
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
-from torchtrain.config.parse import config_file, parse
+from torchtrain.checkpoint.manifest import FileRecord, read_manifest, write_manifest
+from torchtrain.config.parse import config_file, from_file, parse
+from torchtrain.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,9 +146,24 @@ def test_prompts_of_a_file(trained_run: Path, tmp_path: Path) -> None:
     assert generate.read_prompts(tmp_path / "prompts.txt") == ["a\u2028b", "c"]
 
 
-def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
-    from forked_door import run_door
+def close_outputs() -> None:
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
 
+
+def write_ascii() -> None:
+    sys.stdout.reconfigure(encoding="ascii")  # type: ignore[attr-defined]
+
+
+def test_outputs_that_are_closed_or_not_in_utf8(trained_run: Path) -> None:
+    options = ("torchtrain.generate", str(trained_run), "--prompt", "d\u00e9 \u2192", "--max_new_tokens", "2")
+    closed = run_door(*options, hook=close_outputs)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
+    in_ascii = run_door(*options, hook=write_ascii)
+    assert in_ascii.returncode == 0, in_ascii.stderr
+    assert in_ascii.stdout.startswith("d? ?")
+
+
+def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
     options = ("--job.dump_folder", str(tmp_path), "--training.seq_len", "16", "--comm.init_timeout_seconds", "1")
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -195,6 +214,22 @@ def test_a_checkpoint_that_is_not_whole(
         assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step-8"
+    shutil.copytree(trained_run / "checkpoint/step-8", step)
+    config = (step / "config.toml").read_text()
+    (step / "config.toml").write_text(config.replace("eps = 1e-08\n", "eps = 0.0\n").replace("gc_freq", "old_freq"))
+    manifest = read_manifest(step)
+    content = (step / "config.toml").read_bytes()
+    record = FileRecord("config.toml", len(content), xxhash.xxh3_128_hexdigest(content))
+    files = [record if file.name == record.name else file for file in manifest.files]
+    write_manifest(step, replace(manifest, files=files))
+    with pytest.raises(ConfigError, match=r"optimizer\.eps = 0\.0 must be above 0"):
+        from_file(str(step / "config.toml"))
+    assert generate.main([str(step), "--prompt", "a", "--max_new_tokens", "2"]) == 0
+    assert convert.main([str(step), str(tmp_path / "out")]) == 0
+
+
 def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(trained_run / "checkpoint/step-8", tmp_path / "step-8")
     (tmp_path / "step-8/manifest.json").unlink()
@@ -203,9 +238,20 @@ def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest
     assert "manifest.json is missing (is no regular file)" in told
 
 
-def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
-    from torchtrain.checkpoint.manifest import read_manifest, write_manifest
+def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(trained_run / "config.toml")
+    assert f"{file} has no checkpoint; give a run's folder" in refused(generate.main, [file, "--prompt", "a"], capsys)
+    assert f"{file} has no checkpoint; give a run's folder" in refused(convert.main, [file, f"{tmp_path}/out"], capsys)
+    for door, options in (
+        (generate.main, ["def " * 100, "--prompt", "a"]),
+        (convert.main, [str(trained_run), "a" * 300]),
+        (train.main, ["--data.path", "def " * 100]),
+        (train.main, ["--model.tokenizer_path", "def " * 100]),
+    ):
+        assert "cannot be used: File name too long" in refused(door, options, capsys)
 
+
+def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
     step = tmp_path / "checkpoint/step-2"

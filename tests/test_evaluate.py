@@ -68,16 +68,18 @@ def write_tasks(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text + source)
 
 
-def evaluate(model: str, arguments: str, tasks: Path, output: Path) -> dict[str, Any]:
+def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int = 1) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
     checked_door(
         *(module, "--model", model, "--model_args", arguments, "--device", "cpu"),
         *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
         *("--output_path", str(output)),
+        ranks=ranks,
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
         hook=own_tasks_alone,
     )
-    scores = json.loads(next(output.rglob("results_*.json")).read_text())["results"]
+    (results,) = output.rglob("results_*.json")
+    scores = json.loads(results.read_text())["results"]
     samples = {}
     for task in TASKS:
         lines = next(output.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
@@ -92,10 +94,12 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
     with ThreadPoolExecutor(2) as both:
         models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={trained_run}"}
         theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
+    on_two_ranks = evaluate("torchtrain", models["torchtrain"], tmp_path, tmp_path / "two", ranks=2)
     for task in TASKS:
         for metric, value in theirs["scores"][task].items():
             if isinstance(value, float):
                 assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
+                assert on_two_ranks["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
     assert ours["samples"]["complete"] == theirs["samples"]["complete"]
     assert len(set(map(str, ours["samples"]["complete"]))) > 1
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
@@ -109,6 +113,11 @@ def test_arguments_that_are_not_known_are_refused() -> None:
     for arguments, message in (
         ({"checkpoint": "outputs/debug_model", "weight": "ema"}, "--model_args has weight; torchtrain takes"),
         ({"max_batch_size": None, "device": "cpu"}, "--model_args has no checkpoint=FOLDER"),
+        (
+            {"checkpoint": "outputs/debug_model", "dtype": "half"},
+            "dtype = 'half' is not known; there are auto, bfloat16",
+        ),
+        ({"checkpoint": "outputs/debug_model", "batch_size": "0"}, "--batch_size = '0' must be auto or a whole number"),
     ):
         with pytest.raises(ConfigError, match=message):
             HarnessModel(**arguments)
@@ -119,4 +128,19 @@ def test_a_task_that_is_not_known() -> None:
     found = run_door("torchtrain.evaluate", *options, hook=own_tasks_alone)
     assert found.returncode == 2
     assert "error: Tasks not found: none; `lm-eval ls tasks` lists all" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "choices": [" os", " os" * 100]}) + "\n")
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/choices.jsonl}}}}\ntest_split: test"
+    (tmp_path / "choice.yaml").write_text(TASKS["choice"] + source)
+    options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
+    found = run_door(
+        *("torchtrain.evaluate", *options, "--tasks", "choice", "--include_path", str(tmp_path)),
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        hook=own_tasks_alone,
+    )
+    assert found.returncode == 2
+    assert "the model was trained on sequences of 64: take a task with shorter answers" in found.stderr
     assert "Traceback" not in found.stderr

@@ -191,6 +191,10 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
             section(shape=schema.Shape(rope_scaling=schema.RopeScaling(low_freq_factor=4.0))),
             "rope_scaling.low_freq_factor = 4.0 must be below high_freq_factor = 4.0",
         ),
+        (
+            section(shape=schema.Shape(rope_theta=1.0, rope_scaling=schema.RopeScaling("yarn"))),
+            "rope_theta = 1.0 must be above 1: yarn divides by its logarithm",
+        ),
         (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
         (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],

@@ -167,6 +167,12 @@ def test_other_data_are_refused(prepared: Path, tmp_path: Path) -> None:
         prepare(source, "data", "", prepared, processes=1)
 
 
+def test_prepared_data_are_not_prepared_again(prepared: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is prepared already: train on it, or give the texts"):
+        prepare(Source(path=str(prepared)), "data", "", tmp_path / "again", processes=1)
+    assert not (tmp_path / "again").exists()
+
+
 def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -> None:
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
     command = [sys.executable, "-c", hold, str(prepared / ".lock")]

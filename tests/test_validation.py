@@ -12,6 +12,7 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from forked_door import checked_door
+from forked_run import ForkedRun, finish
 from gloo_pool import GlooPool
 from parity import TINY, joinery_of
 
@@ -231,3 +232,22 @@ def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
     assert list(results) == [2, 3]
     assert results[3]["validation_tokens"] <= 2 * 64  # one batch
     assert 3 < results[3]["validation_loss"] < 12
+
+
+def test_the_end_of_the_data_is_the_end_of_a_run(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "few.jsonl", DOCUMENTS[:20])
+    options = [
+        *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop", "--checkpoint.last_save_in_hf"),
+        *("--validation.enable", "--validation.path", str(tmp_path / "few.jsonl"), "--training.steps", "99"),
+    ]
+    assert "the data end" in finish(tmp_path / "run", *options, ranks=2)
+    hf = (tmp_path / "run/hf").stat()
+    finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
+    assert (tmp_path / "run/hf").stat().st_ino == hf.st_ino
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [max(line["step"] for line in lines)]
+
+    run = ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64")
+    assert run.wait() == [2, 2]
+    assert "error: the data do not fill one batch" in run.output()
+    assert not (tmp_path / "none/hf").exists()

@@ -4,6 +4,7 @@ Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError("compare is the work of one process: start it without torchrun")
         # Not above: --help needs no torch.
         import torch.distributed as dist
 

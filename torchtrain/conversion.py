@@ -98,7 +98,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
     for folder in folders:
         verify(folder, read_manifest(folder).files)
-    config = from_file(str(folders[-1] / CONFIG))
+    config = from_file(str(folders[-1] / CONFIG), only_model=True)
     tokenizer_path = tokenizer_path or config.model.tokenizer_path
     shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
     readers = [VerifiedReader(folder) for folder in folders]

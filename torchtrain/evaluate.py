@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.errors import ConfigError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import run_door
+from torchtrain.log import is_first_rank, run_door
 from torchtrain.trained_model import load_model
 
 try:
@@ -51,7 +51,11 @@ def main() -> int:
 
 @register_model("torchtrain")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model."""
+    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model.
+
+    Ranks of torchrun have parts of the model, not of the requests: to the harness each is rank 0 of 1. By LOCAL_RANK it
+    knows which of them writes the results.
+    """
 
     def __init__(
         self,
@@ -75,12 +79,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
                 "tokenizer_path and weights"
             )
+        if str(batch_size).startswith("auto"):
+            batch_size = 8
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ConfigError(f"--batch_size = {batch_size!r} must be auto or a whole number from 1")
         # Without an option the harness asks for cuda, and its own models then take what there is.
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
-        self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
-        # Ranks of torchrun have parts of the model, not of the requests: to the harness they are one.
-        self._rank, self._world_size = dist.get_rank(), 1
+        self.batch_size = int(batch_size)
 
     @property
     def max_length(self) -> int:
@@ -100,7 +106,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _progress(self, items: Iterable[Any], total: int, disable: bool) -> Iterable[Any]:
         # A bar on a terminal; in a file it would be one long line.
-        quiet = disable or self._rank != 0 or not sys.stderr.isatty()
+        quiet = disable or not is_first_rank() or not sys.stderr.isatty()
         bar: Iterable[Any] = tqdm(items, total=total, disable=quiet)
         return bar
 
@@ -111,6 +117,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
+        if (longest := max((len(continuation) for _, _, continuation in requests), default=0)) > self.max_length:
+            raise ConfigError(
+                f"the task asks how likely {longest} tokens in a row are, and the model was trained on sequences of "
+                f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
+            )
         # Long ones first: what does not fit into memory fails at once, and a batch has rows of about the same length.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)

@@ -4,6 +4,7 @@ One line an event, from the ranks in ``LOG_RANK``; errors from all.
 """
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -41,8 +42,13 @@ def is_first_rank() -> bool:
 
 def run_door(run: Callable[[], int]) -> int:
     """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message; so do Ctrl-C,
-    a disk that is full, and output that nobody reads, as of ``| head``.
+    a disk that is full, a path that is too long, and output that nobody reads, as of ``| head``.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that is not in UTF-8
     init_logging()
     try:
         code = run()
@@ -59,9 +65,10 @@ def run_door(run: Callable[[], int]) -> int:
             logger.error("stopped by Ctrl-C")
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
             raise
-        logger.error("error: %s cannot be written: %s", error.filename or "the output", error.strerror)
+        what = "used" if error.errno == errno.ENAMETOOLONG else "written"
+        logger.error("error: %s cannot be %s: %s", error.filename or "the output", what, error.strerror)
         return TorchtrainError.exit_code
     finally:
         try:

@@ -3,6 +3,7 @@
 A file that is missing is not tried again: ``FileNotFoundError`` and its like are raised at once.
 """
 
+import errno
 import os
 import stat
 import time
@@ -30,6 +31,8 @@ def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float]
         except MISSING:
             raise
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # a mistake, not a failure
+                raise
             if pause is None:
                 raise unreadable(path, error, len(pauses_seconds) + 1) from error
             time.sleep(pause)
@@ -59,8 +62,8 @@ def read_file(path: Path) -> bytes:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in ``folder``; none where it does not exist. Not ``Path.glob``, which hides errors."""
+    """Names of what lies in ``folder``; none where there is no folder. Not ``Path.glob``, which hides errors."""
     try:
         return sorted(patiently(lambda: os.listdir(folder), folder))
-    except FileNotFoundError:
+    except MISSING:
         return []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.errors import StoppedError
+from torchtrain.errors import DataError, StoppedError
 from torchtrain.log import BestEffort, is_first_rank, logger, run_door
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def train(config: JobConfig) -> int:
         return 0
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
     stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
-    done = run.step == steps and not stopped
-    if done and config.checkpoint.last_save_in_hf:
+    if not stopped and needs_export(config, run.step, run.side_group):
         export_hf(config, run.checkpoint, run.plan.model)
-    ending = "done" if done else "stopped as asked" if stopped else "the data end (data.when_exhausted = 'stop')"
+    at_end = "done" if run.step == steps else "the data end (data.when_exhausted = 'stop')"
+    ending = "stopped as asked" if stopped else at_end
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
     return StoppedError().exit_code if stopped else 0
@@ -88,6 +88,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
 
     ``validate_first``: the validation after ``run.step`` was not finished by the process before, if it is due.
     """
+    from torchtrain.build import needs_validation
     from torchtrain.distributed.process_group import set_timeout
     from torchtrain.faults.hangs import REPORT_SECONDS
 
@@ -132,6 +133,14 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
         if run.first_step < run.step < steps:
             with hangs.watch(f"save of step {run.step}"):
                 checkpoint.maybe_save(run.step, last=True, required=not stop.agreed)
+        if run.step < steps and not stop.agreed:  # the data end
+            if run.step == 0:
+                raise DataError(
+                    "the data do not fill one batch, training.global_batch_size sequences of training.seq_len tokens: "
+                    "give more, make batches smaller, or set data.when_exhausted = 'repeat'"
+                )
+            if needs_validation(config, run):
+                loop.validator.maybe_run(run.step, last=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def saved_config(folder: Path) -> JobConfig:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
         )
-    return from_file(str(folder / CONFIG))
+    return from_file(str(folder / CONFIG), only_model=True)
 
 
 def load_model(
@@ -58,6 +58,8 @@ def load_model(
     """
     if weights not in STATES:
         raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype = {dtype!r} is not known; there are auto, bfloat16, float16 and float32")
     folder = find_weights(path)
     config = saved_config(folder)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)

@@ -46,7 +46,7 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path / "checkpoint", path):
         if steps := saved_steps(folder):
             return step_folder(folder, steps[-1])
-    what = "has no checkpoint" if path.is_dir() else "does not exist"
+    what = "has no checkpoint" if path.exists() else "does not exist"
     if (path / CONFIG_FILE).is_file():
         what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
     raise CheckpointError(

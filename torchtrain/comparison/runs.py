@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.contract import Kind, differences
+from torchtrain.checkpoint.contract import Difference, Kind, differences
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
@@ -103,10 +103,15 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
     return {title: summed_up(ask(a, b)) for title, ask in questions.items()}
 
 
+def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
+    """Options in which the two differ, with the global batch size where that is known of both."""
+    known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
+    return differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
+
+
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """Options by what they mean for a run, and where the two ran."""
-    known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
-    found = differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
+    found = changed_options(a, b)
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
         if listed:
@@ -130,6 +135,8 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     steps = sorted(a.lines.keys() & b.lines.keys())
     if not steps:
         raise TorchtrainError("no step that both have logged")
+    same_run = all(option.kind in (Kind.LAYOUT, Kind.HARMLESS) for option in changed_options(a, b))
+    fault = "a fault" if same_run else "the config explains it, or a fault"
     for key in CURVES:
         limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
         apart = {step: relative(a, b, step, key) for step in steps}
@@ -140,7 +147,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
             continue
         earlier = [apart[step] for step in steps if step < beyond]
         most = max(earlier, default=0.0)
-        how, why = ("drifts", "rounding that grows") if most > apart[beyond] / JUMP else ("jumps", "a fault")
+        how, why = ("drifts", "rounding that grows") if most > apart[beyond] / JUMP else ("jumps", fault)
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
         line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"

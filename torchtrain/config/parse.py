@@ -6,6 +6,7 @@ tyro reads the command line. The file goes through ``from_toml``, which admits n
 import dataclasses
 import difflib
 import io
+import os
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -55,6 +56,7 @@ def parse(
             default=defaults,
             use_underscores=True,
         )
+    config = from_toml(JobConfig, to_dict(config))  # as the values of a file
     if config.job.dump_folder:
         return config
     job = dataclasses.replace(config.job, dump_folder=f"outputs/{Path(file).stem if file else 'default'}")
@@ -68,17 +70,24 @@ def config_file(argv: Sequence[str]) -> str:
         key, has_value, value = word.partition("=")
         if key.replace("-", "_") == "__job.config_file":
             found = value if has_value else "".join(argv[i + 1 : i + 2])
-    return found
+    return os.path.expanduser(found)
 
 
-def from_file(path: str) -> JobConfig:
-    """The config in the TOML file ``path``, defaults where it says nothing."""
+def from_file(path: str, *, only_model: bool = False) -> JobConfig:
+    """The config in the TOML file ``path``, defaults where it says nothing.
+
+    ``only_model``: what makes the model, [model] and training.seq_len. Other options may have values refused by now.
+    """
     try:
         table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
         raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if only_model:
+        table = {name: table[name] for name in ("model", "training") if name in table}
+        if isinstance(table.get("training"), dict):
+            table["training"] = {key: value for key, value in table["training"].items() if key == "seq_len"}
     try:
         return from_toml(JobConfig, table)
     except ConfigError as error:
@@ -148,6 +157,11 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     if type(value) is not hint:  # not isinstance: True is an int to Python
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
         raise ConfigError(f"{name} = {value!r} must be {words[hint]}")
+    if hint is str:
+        if "\0" in value or value.encode(errors="ignore").decode() != value:  # else no checkpoint could hold it
+            raise ConfigError(f"{name} = {value!r} must be text in UTF-8, without NUL")
+        if value.startswith("~/"):  # a path; a shell does not expand it in a file, or behind a "="
+            return os.path.expanduser(value)
     return value
 
 

@@ -201,8 +201,8 @@ class Loader:
             )
         self._step += 1
         self._turns = turns[:, -1] + 1
-        both = torch.from_numpy(windows)
-        tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        # Copies, also of a single row: labels are written to below.
+        tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
         full = bool((filled == self.seq_len + 1).all())
         if not full:
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1

@@ -43,6 +43,10 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
         DataError: the folder holds, finished or not, another source or the work of another tokenizer; another process
             is at work in it; or ``source`` is not what it says.
     """
+    if any(Path(path, MANIFEST).exists() for path in source.paths):
+        raise DataError(
+            f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts that it is of"
+        )
     tokenizer = load_tokenizer(tokenizer_path)
     documents = open_text(replace(source, download=True), key, lanes=1)
     assert isinstance(documents, LocalText)

@@ -57,6 +57,8 @@ class TransformerConfig:
                 raise ValueError(f"{name} = {value!r} must be of type {getattr(kind, '__name__', kind)}")
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value} must be above 0, and finite")
+        if self.rope_theta <= 1 and self.rope_scaling is not None and self.rope_scaling.type == "yarn":
+            raise ValueError(f"rope_theta = {self.rope_theta} must be above 1: yarn divides by its logarithm")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads = {self.n_kv_heads} must divide n_heads = {self.n_heads}")
         if self.head_dim is None and self.dim % self.n_heads:
