@@ -9,6 +9,9 @@ from torchtrain.float8 import check_float8
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 
+MOST_TOKENS = 2**25
+"""On a rank, in a step: twice as many as Llama 3 had on all ranks at most (https://arxiv.org/abs/2407.21783)."""
+
 
 def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
     """ConfigError, with the rule and a way out, where ``device`` or ``degrees`` cannot do what ``config`` asks."""
@@ -35,6 +38,12 @@ def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     at_once = local * ranks
     if wanted == -1:
         return at_once
+    tokens = wanted // ranks * config.training.seq_len
+    if tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"training.global_batch_size = {wanted} must be a number of sequences, not of tokens: of {tokens} tokens a "
+            f"step on each of {ranks} data-parallel ranks, {MOST_TOKENS} are allowed"
+        )
     if wanted % at_once:
         raise ConfigError(
             f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times {ranks} "
