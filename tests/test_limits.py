@@ -147,16 +147,16 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+    split: dict[str, Any] = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    with pytest.raises(ConfigError, match=r"with torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.12"):
+    with pytest.raises(ConfigError, match=r"with torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.13"):
         check(**split)
     check(**split, training={"loss_chunk_tokens": 0})
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     check(**split)
 
 
-def test_a_memory_budget_is_refused_where_torch_cannot_count_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_budget_is_refused_where_torch_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
     budget: dict[str, Any] = {"compile": True, "mode": "memory_budget"}
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError, match=r"with torch 2.11.0 where .* fewer n_kv_heads than n_heads; take torch 2.12"):
@@ -166,6 +166,10 @@ def test_a_memory_budget_is_refused_where_torch_cannot_count_grouped_queries(mon
     check(**budget, document_mask=True)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     check(**budget)
+    with pytest.raises(ConfigError, match=r"with torch 2.12.1 under tensor parallelism; take torch 2.13"):
+        check(**budget, tensor_parallel_degree=2)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    check(**budget, tensor_parallel_degree=2)
 
 
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:

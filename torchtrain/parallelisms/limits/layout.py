@@ -29,7 +29,7 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     check_float8(config.float8, model, device, degrees.tensor)
     if config.activation_checkpoint.mode == "memory_budget":
-        _check_memory_budget(config, device, has_grouped_queries=model.n_kv_heads < model.n_heads)
+        _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
@@ -94,14 +94,14 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
             f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
             "or selective_option '2', or the schedule Interleaved1F1B"
         )
-    if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.12":
+    if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
         raise ConfigError(
             f"{given}, which a loss in chunks cannot with torch {torch.__version__}; set training.loss_chunk_tokens = "
-            "0, or take torch 2.12 or later, or the schedule Interleaved1F1B"
+            "0, or take torch 2.13 or later, or the schedule Interleaved1F1B"
         )
 
 
-def _check_memory_budget(config: JobConfig, device: torch.device, has_grouped_queries: bool) -> None:
+def _check_memory_budget(config: JobConfig, device: torch.device, degrees: Degrees, has_grouped_queries: bool) -> None:
     given = "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler"
     if not config.compile.enable:
         raise ConfigError(f"{given}; set compile.enable = true, or another mode, such as 'selective'")
@@ -111,6 +111,11 @@ def _check_memory_budget(config: JobConfig, device: torch.device, has_grouped_qu
         raise ConfigError(
             f"{given}, which fails on a GPU with torch {torch.__version__} where a model has fewer n_kv_heads than "
             "n_heads; take torch 2.12 or later, or another mode, such as 'selective'"
+        )
+    if degrees.tensor > 1 and "2.12" <= torch.__version__ < "2.13":
+        raise ConfigError(
+            f"{given}, which fails with torch {torch.__version__} under tensor parallelism; take torch 2.13 or later, "
+            "or another mode, such as 'selective'"
         )
 
 
