@@ -40,6 +40,13 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert ("rank 1 was ended by SIGKILL" in errors.read_text()) == (code == 137)
 
 
+def test_ranks_of_one_node_meet_where_torchrun_listens_already(tmp_path: Path) -> None:
+    """A port that is chosen now and bound by a rank seconds later may be taken by then."""
+    process, output, errors = launch(tmp_path, "echo $TORCHELASTIC_USE_AGENT_STORE")
+    process.join(120)
+    assert output.read_text() == "True\nTrue\n", errors.read_text()
+
+
 def test_sigterm_reaches_the_ranks_and_is_the_end(tmp_path: Path) -> None:
     process, output, errors = launch(
         tmp_path, 'trap "echo rank $RANK stops; exit 0" TERM; echo ready; for i in $(seq 300); do sleep 0.2; done'

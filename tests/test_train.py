@@ -104,12 +104,12 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
     with ThreadPoolExecutor() as beside:
         other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
         arguments += ["--job.dump_folder", str(killed)]
-        process = launch(2, *arguments)
-        wait_for_step(12, killed, lambda: process.poll() is None)
-        # torchrun puts its workers into sessions of their own.
-        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
-            victim.send_signal(signal.SIGKILL)
-        process.communicate()
+        with launch(2, *arguments) as process:
+            wait_for_step(12, killed, lambda: process.poll() is None)
+            # torchrun puts its workers into sessions of their own.
+            for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+                victim.send_signal(signal.SIGKILL)
+            process.communicate()
         ranks, _ = start_door(tmp_path, "torchtrain.train", *arguments, ranks=2)
         wait_for_step(24, killed, ranks[0].is_alive)
         for rank in ranks:

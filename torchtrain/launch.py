@@ -33,8 +33,6 @@ SHUTDOWN_SECONDS = 30  # as torchrun's own
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit code of the process."""
     init_logging()
-    # A store of its own for each restart, not one with the addresses of dead ranks in it.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The ranks inherit it until they have a handler of their own: a warning that comes before is lost, and not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
@@ -46,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         logger.error("error: --nnodes %s, --nproc-per-node %s: %s", arguments.nnodes, arguments.nproc_per_node, error)
         return 2
+    if most > 1:
+        # A store of its own for each restart, not one with the addresses of dead ranks in it. Alone a node does without
+        # (init_process_group): the port of such a store is chosen seconds before it is bound, and may be taken then.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if arguments.max_restarts == 0:  # else it may wait for nodes that join again
         threading.Thread(target=end_when_lonely, daemon=True).start()
     try:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if failure.exitcode < 0:
             logger.error("rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
             return 128 - failure.exitcode
-        if failure.exitcode in SHARED_ENDINGS and arguments.nnodes != "1":
+        if failure.exitcode in SHARED_ENDINGS and most > 1:
             # The end of the first node is the sign to kill the others (srun --kill-on-bad-exit): wait for them to come
             # here, too, and when the sign arrives keep the exit code.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
