@@ -228,6 +228,10 @@ def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, t
         from_file(str(step / "config.toml"))
     assert generate.main([str(step), "--prompt", "a", "--max_new_tokens", "2"]) == 0
     assert convert.main([str(step), str(tmp_path / "out")]) == 0
+    options = ["--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size", "1"]
+    options += ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "run")]
+    loaded = run_door("torchtrain.train", *options, "--checkpoint.initial_load_path", str(step))
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,10 @@ def bad_files(tmp_path: Path) -> Path:
         ("--data.path {}/missing.jsonl", "missing.jsonl"),
         ("--data.path {}/empty.jsonl", "empty.jsonl"),
         ("--data.path {}/other.jsonl", "body"),
-        ("--training.global_batch_size 4194304", "= 4194304 must be a number of sequences, not of tokens: of "),
+        (
+            "--training.global_batch_size 4194304",
+            "it counts sequences of training.seq_len tokens, not tokens: try 2048",
+        ),
         ("--training.global_batch_size 12", "global_batch_size = 12 must be a multiple of local_batch_size = 8"),
         ("--parallelism.data_parallel_replicate_degree 2", "the number of ranks, 1"),
         ("--training.enable_cpu_offload --job.device cpu", "enable_cpu_offload needs a GPU"),

@@ -41,8 +41,9 @@ def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     tokens = wanted // ranks * config.training.seq_len
     if tokens > MOST_TOKENS:
         raise ConfigError(
-            f"training.global_batch_size = {wanted} must be a number of sequences, not of tokens: of {tokens} tokens a "
-            f"step on each of {ranks} data-parallel ranks, {MOST_TOKENS} are allowed"
+            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step, "
+            f"of {MOST_TOKENS} at most; it counts sequences of training.seq_len tokens, not tokens: try "
+            f"{max(1, wanted // config.training.seq_len)}"
         )
     if wanted % at_once:
         raise ConfigError(
