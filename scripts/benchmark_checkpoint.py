@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.start import find_start
 from torchtrain.checkpoint.states import ModelState, OptimizerState, TensorSavePlanner, flatten
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.mesh import local
@@ -50,7 +51,8 @@ class Benchmark:
 
     def manager(self, mode: str) -> CheckpointManager:
         config = Checkpoint(enable=True, interval=1, keep_latest_k=0, async_mode=mode)  # type: ignore[arg-type]
-        return CheckpointManager(config, self.folder / mode, self.states, "")
+        folder = self.folder / mode
+        return CheckpointManager(config, folder, self.states, "", find_start(config, folder, ""))
 
     def step(self) -> None:
         self.model(self.input).square().mean().backward()

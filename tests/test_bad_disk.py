@@ -29,7 +29,9 @@ from torch import Tensor
 from torchtrain import convert, generate, reading
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.start import GROUP_TIMEOUT, Start, find_start
 from torchtrain.config.schema import Checkpoint
+from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import StorageError
 from torchtrain.reading import patiently
 
@@ -73,6 +75,9 @@ def test_a_new_run_does_not_begin_where_all_checkpoints_are_damaged(copied: Path
     assert names(copied) == before
 
 
+CONFIG = Checkpoint(enable=True, interval=1)
+
+
 class Numbers:
     """A state of one tensor."""
 
@@ -86,13 +91,12 @@ class Numbers:
         pass
 
 
-def manager_in(folder: Path) -> CheckpointManager:
-    return CheckpointManager(Checkpoint(enable=True, interval=1), folder / "checkpoint", {"state": Numbers()}, "")
+def manager_in(folder: Path, start: Start) -> CheckpointManager:
+    return CheckpointManager(CONFIG, folder / "checkpoint", {"state": Numbers()}, "", start)
 
 
 def save_two(folder: Path) -> None:
-    manager = manager_in(folder)
-    assert manager.step_to_load() is None
+    manager = manager_in(folder, find_start(CONFIG, folder / "checkpoint", ""))
     for step in (1, 2):
         manager.maybe_save(step, last=True)
     manager.close()
@@ -112,18 +116,15 @@ def quickly() -> None:
 
 @quick_pauses()
 def find(folder: Path) -> str:
-    manager = manager_in(folder)
     try:
-        return str(manager.step_to_load())
+        return str(find_start(CONFIG, folder / "checkpoint", "").step)
     except StorageError as error:
         return f"{error.exit_code}: {error}"
-    finally:
-        manager.close()
 
 
 @quick_pauses()
 def load(folder: Path) -> str:
-    manager = manager_in(folder)
+    manager = manager_in(folder, Start(new_gloo_group(GROUP_TIMEOUT)))
     try:
         manager.load(2)
         return "loaded"

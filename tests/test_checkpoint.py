@@ -23,6 +23,7 @@ from torchtrain.checkpoint import manifest, storage
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
+from torchtrain.checkpoint.start import find_start
 from torchtrain.checkpoint.states import ModelState, OptimizerState
 from torchtrain.checkpoint.storage import VerifiedWriter
 from torchtrain.config.schema import Checkpoint
@@ -70,16 +71,15 @@ class Run:
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.place = Place(seed)
-        self.manager = CheckpointManager(
-            Checkpoint(enable=True, **{"interval": 2, **options}),  # type: ignore[arg-type]
-            folder / "checkpoint",
-            {
-                "model": ModelState([self.model]),
-                "optimizer": OptimizerState([self.model], self.optimizer),
-                "data": self.place,
-            },
-            config_toml,
-        )
+        config = Checkpoint(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
+        folder = folder / "checkpoint"
+        states = {
+            "model": ModelState([self.model]),
+            "optimizer": OptimizerState([self.model], self.optimizer),
+            "data": self.place,
+        }
+        start = find_start(config, folder, config_toml)
+        self.manager = CheckpointManager(config, folder, states, config_toml, start)
 
     def train(self, first: int, last: int) -> "Run":
         for step in range(first, last + 1):
@@ -118,13 +118,13 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     straight = Run(tmp_path / "straight").train(1, 7)
     Run(tmp_path / "killed").train(1, 5)
     resumed = Run(tmp_path / "killed", seed=1)
-    assert resumed.manager.step_to_load() == 4
+    assert resumed.manager.start.step == 4
     resumed.manager.load(4)
     assert_bitwise_equal(resumed.train(5, 7).tensors(), straight.tensors())
 
 
 def test_first_start_has_nothing_to_load(tmp_path: Path) -> None:
-    assert Run(tmp_path).manager.step_to_load() is None
+    assert Run(tmp_path).manager.start.step is None
 
 
 def test_last_step_is_saved_off_the_interval(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
 def test_load_step_picks_a_checkpoint(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 6)
     run = Run(tmp_path, load_step=4)
-    assert run.manager.step_to_load() == 4
+    assert run.manager.start.step == 4
 
 
 def test_missing_load_step_is_an_error_that_names_what_there_is(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 4)
     with pytest.raises(CheckpointError, match=r"load_step = 3 .*does not exist \(steps in that folder: 2, 4\)"):
-        Run(tmp_path, load_step=3).manager.step_to_load()
+        Run(tmp_path, load_step=3)
 
 
 def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
     run.train(3, 4)
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
     assert (tmp_path / "checkpoint/step-6.superseded").is_dir()
-    assert Run(tmp_path).manager.step_to_load() == 4
+    assert Run(tmp_path).manager.start.step == 4
 
 
 def damage_all(folder: Path, how: str) -> None:
@@ -182,7 +182,7 @@ def test_a_run_does_not_begin_anew_over_its_damaged_checkpoints(tmp_path: Path, 
     damage_all(tmp_path / "checkpoint", how)
     before = sorted((tmp_path / "checkpoint").iterdir())
     with pytest.raises(CheckpointError, match=r"none of these is a good checkpoint.*take another job.dump_folder"):
-        Run(tmp_path).manager.step_to_load()
+        Run(tmp_path)
     assert sorted((tmp_path / "checkpoint").iterdir()) == before
 
 
@@ -191,7 +191,7 @@ def test_what_only_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
     for name in ("step-012", "step-x", "step-4.7.partial"):
         (tmp_path / "checkpoint" / name).mkdir()
     assert saved_steps(tmp_path / "checkpoint") == [2]
-    assert Run(tmp_path).manager.step_to_load() == 2
+    assert Run(tmp_path).manager.start.step == 2
 
 
 BEGUN_AT_2 = SOME_CONFIG + "[checkpoint]\nload_step = 2\n"
@@ -205,26 +205,24 @@ def test_a_run_begun_with_load_step_gets_ahead_when_it_is_started_again(
     Run(tmp_path).train(1, 8)
     for first, start in ((3, 2), (5, 4), (7, 6)):  # as a scheduler starts it, each time with the same command
         run = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
-        assert run.manager.step_to_load() == start
+        assert run.manager.start.step == start
         run.manager.load(start)
         run.train(first, first + 1)
         assert saved_steps(tmp_path / "checkpoint")[-1] == first + 1
     assert "checkpoint.load_step = 2: goes on from step 6" in caplog.text
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "gone")  # as keep_latest_k does
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 8
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 8
 
 
 def test_load_step_goes_back_where_another_run_has_come_further(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     begun_at_2 = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
-    begun_at_2.manager.step_to_load()
     begun_at_2.manager.load(2)
     begun_at_2.train(3, 4)
     on = Run(tmp_path)
-    on.manager.step_to_load()
     on.manager.load(4)
     on.train(5, 6)  # without load_step
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 2
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 2
 
 
 def test_a_damaged_checkpoint_since_load_step_is_passed_over(tmp_path: Path) -> None:
@@ -233,15 +231,15 @@ def test_a_damaged_checkpoint_since_load_step_is_passed_over(tmp_path: Path) -> 
     flip_bit(only_file(tmp_path / "checkpoint/step-4"))
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-3")
     with pytest.raises(CheckpointError, match=r"load_step = 3 cannot be loaded: .*the checkpoint of step 2 under"):
-        Run(tmp_path, config_toml=BEGUN_AT_2, load_step=3).manager.step_to_load()
+        Run(tmp_path, config_toml=BEGUN_AT_2, load_step=3)
     (tmp_path / "checkpoint/step-3").rename(tmp_path / "checkpoint/step-2")
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.step_to_load() == 2
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 2
 
 
 def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path / "other"):
         run = Run(folder)
-        assert run.manager.step_to_load() is None
+        assert run.manager.start.step is None
         run.train(1, 4)
     checkpoints = tmp_path / "run/checkpoint"
     shutil.copytree(checkpoints / "step-4", checkpoints / "step-40")
@@ -250,17 +248,15 @@ def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_p
     shutil.copytree(tmp_path / "other/checkpoint/step-2", checkpoints / "step-2")
     for step, problem in ((40, "is the checkpoint of step 4 under another name"), (2, "is that of another run")):
         with pytest.raises(CheckpointError, match=rf"step-{step} {problem}"):
-            Run(tmp_path / "run", load_step=step).manager.step_to_load()
-    assert Run(tmp_path / "run").manager.step_to_load() == 4
+            Run(tmp_path / "run", load_step=step)
+    assert Run(tmp_path / "run").manager.start.step == 4
     assert not (checkpoints / "step-40").exists()
 
 
 def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_path: Path) -> None:
     first = Run(tmp_path)
-    first.manager.step_to_load()
     first.train(1, 2)
     again = Run(tmp_path)
-    again.manager.step_to_load()
     again.train(3, 4)
     runs = {read_manifest(tmp_path / f"checkpoint/step-{step}").run for step in (2, 4)}
     assert len(runs) == 1
@@ -269,7 +265,7 @@ def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_pat
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "moved").rename(tmp_path / "elsewhere/checkpoint")
     moved = Run(tmp_path / "elsewhere")
-    assert moved.manager.step_to_load() == 4
+    assert moved.manager.start.step == 4
     moved.train(5, 6)
     assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").run} == runs
 
@@ -280,13 +276,13 @@ def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
     files = json.loads(file.read_text())["files"]
     body = json.dumps(files, sort_keys=True).encode()
     file.write_text(json.dumps({"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n")
-    assert Run(tmp_path).manager.step_to_load() == 2
+    assert Run(tmp_path).manager.start.step == 2
 
 
 def test_rollback_stays_on_the_path_of_the_run(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 8)
     run = Run(tmp_path, load_step=4, interval=3)
-    assert run.manager.step_to_load() == 4
+    assert run.manager.start.step == 4
     run.manager.load(4)
     assert run.manager.step_before(8) == 4  # not 6, which lies on the path that the run has left
     run.train(5, 6)
@@ -306,17 +302,17 @@ def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
 def test_config_that_changes_the_run_is_refused_on_resume(tmp_path: Path) -> None:
     Run(tmp_path, config_toml="[optimizer]\nlr = 0.1\n").train(1, 2)
     with pytest.raises(CheckpointError, match=r"optimizer.lr = 0.2 \(checkpoint: 0.1\)"):
-        Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n").manager.step_to_load()
+        Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n")
     allowed = Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n", allow_changes=("optimizer.lr",))
-    assert allowed.manager.step_to_load() == 2
+    assert allowed.manager.start.step == 2
 
 
 def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
     older = Run(tmp_path)
-    assert older.manager.step_to_load() is None
+    assert older.manager.start.step is None
     older.train(1, 2)
     newer = Run(tmp_path, seed=1)
-    assert newer.manager.step_to_load() == 2
+    assert newer.manager.start.step == 2
     newer.manager.load(2)
     newer.train(3, 6)
     manifest = (tmp_path / "checkpoint/step-6" / MANIFEST).read_text()
@@ -332,7 +328,7 @@ def test_left_over_partial_folder_is_neither_loaded_nor_kept(tmp_path: Path) -> 
     Run(tmp_path).train(1, 2)
     partial = tmp_path / "checkpoint/step-4.partial"
     partial.mkdir()
-    assert Run(tmp_path).manager.step_to_load() == 2
+    assert Run(tmp_path).manager.start.step == 2
     assert not partial.exists()
 
 
@@ -355,8 +351,8 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Pa
     else:
         file.unlink()
     with pytest.raises(CheckpointError, match=r"load_step = 4 cannot be loaded.*" + file.name):
-        Run(tmp_path, load_step=4).manager.step_to_load()
-    assert Run(tmp_path).manager.step_to_load() == 2
+        Run(tmp_path, load_step=4)
+    assert Run(tmp_path).manager.start.step == 2
     assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
 
 
@@ -462,7 +458,7 @@ def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
-    assert resumed.manager.step_to_load() == 2
+    assert resumed.manager.start.step == 2
     resumed.manager.load(2)
     assert_bitwise_equal(resumed.tensors(), run.tensors())
 
@@ -488,7 +484,7 @@ def test_run_survives_failed_saves(
     ]
     run.train(7, 8)
     assert saved_steps(tmp_path / "checkpoint") == [2, 8]
-    assert Run(tmp_path).manager.step_to_load() == 8
+    assert Run(tmp_path).manager.start.step == 8
 
 
 def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

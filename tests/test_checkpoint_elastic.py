@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.start import find_start
 from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
 from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, JobConfig, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
@@ -61,7 +62,8 @@ class Run:
             "model": ModelState([self.model]),
             "optimizer": OptimizerState([self.model], self.optimizer),
         }
-        self.manager = CheckpointManager(Checkpoint(enable=True, interval=3), folder, self.states, "")
+        checkpoint = Checkpoint(enable=True, interval=3)
+        self.manager = CheckpointManager(checkpoint, folder, self.states, "", find_start(checkpoint, folder, ""))
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
@@ -98,7 +100,7 @@ def train_and_save(folder: Path, replicate: int, tied: bool) -> tuple[list[float
 
 def load_and_train(folder: Path, replicate: int, tied: bool) -> tuple[list[float], dict[str, Tensor]]:
     run = Run(folder, replicate, tied, seed=1)
-    step = run.manager.step_to_load()
+    step = run.manager.start.step
     assert step == 3
     run.manager.load(step)
     loaded = {name: tensor.clone() for name, tensor in run.full_tensors().items()}

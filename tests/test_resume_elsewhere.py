@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.build import build_run
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.start import find_start
 from torchtrain.config.schema import (
     Checkpoint,
     Data,
@@ -65,7 +66,8 @@ def train(config: JobConfig, tied: bool) -> Part:
         run = build_run(config, plan)
     if run.step:
         folder = Path(config.job.dump_folder) / "loaded"
-        with CheckpointManager(config.checkpoint, folder, run.checkpoint.states, "") as again:
+        start = find_start(config.checkpoint, folder, "")
+        with CheckpointManager(config.checkpoint, folder, run.checkpoint.states, "", start) as again:
             again.maybe_save(run.step, last=True)
     step = TrainStep(
         run.model,

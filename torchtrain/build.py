@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.hf import check_same_shape
 from torchtrain.checkpoint.manager import CheckpointManager, Stop
+from torchtrain.checkpoint.start import find_start
 from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml
@@ -96,9 +97,9 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     model = build_parallel_model(plan.model, mesh, plan.device, config)
     parts = model.parts
     folder = Path(config.job.dump_folder) / "checkpoint"
-    checkpoint = CheckpointManager(config.checkpoint, folder, {}, to_toml(plan.config), plan.loader.identity, stop)
-    step = checkpoint.step_to_load()
-    fill(parts, config, plan, step)
+    config_toml = to_toml(plan.config)
+    start = find_start(config.checkpoint, folder, config_toml, plan.loader.identity)
+    fill(parts, config, plan, start.step)
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     averages = Averages(parts, config.ema) if config.ema.enable else None
     if gathers_float8(config.float8, plan.degrees.fsdp):
@@ -112,14 +113,15 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         "sums": model.sums,
         "loader": LoaderState(plan.loader, mesh),
     }
-    checkpoint.states = {name: state for name, state in states.items() if state is not None}
+    kept = {name: state for name, state in states.items() if state is not None}
+    checkpoint = CheckpointManager(config.checkpoint, folder, kept, config_toml, start, stop)
     side = side_group(plan.device, config.comm.init_timeout_seconds)
     for loader in (plan.loader, *plan.validation_loaders.values()) if world_size() > 1 else ():
         loader.connect(side)
-    if step is not None:
-        checkpoint.load(step)
+    if start.step is not None:
+        checkpoint.load(start.step)
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, step or 0, step or 0)
+    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, start.step or 0, start.step or 0)
 
 
 def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int | None) -> None:

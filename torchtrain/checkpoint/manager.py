@@ -3,11 +3,10 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -15,22 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.claim import Claim, known_run
-from torchtrain.checkpoint.contract import check_contract
+from torchtrain.checkpoint.claim import Claim
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
+from torchtrain.checkpoint.start import Start
 from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
-from torchtrain.distributed.agreement import of_first_rank
-from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
 from torchtrain.log import logger
 
-# A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
-GROUP_TIMEOUT = timedelta(hours=1)
 SECONDS_AFTER_ERROR = 30.0
 POLL_SECONDS = 1.0
 
@@ -49,8 +44,7 @@ class Stop(Protocol):
 class CheckpointManager:
     """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
 
-    The process group must be initialized; the manager talks over a gloo group of its own. With ``config.enable`` off,
-    nothing is found and nothing is saved. A save that training does not wait for, on each rank:
+    With ``config.enable`` off, nothing is saved. A save that training does not wait for, on each rank:
 
         main thread                         thread "save"                          on disk
         maybe_save(100): wait for the
@@ -71,72 +65,43 @@ class CheckpointManager:
         folder: Path,
         states: Mapping[str, Stateful],
         config_toml: str,
-        data: Callable[[], Mapping[str, str]] = dict,
+        start: Start,
         stop: Stop | None = None,
     ) -> None:
         """
         Args:
             config_toml: the resolved config, kept in every checkpoint.
-            data: gives the identity of the run's data by option; called on the first rank alone.
             stop: whether the run was asked to stop; None: it never is.
         """
-        assert dist.is_initialized()
         self.config = config
         self.folder = folder
         self.states = states
         self.config_toml = config_toml
         self.stop = stop
-        self.group = new_gloo_group(GROUP_TIMEOUT)
+        self.start = start
+        self.group = start.group
         self.rank = dist.get_rank()
         self.stager = Stager(overlap=config.async_mode == "async_with_pinned_mem")
-        self._data = of_first_rank(data, self.group) if config.enable else {}
         self._pending: Future[None] | None = None
         self._writer: VerifiedWriter | None = None  # of the save under way, or the last
         self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
         self._newest = -1  # step of the last save that was begun
         self._resumed_from = -1
         self._saved: set[int] = set()
-        self._claim = Claim(generation=0, id="")  # of nobody yet
         self._failed_in_a_row = 0
 
-    # Finding
+    # Loading
 
-    def step_to_load(self) -> int | None:
-        """The step to resume from, or None to start from the beginning; the same on all ranks.
-
-        That is the newest good checkpoint, or ``config.load_step``, or what a run that began with it has made since.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none is good; ``load_step`` is missing or damaged; the contract
-                does not let the run go on from there.
-        """
-        if not self.config.enable:
-            return None
-        history = History(self.folder, self.group, of_first_rank(lambda: known_run(self.folder), self.group))
-        if self.config.load_step == -1:
-            step = history.newest_good()
-            if step is None:
-                history.require_none()
-        else:
-            step = history.newest_since(self.config.load_step)
-        run = None
-        if step is not None:
-            manifest = history.manifest(step)
-            for line in check_contract(
-                history.config_toml(step), self.config_toml, self.config.allow_changes, manifest.data, self._data
-            ):
-                logger.info(line)
-            run = manifest.run
-        self._claim = of_first_rank(lambda: Claim.take(self.folder, run), self.group)
-        return step
+    @property
+    def claim(self) -> Claim:
+        assert self.start.claim is not None, "checkpoint.enable is off"
+        return self.start.claim
 
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
         self.wait()
-        history = History(self.folder, self.group, self._claim.run)
+        history = History(self.folder, self.group, self.claim.run)
         return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
-
-    # Loading
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
@@ -187,8 +152,8 @@ class CheckpointManager:
             step_folder(self.folder, step),
             self.config_toml,
             lambda: self._make_room(step),
-            self._claim.generation,
-            Manifest(step, self._claim.run or None, self._data),
+            self.claim.generation,
+            Manifest(step, self.claim.run, self.start.data),
         )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
@@ -278,8 +243,7 @@ class CheckpointManager:
 
         SupersededError if they are those of a newer incarnation of the run.
         """
-        if self._claim.generation:
-            self._claim.check(self.folder)
+        self.claim.check(self.folder)
         for later in saved_steps(self.folder):
             if later >= step:
                 aside = set_aside(step_folder(self.folder, later), "superseded")
