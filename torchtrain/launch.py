@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            logger.error("rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
+            logger.error("rank %d was ended by signal %d (%s)", rank, -failure.exitcode, failure.signal_name())
             return 128 - failure.exitcode
         if failure.exitcode in SHARED_ENDINGS and most > 1:
             # The end of the first node is the sign to kill the others (srun --kill-on-bad-exit): wait for them to come
