@@ -183,6 +183,14 @@ def test_too_little_text_for_one_window(tmp_path, lines):
         next(loader(Data(path=str(path)), range(1), batch=1, seq_len=512))
 
 
+def test_a_long_document_among_short_ones_is_found(tmp_path):
+    """A row reads documents at random, of each epoch its share: many short ones in a row are no lack of text."""
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"text": "short"}\n{"text": null}\n' + json.dumps({"text": " ".join(map(str, range(999)))}) + "\n")
+    for seed in range(8):
+        assert take(loader(Data(path=str(path)), range(8), batch=8, seq_len=64, seed=seed), 20).shape == (20, 8, 64)
+
+
 def test_documents_come_from_all_over_the_source(jsonl):
     """The first documents of the first epoch are no run of neighbors."""
     tokens = take(loader(Data(path=jsonl), range(16), batch=16, seq_len=8), 1)[0]

@@ -165,6 +165,17 @@ def test_a_first_line_is_as_any_other(tmp_path: Path, first: str) -> None:
     assert texts(tmp_path / "a.jsonl") == DOCUMENTS
 
 
+def test_a_line_that_nests_too_deeply_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES + '{"text": "deep", "n": ' + "[" * 99999 + "]" * 99999 + "}\n")
+    assert texts(tmp_path / "a.jsonl") == DOCUMENTS
+
+
+def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
+    table = pyarrow.table({"raw": [{"text": "nested"}], "raw.text": ["flat"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet", column="raw.text") == ["flat"]
+
+
 def test_a_lone_surrogate_is_replaced_as_tokenizers_do(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "broken \\ud83d emoji"}\n')
     assert texts(tmp_path / "a.jsonl") == ["broken ? emoji"]

@@ -163,7 +163,7 @@ def _row(line: str) -> object:
     """The JSON object in ``line``, or ``line`` if it is none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second for lists in lists, thousands deep
         return line
     return row if isinstance(row, dict) else line
 
@@ -223,7 +223,7 @@ def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
             start -= rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
-            yield from batch.column(0).slice(start).to_pylist()
+            yield from batch.column(column).slice(start).to_pylist()
             start = max(0, start - len(batch))
 
 

@@ -68,6 +68,7 @@ class TextStream:
 
     def _fill(self, window: Tokens) -> int:
         filled, self._begun_at, self._length = 0, self._number, len(window)
+        self._whole: set[int] = set()  # units that the window may have all of
         while filled < len(window):
             if self._tokens is None:
                 self._tokens = next(self._documents, None)
@@ -86,14 +87,16 @@ class TextStream:
         """Tokens of each document that has text, from the state on."""
         units = self._source.units
         while self._repeat or self._number < units:
-            if self._number > self._begun_at + self._lanes * units:
+            if self._number > self._begun_at + self._lanes * units and len(self._whole) == units:
                 raise DataError(
                     f"{self._source.name} has too little text: all of its {units} documents together do not fill a "
                     f"window of training.seq_len + 1 = {self._length} tokens"
                 )
             epoch, place = divmod(self._number, units)
-            unit = permute(np.array([place]), units, stream_seed(self._seed, epoch))[0]
-            for number, text in self._source.read(int(unit), self._document):
+            unit = int(permute(np.array([place]), units, stream_seed(self._seed, epoch))[0])
+            if self._number != self._begun_at:
+                self._whole.add(unit)
+            for number, text in self._source.read(unit, self._document):
                 if text is None:
                     self._source.count_skipped()
                 elif text:
