@@ -1,5 +1,6 @@
 """tokenizer.json: the ids of transformers, on texts that are hard, and the same again from what is exported."""
 
+import argparse
 import json
 import unicodedata
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from json_tokenizers import BOS, EOS, KINDS, SPECIAL_PIECES, TOOL, hard_texts, save_tokenizer
 from parity import TINY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from torchtrain.checkpoint.hf import write_hf_config
@@ -50,6 +52,41 @@ def test_ids_and_texts_are_those_of_transformers(folder: Path) -> None:
     assert ours.token_bytes[tool] == len(TOOL)
     assert ours.token_bytes[ours.bos_id or 0] == 0
     assert ours.decode([ours.vocab_size + 5]) == ""  # of a model with more rows than the tokenizer has ids
+
+
+@pytest.mark.parametrize("kind", ["unigram", "merges ignored", "dropout", "no type"])
+def test_a_text_has_the_same_ids_each_time_and_never_those_of_special_tokens(tmp_path: Path, kind: str) -> None:
+    """Trained as most recipes do: the special tokens are pieces of the vocabulary, which a model may find in a text."""
+    options: dict[str, Any] = {"special_tokens": ["<unk>", BOS, EOS], "show_progress": False}
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", **options)
+    else:
+        tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "merges ignored"))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, **options)
+    tokenizer.train_from_iterator(Path(argparse.__file__).read_text().splitlines()[:800], trainer)
+    if kind == "merges ignored":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True
+    content = json.loads(tokenizer.to_str())
+    content["model"] |= {"dropout": 0.5} if kind == "dropout" else {}
+    content["model"] = {key: value for key, value in content["model"].items() if (key, kind) != ("type", "no type")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    ours = load_tokenizer(str(tmp_path))
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (1, 2, tokenizer.get_vocab_size())
+    for text in (BOS, f"a {EOS} b", EOS + EOS, "the <unk> of arguments"):
+        ids = ours.encode(text)
+        assert not {1, 2} & set(ids)
+        assert all(ours.encode(text) == ids for _ in range(9))
+        assert ours.decode(ids) == text
+        if "<|" not in text:
+            assert ids == plain.encode(text, add_special_tokens=False).ids
+    assert ours.decode([1, 2]).split() == tokenizer.decode([1, 2], skip_special_tokens=False).split()
 
 
 def test_a_file_is_read_as_its_folder_is(folder: Path) -> None:

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Tokenizer(ABC):
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of ``text``, with those that begin and end a document as far as the tokenizer has them.
 
-        Text that spells a special token is plain text: it never yields that token's id.
+        Text that spells a special token, but for the unknown one, is plain text: it never yields that token's id.
         """
         ids = self.ids_of(text)
         if bos and self.bos_id is not None:
@@ -135,17 +135,21 @@ class JsonTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library has no narrower one
             raise TokenizerError(f"it is no {TOKENIZER_JSON}: {error}") from None
-        if about["model"].get("type") not in ("BPE", "Unigram"):
-            raise TokenizerError(f"it is a {about['model'].get('type')} model; there are BPE and Unigram")
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True  # as plain text
+        model = self._tokenizer.model
+        kind = type(model).__name__  # old files do not say it
+        if kind not in ("BPE", "Unigram"):
+            raise TokenizerError(f"it is a {kind} model; there are BPE and Unigram")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
         self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()
         added = {token["id"]: token for token in about.get("added_tokens", ())}
         unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
+        special = {t["content"] for t in added.values() if t["special"] and t["id"] not in unknown}
+        in_vocabulary = {piece for piece in special if model.token_to_id(piece) is not None}
+        self._encoder = self._make_encoder(
+            about, in_vocabulary if kind == "Unigram" or about["model"].get("ignore_merges") else set()
+        )
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
         by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
         self.token_bytes = [0] * self.vocab_size
@@ -158,9 +162,30 @@ class JsonTokenizer(Tokenizer):
             else:
                 self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
 
+    def _make_encoder(self, about: dict[str, Any], hidden: Collection[str]) -> tokenizers.Tokenizer:
+        """The tokenizer of the file ``about``, which gives a text the same ids each time, and special tokens' never.
+
+        ``hidden``: those that the model itself would find in a text. Their pieces get names that no text has.
+        """
+        encoder, model = self._tokenizer, about["model"]
+        chance = {"dropout", "alpha", "nbest_size"} & {key for key, value in model.items() if value}
+        if hidden or chance:
+            about["added_tokens"] = [token for token in about["added_tokens"] if token["content"] not in hidden]
+            about["model"] = model = {key: value for key, value in model.items() if key not in chance}
+            names = {piece: f"{self.content_hash} {number}" for number, piece in enumerate(sorted(hidden))}
+            if isinstance(model["vocab"], dict):
+                model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+            else:
+                model["vocab"] = [(names.get(piece, piece), score) for piece, score in model["vocab"]]
+            encoder = tokenizers.Tokenizer.from_str(json.dumps(about))
+        encoder.no_padding()
+        encoder.no_truncation()
+        encoder.encode_special_tokens = True  # as plain text
+        return encoder
+
     def ids_of(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # as above
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
