@@ -170,7 +170,7 @@ class JsonTokenizer(Tokenizer):
         encoder, model = self._tokenizer, about["model"]
         chance = {"dropout", "alpha", "nbest_size"} & {key for key, value in model.items() if value}
         if hidden or chance:
-            about["added_tokens"] = [token for token in about["added_tokens"] if token["content"] not in hidden]
+            about["added_tokens"] = [t for t in about.get("added_tokens", ()) if t["content"] not in hidden]
             about["model"] = model = {key: value for key, value in model.items() if key not in chance}
             names = {piece: f"{self.content_hash} {number}" for number, piece in enumerate(sorted(hidden))}
             if isinstance(model["vocab"], dict):
