@@ -1,6 +1,7 @@
 """Weights to and from Hugging Face's and Meta's formats: the logits are those of transformers."""
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
 from gloo_pool import GlooPool
+from json_tokenizers import hard_texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -296,6 +299,51 @@ def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+
+
+LIKE_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # a Unigram model on text in NFKC, without extra spaces
+        {"model_type": "bpe", "byte_fallback": True},
+        {"model_type": "bpe", **LIKE_LLAMA},
+        {"model_type": "bpe", **LIKE_LLAMA, "bos_id": -1, "eos_id": -1},
+        {
+            "model_type": "bpe",
+            **LIKE_LLAMA,
+            "bos_id": 2,
+            "bos_piece": "[B]",
+            "eos_id": 0,
+            "unk_id": 1,
+            "unk_piece": "[U]",
+        },
+        {"model_type": "bpe", **LIKE_LLAMA, "user_defined_symbols": ["<tool>", "<tool>+"], "control_symbols": ["[C]"]},
+    ],
+    ids=["default", "bpe", "Llama 2", "no bos", "other names", "own symbols"],
+)
+def test_transformers_reads_a_sentencepiece_model_of_the_users_own(tmp_path: Path, options: dict[str, Any]) -> None:
+    """What its LlamaTokenizer would make of it has other ids, and for a bos that is not there one out of range."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(io.__file__).read_text().splitlines()),
+        **{"model_writer": model, "vocab_size": 500, "hard_vocab_limit": False, "minloglevel": 2, **options},
+    )
+    (tmp_path / "own.model").write_bytes(model.getvalue())
+    (tmp_path / "hf").mkdir()
+    write_hf_config(tmp_path / "hf", LLAMA2, "float32", str(tmp_path / "own.model"))
+    ours, theirs = load_tokenizer(str(tmp_path / "own.model")), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    again = load_tokenizer(str(tmp_path / "hf"))
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+    for text in [text.encode("utf-8", "replace").decode() for text in hard_texts(150)] + ["a<tool>+b <tool> "]:
+        if not re.search("</?s>|<unk>|\\[[BC]]", text):
+            assert theirs.encode(text) == ours.encode(text, bos=True), text
+            assert again.encode(text, bos=True, eos=True) == ours.encode(text, bos=True, eos=True)
+            if options:  # else there are no bytes for what it does not know, and each has a sign of its own for that
+                assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
+    assert again.token_bytes == ours.token_bytes
 
 
 def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
