@@ -1,6 +1,7 @@
 """Weights to and from Hugging Face's and Meta's formats: the logits are those of transformers."""
 
 import base64
+import copy
 import io
 import json
 import re
@@ -181,6 +182,27 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
         assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
         # transformers 5 writes RoPE in another way
         assert hf.config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3e4},
+        },
+    ],
+)
+def test_rope_is_found_where_transformers_finds_it(rope: dict[str, Any]) -> None:
+    there = {key: value for key, value in hf.hf_config(LLAMA2, "float32", 1, 2).items() if "rope" not in key}
+    ours, theirs = hf.config_from_hf({**there, **rope}), LlamaConfig(**there, **copy.deepcopy(rope)).rope_parameters
+    assert ours.rope_theta == theirs["rope_theta"]
+    assert (ours.rope_scaling.factor if ours.rope_scaling else None) == theirs.get("factor")
 
 
 @pytest.mark.parametrize(

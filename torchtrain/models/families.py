@@ -236,7 +236,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
     n_heads = hf["num_attention_heads"]
     # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
-    rope = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
+    rope = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
     return TransformerConfig(
         dim=hf["hidden_size"],
         n_layers=hf["num_hidden_layers"],
