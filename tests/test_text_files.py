@@ -48,6 +48,14 @@ def test_names_are_literal(tmp_path: Path) -> None:
     assert sorted(texts(tmp_path)) == sorted(path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("suffix", "content"), [(b".txt", b"coffee"), (b".jsonl", b'{"text": "coffee"}\n')])
+def test_a_name_need_not_be_utf8(tmp_path: Path, suffix: bytes, content: bytes) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9" + suffix)).write_bytes(content)
+    source = open_files([str(tmp_path)], "text", "data.path")
+    assert list(source.read(0, 0)) == [(0, "coffee")]
+    assert source.identity().startswith(f"1 file(s) of {len(content)} bytes")
+
+
 def test_a_compressed_file_that_ends_too_early(tmp_path: Path) -> None:
     packed = {"gz": gzip.compress(LINES.encode()), "zst": zstandard.compress(LINES.encode())}
     for packing, content in packed.items():

@@ -139,7 +139,7 @@ def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, x
     digest = before.copy()
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        digest.update(f"{path.name}\0{size}\0".encode())
+        digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())  # a name need not be UTF-8
         parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
         for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
             file.seek(start)
@@ -232,14 +232,14 @@ def _text_files(files: Sequence[Path], label: str) -> LocalText:
         size = file.stat().st_size
         step = size if size <= LARGEST_TEXT_FILE_BYTES else PIECE_BYTES
         for start in range(0, size, max(step, 1)):
-            rows["path"].append(str(file))
+            rows["path"].append(os.fsencode(file))
             rows["start"].append(start)
             rows["stop"].append(min(start + step, size))
     return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(_identity, files))
 
 
 def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
-    return {"text": [_read_piece(Path(path), *place) for path, *place in zip(*rows.values(), strict=True)]}
+    return {"text": [_read_piece(Path(os.fsdecode(path)), *place) for path, *place in zip(*rows.values(), strict=True)]}
 
 
 def _read_piece(path: Path, start: int, stop: int) -> str | None:
