@@ -130,6 +130,10 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
             (None, EOS),
         ),
         ({"tokenizer_config.json": {"bos_token": BOS}, "generation_config.json": {"eos_token_id": 4}}, (BOS, 4)),
+        (  # as older versions of transformers saved it
+            {"tokenizer_config.json": {}, "special_tokens_map.json": {"bos_token": BOS, "eos_token": {"content": EOS}}},
+            (BOS, EOS),
+        ),
     ],
 )
 def test_special_ids_come_from_the_files_beside(

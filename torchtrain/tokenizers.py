@@ -193,7 +193,8 @@ class JsonTokenizer(Tokenizer):
 
 def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | None:
     """Id of the token ``name`` (bos or eos) by the files in ``folder``; None where they say that there is none."""
-    for file, key in (("tokenizer_config.json", f"{name}_token"), ("generation_config.json", f"{name}_token_id")):
+    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    for file, key in zip(names, (f"{name}_token", f"{name}_token", f"{name}_token_id"), strict=True):
         try:
             value: Any = json.loads(read_file(folder / file))[key]
         except (*MISSING, KeyError):
