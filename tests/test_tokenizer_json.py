@@ -87,6 +87,9 @@ def test_a_text_has_the_same_ids_each_time_and_never_those_of_special_tokens(tmp
         if "<|" not in text:
             assert ids == plain.encode(text, add_special_tokens=False).ids
     assert ours.decode([1, 2]).split() == tokenizer.decode([1, 2], skip_special_tokens=False).split()
+    del content["added_tokens"]  # which a file need not have
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(str(tmp_path)).encode("arguments") == plain.encode("arguments", add_special_tokens=False).ids
 
 
 def test_a_file_is_read_as_its_folder_is(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sentencepiece import sentencepiece_model_pb2
 
+from torchtrain.log import logger
 from torchtrain.tokenizers import LLAMA3_PATTERN, TOKENIZER_JSON, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -75,6 +76,8 @@ def _of_pieces(content: bytes) -> dict[str, Any]:
     transformers' own LlamaTokenizer takes each for a BPE, normalizes nothing, and adds no space before a space.
     """
     proto = _PROTO.FromString(content)
+    if proto.trainer_spec.model_type == proto.trainer_spec.WORD or proto.trainer_spec.treat_whitespace_as_suffix:
+        logger.warning("this SentencePiece model, of words or with spaces behind them, has other ids in transformers")
     normal, kinds = proto.normalizer_spec, _PROTO.SentencePiece
     normalizers: list[dict[str, Any]] = []
     if normal.precompiled_charsmap:
