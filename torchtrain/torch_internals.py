@@ -20,7 +20,7 @@ FSDP, CHECKPOINT = "torch.distributed.fsdp._fully_shard", "torch.distributed.alg
 
 # To import from this module: where each name is, and what it is for.
 NAMES = {
-    "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, one rank and with exact sums"),
+    "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, and with exact sums"),
     # The public function has one name in 2.11, and another in 2.13.
     "DefaultReduceScatter": (f"{FSDP}._fsdp_collectives", "exact sums by the backend's reduce-scatter"),
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
