@@ -86,10 +86,14 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     set_timeout(timeout, group)
 
 
-def flight_record() -> Any:
-    """What the flight recorder has of this rank's collectives: its JSON, read."""
+def flight_record() -> list[dict[str, Any]]:
+    """What the flight recorders, of NCCL and of all else, have of this rank's collectives: their JSON, read."""
     c10d: Any = torch._C._distributed_c10d
-    return json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second one where torch is built for GPUs
+        if dump := getattr(c10d, name, None):
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
+    return entries
 
 
 def __getattr__(name: str) -> Any:
