@@ -2,17 +2,24 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -31,6 +38,7 @@ from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
+from torchtrain.parallelisms.limits import layout
 from torchtrain.run_plan import plan_run
 
 CPU = torch.device("cpu")
@@ -173,6 +181,29 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
         assert_same_run([curve], reference, rel=0.1)
         assert curve.losses != reference.losses
         assert all(tensor.dtype == torch.float32 for tensor in curve.last.values())
+
+
+@contextmanager
+def emulated_float8() -> Iterator[None]:
+    with (
+        patch.object(layout, "check_float8"),
+        patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)),
+    ):
+        yield
+
+
+def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    if not find_spec("torchao"):
+        pytest.skip("needs torchao")
+    options = ("--float8.recipe", "tensorwise", "--ema.enable", "--checkpoint.last_save_in_hf", "--training.steps", "4")
+    finish(tmp_path, *options, hook=emulated_float8)
+    whole = saved_tensors(tmp_path, 4)
+    assert {type(tensor) for tensor in whole.values()} == {torch.Tensor}
+    exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(exported, whole["model.layers.0.feed_forward.w3.weight"].bfloat16())
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    finish(tmp_path, *options, hook=emulated_float8)
+    assert same_tensors(saved_tensors(tmp_path, 4), whole)
 
 
 def states_after_steps(state_dtype: str) -> Any:

@@ -102,12 +102,15 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     fill(parts, config, plan, start.step)
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     averages = Averages(parts, config.ema) if config.ema.enable else None
+    model_state = ModelState(parts, plan.model.tied_embeddings)
     if gathers_float8(config.float8, plan.degrees.fsdp):
-        optimizer.register_step_post_hook(partial(compute_scales, parts))
+        rescale = partial(compute_scales, parts)
+        optimizer.register_step_post_hook(rescale)
+        model_state.after_load = rescale  # loading makes an optimizer step, and so scales of weights that go
         if averages is not None:
-            averages.after_exchange = partial(compute_scales, parts)
+            averages.after_exchange = rescale
     states: dict[str, Stateful | None] = {
-        "model": ModelState(parts, plan.model.tied_embeddings),
+        "model": model_state,
         "optimizer": OptimizerState(parts, optimizer),
         "ema": averages,
         "sums": model.sums,
