@@ -1,5 +1,6 @@
 """Options that make a run faster or leaner: what they compute, and what they refuse."""
 
+import math
 import os
 import runpy
 import shutil
@@ -30,6 +31,8 @@ from torchtrain.attention.backends import (
 )
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import apply_float8, check_float8
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -147,7 +150,27 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
 
 def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1)
+        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism", "tokens"),
+    [
+        ({"seq_len": 1000, "local_batch_size": 1}, {}, 1000),
+        ({"seq_len": 1000, "local_batch_size": 2}, {"context_parallel_degree": 2}, 1000),
+        ({"seq_len": 1000, "local_batch_size": 4}, {"pipeline_parallel_degree": 2}, 1000),
+    ],
+)
+def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
+    training: dict[str, Any], parallelism: dict[str, Any], tokens: int
+) -> None:
+    pytest.importorskip("torchao")
+    config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
+    gpu, degrees = torch.device("cuda", 0), resolve_degrees(config.parallelism, math.prod(parallelism.values()))
+    with planned_for_gpu((9, 0)):
+        with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
+            layout.check_layout(config, gpu, degrees, TINY)
+        layout.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
