@@ -94,10 +94,14 @@ def test_attention_backend_is_named_and_taken() -> None:
     try:
         choose_attention_backend("math", CPU)
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
+        choose_attention_backend("efficient", torch.device("cuda", 0))  # of which this machine has no kernel
+        with pytest.raises(ConfigError, match=r"'efficient' has no kernel here for 4 heads of 8 .* 2 key/value heads"):
+            attention_backend_name("efficient", TINY, torch.bfloat16, CPU)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
         torch.backends.cuda.enable_mem_efficient_sdp(True)
+        torch.backends.cuda.enable_math_sdp(True)
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         choose_attention_backend("cudnn", CPU)
 
