@@ -91,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    if config.option.markexpr != "gpu":  # the others compute on CPUs, and start more ranks than there may be GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.
     os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
     os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
@@ -124,4 +126,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))

@@ -6,6 +6,7 @@ from gloo_pool import GlooPool
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchtrain.devices import planned_for_gpu
 from torchtrain.models.llama.model import CausalAttention
 from torchtrain.parallelisms.context_parallel import (
     ContextParallelAttention,
@@ -61,6 +62,15 @@ def test_every_rank_has_the_same_work_and_the_parts_make_the_whole(gloo: GlooPoo
     assert parts[0].tolist() == [0, 1, 14, 15]
     assert {sum(part.tolist()) for part in parts} == {30}  # position p attends to p + 1 keys
     assert whole_sequence(torch.stack(parts).unsqueeze(-1)).squeeze(-1).tolist() == list(range(SEQ))
+
+
+@pytest.mark.parametrize("head_dim", [20, 264])
+def test_heads_that_the_flash_kernel_does_not_take_have_a_mask_on_a_gpu(head_dim: int) -> None:
+    """The kernel wants padded heads of at most 256, as torch.nn.attention.bias gives it."""
+    q, k = torch.randn(1, 4, 8, head_dim).bfloat16(), torch.randn(1, 2, 16, head_dim).bfloat16()
+    expected = attention_to_the_end(q, k, k)
+    with planned_for_gpu((9, 0)):
+        assert torch.equal(attention_to_the_end(q, k, k), expected)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,11 @@
 """One seed, one run: FSDP and HSDP against a single rank, recomputed activations against kept ones."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Optimizer, Parallelism
+from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
@@ -24,6 +27,7 @@ from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
+from torchtrain.parallelisms.reductions.stand_ins import NoReduceScatter
 
 MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
 
@@ -122,6 +126,22 @@ def _reshard_settings(config: JobConfig) -> list[bool]:
 def test_which_blocks_are_freed_after_forward(gloo: GlooPool, option: str, freed: list[bool]) -> None:
     config = config_of(parallelism={"fsdp_reshard_after_forward": option})
     assert gloo.run(2, _reshard_settings, config)[0] == freed
+
+
+def _shares_memory_planned_for_a_gpu(planned: bool) -> bool:
+    with (
+        planned_for_gpu((9, 0)) if planned else nullcontext(),
+        patch.object(NoReduceScatter, "allocate", autospec=True, side_effect=NoReduceScatter.allocate) as shared,
+    ):
+        (model,) = build(config_of()).parts
+        model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
+    return bool(shared.called)
+
+
+def test_one_gpu_does_not_reduce_in_the_memory_of_the_input(gloo: GlooPool) -> None:
+    """FSDP adds the output to the gradient on another stream than that on which the input's memory is used next."""
+    assert gloo.run(1, _shares_memory_planned_for_a_gpu, False) == [True]
+    assert gloo.run(1, _shares_memory_planned_for_a_gpu, True) == [False]
 
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:

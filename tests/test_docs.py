@@ -55,6 +55,7 @@ LISTED = {
     "pip install -e '.[dev]' -c constraints.txt && pytest -n 3 --dist loadfile": "what .ci/run does",
     "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "what .ci/run does",
     "pytest -m slow": "takes a cluster's time; run by hand",
+    "pytest -m gpu": "needs a GPU",
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",

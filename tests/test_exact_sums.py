@@ -290,6 +290,14 @@ def test_summands_that_are_not_finite_give_gradients_that_are_not(gloo: GlooPool
         assert math.isnan(found[1])
 
 
+def test_stages_that_note_their_largest_summands_at_the_same_time_do_not_overwrite_each_other() -> None:
+    sums = sums_for(1.0, 2)
+    sums.see(torch.tensor([3.0]))
+    noted = [(tensor, tensor._version) for tensor in sums.largest]
+    sums.see(torch.tensor([2.0]))
+    assert all(tensor._version == version for tensor, version in noted)
+
+
 def _train_with_growth(config: JobConfig) -> tuple[Curve, list[int]]:
     """A run whose loss grows 4096 times at step 3, and the steps that were made again."""
     step, again = 0, []

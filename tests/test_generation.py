@@ -12,6 +12,7 @@ import torch
 import transformers
 from forked_door import checked_door, run_door
 from test_llama import SHAPES, reference_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.generation import Sampling, choose, generate
 from torchtrain.models.llama import Transformer
@@ -102,6 +103,19 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers(sampling: Sampli
     chosen = choose(logits.expand(n, -1), sampling, (torch.arange(n) + 0.5) / n)
     counts = torch.bincount(chosen, minlength=40) / n
     torch.testing.assert_close(counts, expected.softmax(-1)[0], atol=3 / n, rtol=0)
+
+
+class RefuseFloats(TorchDispatchMode):
+    """In sums over a dimension, whose order on CUDA is not defined."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.cumsum.default or not args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_that_add_up_in_another_order_choose_the_same_tokens() -> None:
+    with RefuseFloats():
+        choose(torch.randn(2, 40), Sampling(1.0, top_k=8, top_p=0.9), torch.tensor([0.3, 0.9]))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])

@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sentencepiece
@@ -20,6 +22,7 @@ from gloo_pool import GlooPool
 from json_tokenizers import hard_texts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torchtrain import convert as convert_door
@@ -31,6 +34,7 @@ from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelis
 from torchtrain.conversion import convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.log import logger
 from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
@@ -404,11 +408,25 @@ def test_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path, "hf", "float32")
 
 
+@contextmanager
+def seeing_how_long_others_wait() -> Iterator[None]:
+    put_together = HuggingFaceStorageWriter.finish
+
+    def seen(*args: Any, **options: Any) -> None:
+        assert dist.group.WORLD is not None
+        logger.info("others wait %s", dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
+        put_together(*args, **options)
+
+    with patch.object(HuggingFaceStorageWriter, "finish", seen):
+        yield
+
+
 def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
     first, second = tmp_path / "first", tmp_path / "second"
     at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
-    finish(first, "--training.steps", "2", *at_end)
+    # The first rank puts the files together, which may take longer than a step.
+    assert "others wait 1:00:00" in finish(first, "--training.steps", "2", *at_end, hook=seeing_how_long_others_wait)
     convert(first, tmp_path / "converted", "hf", "float32")
     exported = AutoModelForCausalLM.from_pretrained(first / "hf").state_dict()
     for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "converted").state_dict().items():

@@ -4,17 +4,26 @@ import math
 import os
 import resource
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forked_run import TINY
 from gloo_pool import GlooPool
+from parity import joinery_of
 
+from torchtrain.build import build_run
+from torchtrain.checkpoint.start import GROUP_TIMEOUT
+from torchtrain.config.schema import Comm, Data, Job, JobConfig, Parallelism, Training
 from torchtrain.distributed.connections import OTHER_FILES, new_gloo_group, raise_file_limit
 from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.errors import ConfigError
+from torchtrain.faults.hangs import REPORT_SECONDS
+from torchtrain.run_plan import plan_run
+from torchtrain.torch_internals import all_groups
 
 RANKS = 16
 
@@ -81,6 +90,26 @@ def timeouts_after_the_first_step() -> tuple[float, float]:
     return tuple(  # type: ignore[return-value]
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, patient)
     )
+
+
+def test_a_run_s_groups_have_the_first_step_s_timeout_from_its_beginning(gloo: GlooPool, tmp_path: Path) -> None:
+    assert gloo.run(2, timeouts_of_a_new_run, tmp_path) == [{70.0 + REPORT_SECONDS, GROUP_TIMEOUT.total_seconds()}] * 2
+
+
+def timeouts_of_a_new_run(folder: Path) -> set[float]:
+    config = JobConfig(
+        job=Job(dump_folder=str(folder)),
+        training=Training(local_batch_size=1, seq_len=16),
+        data=Data(prefetch=0),
+        parallelism=Parallelism(context_parallel_degree=2),
+        comm=Comm(init_timeout_seconds=70),
+    )
+    with joinery_of(TINY):
+        run = build_run(config, plan_run(config))
+    cpu = torch.device("cpu")
+    timeouts = {group._get_backend(cpu).options._timeout.total_seconds() for group in all_groups()}
+    run.checkpoint.close()
+    return timeouts
 
 
 def test_cuda_gets_nccl_alone_its_device_and_lazy_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,26 @@
 """Options that make a run faster or leaner: what they compute, and what they refuse."""
 
+import math
 import os
 import runpy
+import shutil
 import subprocess
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -23,6 +31,8 @@ from torchtrain.attention.backends import (
 )
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import apply_float8, check_float8
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -31,6 +41,7 @@ from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
+from torchtrain.parallelisms.limits import layout
 from torchtrain.run_plan import plan_run
 
 CPU = torch.device("cpu")
@@ -83,10 +94,14 @@ def test_attention_backend_is_named_and_taken() -> None:
     try:
         choose_attention_backend("math", CPU)
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
+        choose_attention_backend("efficient", torch.device("cuda", 0))  # of which this machine has no kernel
+        with pytest.raises(ConfigError, match=r"'efficient' has no kernel here for 4 heads of 8 .* 2 key/value heads"):
+            attention_backend_name("efficient", TINY, torch.bfloat16, CPU)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
         torch.backends.cuda.enable_mem_efficient_sdp(True)
+        torch.backends.cuda.enable_math_sdp(True)
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         choose_attention_backend("cudnn", CPU)
 
@@ -139,7 +154,27 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
 
 def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1)
+        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism", "tokens"),
+    [
+        ({"seq_len": 1000, "local_batch_size": 1}, {}, 1000),
+        ({"seq_len": 1000, "local_batch_size": 2}, {"context_parallel_degree": 2}, 1000),
+        ({"seq_len": 1000, "local_batch_size": 4}, {"pipeline_parallel_degree": 2}, 1000),
+    ],
+)
+def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
+    training: dict[str, Any], parallelism: dict[str, Any], tokens: int
+) -> None:
+    pytest.importorskip("torchao")
+    config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
+    gpu, degrees = torch.device("cuda", 0), resolve_degrees(config.parallelism, math.prod(parallelism.values()))
+    with planned_for_gpu((9, 0)):
+        with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
+            layout.check_layout(config, gpu, degrees, TINY)
+        layout.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
@@ -173,6 +208,29 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
         assert_same_run([curve], reference, rel=0.1)
         assert curve.losses != reference.losses
         assert all(tensor.dtype == torch.float32 for tensor in curve.last.values())
+
+
+@contextmanager
+def emulated_float8() -> Iterator[None]:
+    with (
+        patch.object(layout, "check_float8"),
+        patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)),
+    ):
+        yield
+
+
+def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    if not find_spec("torchao"):
+        pytest.skip("needs torchao")
+    options = ("--float8.recipe", "tensorwise", "--ema.enable", "--checkpoint.last_save_in_hf", "--training.steps", "4")
+    finish(tmp_path, *options, hook=emulated_float8)
+    whole = saved_tensors(tmp_path, 4)
+    assert {type(tensor) for tensor in whole.values()} == {torch.Tensor}
+    exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(exported, whole["model.layers.0.feed_forward.w3.weight"].bfloat16())
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    finish(tmp_path, *options, hook=emulated_float8)
+    assert same_tensors(saved_tensors(tmp_path, 4), whole)
 
 
 def states_after_steps(state_dtype: str) -> Any:

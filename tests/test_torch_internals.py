@@ -2,12 +2,13 @@
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -168,8 +169,14 @@ def test_groups_of_several_axes_and_their_time_out(mesh: DeviceMesh) -> None:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 
-def test_the_flight_recorder_can_be_read() -> None:
-    assert "version" in internals.flight_record()
+def test_the_flight_recorders_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    c10d: Any = torch._C._distributed_c10d
+    assert "version" in json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    # NCCL has one of its own. A torch that is built for CPUs has neither.
+    entries = [{"process_group": ["0", "default_pg"], "state": "scheduled"}]
+    dump = Mock(return_value=json.dumps({"entries": entries}).encode())
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", dump, raising=False)
+    assert internals.flight_record()[-1:] == entries
 
 
 def test_what_compiled_blocks_rely_on() -> None:

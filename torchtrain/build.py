@@ -21,9 +21,9 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.distributed.process_group import init_process_group, rank, side_group, world_size
+from torchtrain.distributed.process_group import init_process_group, rank, set_timeout, side_group, world_size
 from torchtrain.errors import FaultError
-from torchtrain.faults.hangs import HangWatch
+from torchtrain.faults.hangs import REPORT_SECONDS, HangWatch
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.float8 import compute_scales, gathers_float8
@@ -102,12 +102,15 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     fill(parts, config, plan, start.step)
     optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
     averages = Averages(parts, config.ema) if config.ema.enable else None
+    model_state = ModelState(parts, plan.model.tied_embeddings)
     if gathers_float8(config.float8, plan.degrees.fsdp):
-        optimizer.register_step_post_hook(partial(compute_scales, parts))
+        rescale = partial(compute_scales, parts)
+        optimizer.register_step_post_hook(rescale)
+        model_state.after_load = rescale  # loading makes an optimizer step, and so scales of weights that go
         if averages is not None:
-            averages.after_exchange = partial(compute_scales, parts)
+            averages.after_exchange = rescale
     states: dict[str, Stateful | None] = {
-        "model": ModelState(parts, plan.model.tied_embeddings),
+        "model": model_state,
         "optimizer": OptimizerState(parts, optimizer),
         "ema": averages,
         "sums": model.sums,
@@ -120,6 +123,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         loader.connect(side)
     if start.step is not None:
         checkpoint.load(start.step)
+    # The mesh's groups have torch's default until now: 10 minutes of NCCL, 30 of gloo.
+    set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[start.group])
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
     return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, start.step or 0, start.step or 0)
 

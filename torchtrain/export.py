@@ -11,9 +11,12 @@ from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.states import STATES
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_first_rank
+from torchtrain.distributed.process_group import set_timeout
 from torchtrain.log import logger
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.reading import patiently
+
+EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
 
 
 def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
@@ -35,6 +38,7 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
 def export_hf(config: JobConfig, checkpoint: CheckpointManager, model: TransformerConfig) -> None:
     """Write the weights that ``checkpoint`` saves to ``hf/``. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
+    set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
     save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path)
     logger.info("wrote %s", folder)

@@ -13,11 +13,13 @@ from torchtrain.devices import compute_capability
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 
-MULTIPLE = 16  # of both sides of a matrix: what the float8 kernels ask for
+MULTIPLE = 16  # of both sides of a matrix, activations among them: what the float8 kernels ask for
 
 
-def check_float8(config: Float8, model: TransformerConfig, device: torch.device, tensor_degree: int) -> None:
-    """ConfigError where the package, the device or the shape of the model cannot do it."""
+def check_float8(
+    config: Float8, model: TransformerConfig, device: torch.device, tensor_degree: int, tokens: int
+) -> None:
+    """ConfigError where the package, the device or a shape cannot do it. ``tokens``: of a forward on a rank."""
     if config.recipe == "none":
         return
     given = f"float8.recipe = {config.recipe!r}"
@@ -30,6 +32,11 @@ def check_float8(config: Float8, model: TransformerConfig, device: torch.device,
         raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
     if tensor_degree > 1:
         raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {tensor_degree} do not go together yet")
+    if tokens % MULTIPLE:
+        raise ConfigError(
+            f"{given} needs a multiple of {MULTIPLE} tokens at once, and a rank has {tokens}, of the sequences in a "
+            "microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
+        )
     with torch.device("meta"):
         block = TransformerBlock(model)
     for name in block.PRODUCTS:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.models.llama.model import Transformer
 
+WHOLE = 2**52  # shares of a probability distribution; float64 has all sums of them
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -123,9 +125,10 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     scores, order = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores[:, sampling.top_k :] = -torch.inf
-    probabilities = scores.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # of all that are more likely
-    probabilities[before >= sampling.top_p] = 0
-    cumulative = probabilities.cumsum(dim=-1)
+    # As integers: in which order CUDA adds numbers up differs between ranks, and from one time to the next.
+    shares = (scores.softmax(dim=-1).double() * WHOLE).long()
+    before = shares.cumsum(dim=-1) - shares  # of all that are more likely
+    shares[before >= int(sampling.top_p * WHOLE)] = 0
+    cumulative = shares.cumsum(dim=-1).double()
     place = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return order.gather(1, place)[:, 0]

@@ -20,7 +20,7 @@ FSDP, CHECKPOINT = "torch.distributed.fsdp._fully_shard", "torch.distributed.alg
 
 # To import from this module: where each name is, and what it is for.
 NAMES = {
-    "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, one rank and with exact sums"),
+    "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, and with exact sums"),
     # The public function has one name in 2.11, and another in 2.13.
     "DefaultReduceScatter": (f"{FSDP}._fsdp_collectives", "exact sums by the backend's reduce-scatter"),
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
@@ -86,10 +86,14 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     set_timeout(timeout, group)
 
 
-def flight_record() -> Any:
-    """What the flight recorder has of this rank's collectives: its JSON, read."""
+def flight_record() -> list[dict[str, Any]]:
+    """What the flight recorders, of NCCL and of all else, have of this rank's collectives: their JSON, read."""
     c10d: Any = torch._C._distributed_c10d
-    return json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second one where torch is built for GPUs
+        if dump := getattr(c10d, name, None):
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
+    return entries
 
 
 def __getattr__(name: str) -> Any:

@@ -18,14 +18,21 @@ CPU_BACKENDS = ("flash", "math")
 
 
 def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Name of the kernel that causal attention of this shape gets."""
+    """Name of the kernel that causal attention of this shape gets; ConfigError where ``wanted`` has none for it."""
     if device.type not in ("cpu", "cuda"):
         return "unknown"
     q, k = (  # of full size, and in the memory of one head's vector
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, model.n_kv_heads)
     )
-    choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != model.n_kv_heads))
+    gqa = model.n_heads != model.n_kv_heads
+    try:
+        choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=gqa))
+    except RuntimeError:
+        raise ConfigError(
+            f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
+            f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; take 'auto'"
+        ) from None
     name = next(name for name, backend in BACKENDS.items() if backend == choice)
     return f"{name}, backward in batched products" if has_batched_backward(wanted, dtype, device) else name
 

@@ -51,6 +51,7 @@ class ModelState(Stateful):
     def __init__(self, parts: Sequence[nn.Module], tied: bool = False) -> None:
         self.parts = parts
         self.tied = tied
+        self.after_load: Callable[[], None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -64,8 +65,9 @@ class ModelState(Stateful):
                     assert tensors.setdefault(entry, tensor) is tensor, f"{name} and {entry} must be one parameter"
         return tensors
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do: the tensors of ``state_dict`` are the model's own."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
+        """The tensors of ``state_dict`` are the model's own."""
+        self.after_load()
 
 
 def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:

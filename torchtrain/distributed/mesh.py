@@ -97,4 +97,5 @@ class Mesh:
 
 def local(tensor: Any) -> Tensor:
     """What this rank holds of ``tensor``, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(held, "_tensor", held)  # within torchao's own kind of tensor, of weights that are gathered in float8

@@ -185,9 +185,8 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
     helpers = {
         str(t.ident) for t in threading.enumerate() if t is not main and not isinstance(t, threading._DummyThread)
     }
-    record = flight_record()
     ranks = {group.group_name: dist.get_process_group_ranks(group) for group in all_groups()}
-    for entry in record.get("entries", ()):
+    for entry in flight_record():
         name, number = entry["process_group"][0], entry["collective_seq_id"]
         if entry["is_p2p"] or name not in ranks:
             continue

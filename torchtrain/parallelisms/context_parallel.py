@@ -57,7 +57,9 @@ class ContextParallelAttention(nn.Module):
 
 def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of queries (bs, heads, n, head_dim) that belong to the last n of the keys' positions."""
-    if device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32 and compute_capability(q.device) >= (8, 0):
+    on_gpu = device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if on_gpu and fits and compute_capability(q.device) >= (8, 0):
         # is_causal of scaled_dot_product_attention aligns the mask with the first key. Its kernel aligns with the last.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out

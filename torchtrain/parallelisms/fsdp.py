@@ -52,10 +52,8 @@ def apply_fsdp(
         if sums is not None:
             exact = ExactReduceScatter(sums, dtype, mesh, parallelism.fsdp_exact_transport)
             module.set_custom_reduce_scatter(exact)
-        elif mesh.size() == 1:
-            module.set_custom_reduce_scatter(NoReduceScatter())
         elif on_cpu:
-            module.set_custom_reduce_scatter(AllToAllReduceScatter())
+            module.set_custom_reduce_scatter(AllToAllReduceScatter() if mesh.size() > 1 else NoReduceScatter())
     if on_cpu and mesh.size() > 1:
         gather_ahead_on_cpu(model, blocks)
 

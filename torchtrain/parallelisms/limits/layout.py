@@ -22,12 +22,13 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
     _check_sequence(degrees, config.training.seq_len, parallelism.enable_sequence_parallel)
     if parallelism.enable_async_tensor_parallel:
         _check_async_tensor(config, degrees, device)
+    tokens = config.training.local_batch_size * config.training.seq_len // degrees.context
     if degrees.pipeline > 1:
         plan_stages(model, parallelism)
-        resolve_microbatches(parallelism, config.training)
+        tokens //= resolve_microbatches(parallelism, config.training)
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
-    check_float8(config.float8, model, device, degrees.tensor)
+    check_float8(config.float8, model, device, degrees.tensor, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 

@@ -47,12 +47,13 @@ class ExactSums(Stateful):
         """Call it before the first backward of a step. ``summands``: at most as many add up to an element."""
         self.limit = self.exponent + HEADROOM_BITS
         self.spacing = max(MIN_SPACING, self.limit + (summands - 1).bit_length() - SUM_BITS)
-        self.largest = torch.zeros((), device=self.device)  # summand of this step
+        # Of this step's summands. One for each ``see``: stages of a pipeline come there on streams of their own.
+        self.largest = [torch.zeros((), device=self.device)]
 
     def see(self, summands: Tensor) -> None:
         """Note how large they are, before they are rounded."""
         low, high = summands.aminmax()
-        torch.maximum(self.largest, torch.maximum(-low, high).float(), out=self.largest)
+        self.largest.append(torch.maximum(-low, high).float())
 
     def rounded(self, summands: Tensor) -> Tensor:
         """Multiples of the spacing: int64."""
@@ -67,9 +68,9 @@ class ExactSums(Stateful):
         gradients = [
             cast(DTensor, p.grad).to_local() for part in parts for p in part.parameters() if p.grad is not None
         ]
-        self.largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
-        all_reduce(self.largest, op=dist.ReduceOp.MAX)
-        largest = self.largest.item()
+        maximum = torch.stack(self.largest).nan_to_num(nan=math.inf, posinf=math.inf).amax()  # one over ranks loses NaN
+        all_reduce(maximum, op=dist.ReduceOp.MAX)
+        largest = maximum.item()
         scale = 2.0**self.spacing if math.isfinite(largest) else math.nan
         if math.isfinite(largest) and largest > 0:
             self.exponent = math.frexp(largest)[1]

@@ -1,4 +1,4 @@
-"""What stands in for FSDP's reduce-scatter: over gloo, on one rank, and for exact sums."""
+"""What stands in for FSDP's reduce-scatter: over gloo, on one rank with a CPU, and for exact sums."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -44,7 +44,10 @@ class AllToAllReduceScatter(ReduceScatter):
 
 
 class NoReduceScatter(AllToAllReduceScatter):
-    """On one rank, with nothing to reduce: the input is the output, and FSDP's copy between them costs nothing."""
+    """On one rank, with nothing to reduce: the input is the output, and FSDP's copy between them costs nothing.
+
+    For CPUs: on a GPU, FSDP lets the next group have the input's memory while another stream still reads the output.
+    """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.input is None:
