@@ -3,6 +3,8 @@
 #   CONFIG_FILE  TOML file of the run     default: train_configs/debug_model.toml
 #   NGPU         ranks to start           default: all GPUs that CUDA may use, or 1 rank on the CPU
 #   LOG_RANK     ranks that log, 0,1,...  default: 0 (errors are shown of all)
+#   PYTHON       Python to run            default: python
+# Paths in them, in the file and in options are relative to the folder of this script.
 set -euo pipefail
 
 cd "$(dirname "$0")"

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from data_samples import write_prepared
 from disk_faults import DiskFaults
 from forked_door import checked_door, run_door
 from forked_run import TINY, ForkedRun, finish, same_tensors, saved_tensors
@@ -418,6 +419,9 @@ def test_data_that_changed_are_noticed(tmp_path: Path) -> None:
     data.write_text("".join(documents[:200]))
     allowed = finish(tmp_path / "run", *options, "8", "--checkpoint.allow_changes", "data.path", ranks=1)
     assert "config differs from the checkpoint's (changes the run): data.path" in allowed
+    options[1] = write_prepared(tmp_path / "prepared", str(data))
+    refused = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
+    assert "whether each is text or prepared, must stay" in refused
 
 
 def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]:

@@ -90,7 +90,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_file_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'"):
+    with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'\? \(looked for /"):
         from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
 
 

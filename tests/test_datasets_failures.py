@@ -242,6 +242,18 @@ def test_patterns(tmp_path: Path) -> None:
         make_loader(Data(path=str(tmp_path / "no-such-*.jsonl")))
 
 
+def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
+    """Else rows that shared a stream would go on with the same documents, and others with none of theirs."""
+    hub = write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3)
+    for streams in (2, 4):
+        saved = make_loader(Data(name=hub, streams=streams, prefetch=0)).state_dict()
+        for other in (Data(name=hub, streams=8, prefetch=0), Data(path=hub, prefetch=0)):
+            with pytest.raises(DataError, match=r"resume with the same data.streams and data.download"):
+                make_loader(other).load_state_dict(saved)
+    with pytest.raises(DataError, match="is not one of 2 streams"):
+        make_loader(Data(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
+
+
 def test_streams_must_be_dealt_evenly(tmp_path: Path) -> None:
     config = Data(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3), streams=3, prefetch=0)
     make_loader(config, range(4, 8))  # 2 streams, the largest divisor of 8 up to 3; 2 ranks

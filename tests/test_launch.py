@@ -1,6 +1,7 @@
 """The launcher ends as its ranks end."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from forked_door import run_door, start_door
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
@@ -73,6 +75,20 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
         _, errors = process.communicate(timeout=40)  # a rank that is left behind holds the pipes for a minute
     assert process.returncode == 143
     assert "Traceback" not in errors
+
+
+def interrupt_rendezvous() -> None:
+    def wait_for_nodes(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    torch.distributed.run.run = wait_for_nodes
+
+
+def test_ctrl_c_before_there_are_ranks() -> None:
+    found = run_door(*LAUNCH, "2", "true", hook=interrupt_rendezvous)
+    assert found.returncode == 130
+    assert found.stderr.endswith("stopped by Ctrl-C\n")
+    assert len(found.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("options", [["--nproc-per-node", "two"], ["--nproc-per-node", "0"], ["--nnodes", "1:a"]])

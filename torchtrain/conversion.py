@@ -109,6 +109,9 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
         load_weight_tensors({name: tensor}, weights, reader)
         return tensor
 
+    for reader in readers:
+        read_of(reader, "norm.weight")  # what lacks these weights is refused before anything is written
+
     def read(name: str) -> Tensor:
         total = read_of(readers[0], name)
         for reader in readers[1:]:

@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RendezvousError as error:
         logger.error("error: the nodes did not meet, or lost each other: %s", error)
         return 1
+    except KeyboardInterrupt:  # before there are ranks, for which torchrun has a handler
+        logger.error("stopped by Ctrl-C")
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -41,7 +41,8 @@ KINDS = {
         *("optimizer", "ema", "mup", "lr_scheduler", "training", "data", "float8"),
         "model.tokenizer_path",  # a copy in another folder is the same tokenizer
     },
-    Kind.IMPOSSIBLE: {"model", "optimizer.name"},  # another optimizer has other states
+    # Another optimizer has other states; the place in the data is kept by row, and by stream.
+    Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
 }
 
 
@@ -122,7 +123,7 @@ def check_contract(
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
             f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
-            "start a new run in another job.dump_folder"
+            "start a new run in another job.dump_folder (from these weights: checkpoint.initial_load_path)"
         )
     allowed = list(allow_changes)
     refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]

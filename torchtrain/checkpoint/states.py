@@ -156,6 +156,14 @@ def load_tensors(
     of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
+    place = "loader.rows"  # the only one whose shape is not the model's
+    size = getattr(saved.get(place), "size", None)
+    if place in tensors and size not in (None, tensors[place].shape):
+        raise CheckpointError(
+            f"{reader.path} cannot be loaded: its place in the data has shape {tuple(size)}, that of this run "
+            f"{tuple(tensors[place].shape)}. The number of data.sources, and whether each is text or prepared, must "
+            "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
+        )
 
     def load() -> CompleteLoadPlanner:
         planner = CompleteLoadPlanner()
@@ -226,4 +234,5 @@ class LoaderState(Stateful):
         return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loader.load_state_dict({"rows": state_dict["rows"].to_local().cpu()})
+        rows = state_dict["rows"].to_local().cpu()
+        of_all_ranks(lambda: self.loader.load_state_dict({"rows": rows}))

@@ -10,7 +10,7 @@ from torchtrain.checkpoint.hf import is_hf_folder, load_hf
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
-from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
@@ -47,7 +47,9 @@ def find_checkpoint(path: Path) -> Path:
         if steps := saved_steps(folder):
             return step_folder(folder, steps[-1])
     what = "has no checkpoint" if path.exists() else "does not exist"
-    if (path / CONFIG_FILE).is_file():
+    if (path / CONFIG).is_file():
+        what = "is of a run that has saved no checkpoint, as with checkpoint.enable"
+    elif (path / CONFIG_FILE).is_file():
         what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
     raise CheckpointError(
         f"{path} {what}; give a run's folder, such as outputs/debug_model, a step-N folder, or a Hugging Face folder "

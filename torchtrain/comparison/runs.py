@@ -33,7 +33,7 @@ from torchtrain.shape import model_shape
 from torchtrain.tokenizers import load_tokenizer
 
 KINDS = {
-    Kind.IMPOSSIBLE: "changes the model",
+    Kind.IMPOSSIBLE: "changes the run",
     Kind.CHANGES: "changes the run",
     Kind.LAYOUT: "changes its speed alone",
     Kind.HARMLESS: "changes nothing",

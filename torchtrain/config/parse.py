@@ -81,7 +81,8 @@ def from_file(path: str, *, only_model: bool = False) -> JobConfig:
     try:
         table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
-        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)}") from None
+        looked = f"(looked for {Path(path).absolute()})"
+        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)} {looked}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if only_model:

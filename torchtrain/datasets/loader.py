@@ -149,7 +149,7 @@ class Loader:
         """Go on from ``state``; what was read ahead is forgotten.
 
         Raises:
-            DataError: it was saved with another global batch size or another number of sources.
+            DataError: it was saved with another global batch size, or another number or kind of sources.
         """
         rows = state["rows"].numpy()
         if rows.shape != self._state.shape:

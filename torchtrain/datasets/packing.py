@@ -48,6 +48,7 @@ class TextStream:
     def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
         self._source = source
         self._tokenizer = tokenizer
+        self._lane = lane
         self._lanes = lanes
         self._seed = seed
         self._repeat = repeat
@@ -60,6 +61,11 @@ class TextStream:
     @state.setter
     def state(self, state: State) -> None:
         self._number, self._document, self._token = state
+        if self._number % self._lanes != self._lane:  # of another number of lanes: some would read the same units
+            raise DataError(
+                f"the saved place in {self._source.name} is not one of {self._lanes} streams: resume with the same "
+                "data.streams and data.download, and with data of the same kind"
+            )
         self._documents = self._read_documents()
         self._tokens: Tokens | None = None  # of the document that the state is in
 
