@@ -290,10 +290,12 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
     finish(folder, *options)
     assert validations(folder) == validations(tmp_path / "reference")
     (ours,), (theirs,) = (list(where.glob("hf/*.safetensors")) for where in (folder, tmp_path / "reference"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert (ours_before := ours.read_bytes()) == theirs.read_bytes()
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat()
     assert "the run is complete" in finish(folder, *options)
     assert before == ((folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat())
+    assert "wrote" in finish(folder, *options, "--checkpoint.export_dtype", "float32")
+    assert next(folder.glob("hf/*.safetensors")).stat().st_size > 1.9 * len(ours_before)
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:

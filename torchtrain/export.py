@@ -1,44 +1,58 @@
 """The weights of a run that has done all its steps, as transformers loads them: ``hf/`` in its dump folder."""
 
-import os
+import json
 from pathlib import Path
 
 import torch.distributed as dist
+import xxhash
 
 from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.history import step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.states import STATES
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.process_group import set_timeout
-from torchtrain.log import logger
+from torchtrain.log import BestEffort, logger
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.reading import patiently
+from torchtrain.reading import MISSING, read_file
 
+NOTE = "made_from.json"  # in hf/
 EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
 
 
 def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
-    """Whether ``hf/`` is missing, or older than the checkpoint of ``step``. Collective over ``group``."""
-    folder = Path(config.job.dump_folder)
+    """Whether ``hf/`` is missing, or made from another checkpoint than that of ``step``, or with other options.
 
-    def modified(path: Path) -> float:
-        return patiently(lambda: os.stat(path).st_mtime, path)
+    Collective over ``group``.
+    """
 
-    def is_older() -> bool:
+    def is_another() -> bool:
         try:
-            return modified(folder / "hf") < modified(step_folder(folder / "checkpoint", step))
-        except FileNotFoundError:
+            note = read_file(Path(config.job.dump_folder) / "hf" / NOTE)
+            return bool(json.loads(note) != _origin(config, step))
+        except (*MISSING, ValueError):
             return True
 
-    return config.checkpoint.last_save_in_hf and of_first_rank(is_older, group)
+    return config.checkpoint.last_save_in_hf and of_first_rank(is_another, group)
 
 
-def export_hf(config: JobConfig, checkpoint: CheckpointManager, model: TransformerConfig) -> None:
-    """Write the weights that ``checkpoint`` saves to ``hf/``. Collective."""
+def _origin(config: JobConfig, step: int) -> dict[str, str]:
+    """What ``hf/`` is made from: a checkpoint, by the hash of its manifest, and options."""
+    manifest = read_file(step_folder(Path(config.job.dump_folder) / "checkpoint", step) / MANIFEST)
+    checkpoint = config.checkpoint
+    options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
+    return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}
+
+
+def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model: TransformerConfig) -> None:
+    """Write the weights after ``step``, which ``checkpoint`` has saved, to ``hf/``. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
     set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
     save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path)
+    if dist.get_rank() == 0 and config.checkpoint.enable:
+        with BestEffort(str(folder / NOTE)):  # without it the next start exports again
+            (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")
     logger.info("wrote %s", folder)
