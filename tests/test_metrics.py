@@ -117,6 +117,8 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     probe = stragglers.probe
     if slow and kind == "compute":
         stragglers.probe = lambda operand: probe(operand) + (time.sleep(0.3) or 0.3)
+    if kind == "half as fast":
+        stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
         4,
         2.0,
@@ -144,6 +146,11 @@ def test_a_rank_that_sleeps_is_named(gloo: GlooPool, kind: str) -> None:
     assert slow["event"] == "straggler"
     assert slow["host"] == socket.gethostname()
     assert slow["seconds"] >= 0.3 > slow["median_seconds"]
+
+
+def test_a_rank_that_is_half_as_fast_is_named_however_short_the_fixed_computation(gloo: GlooPool) -> None:
+    found = gloo.run(4, watch_stragglers, "half as fast")[0]
+    assert [(event["step"], event["rank"], event["kind"]) for event in found] == [(4, 2, "compute"), (8, 2, "compute")]
 
 
 def read_slowly(folder: str) -> None:
