@@ -435,7 +435,9 @@ def row(group: Group, entrant: Entrant, result: Result, first: Result) -> dict[s
         "tokens_per_second": tokens_per_second,
         # Above 1: the first of the group is faster.
         "first_is_faster_by": median_ratio(result.seconds, first.seconds),
-        "first_takes_less_cpu_by": median_ratio(result.cpu_seconds, first.cpu_seconds),
+        # Ranks do the same: those of the first stand for all.
+        "first_takes_less_cpu_by": median_ratio(result.cpu_seconds, first.cpu_seconds)
+        * (entrant.ranks / group.entrants[0].ranks),
         "mfu": mfu,
         "memory_gib": result.memory_gib,
         "first_step_seconds": result.first_step_seconds,

@@ -26,7 +26,7 @@ from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.optimizers.muon import Muon, orthogonalize
+from torchtrain.optimizers.muon import Muon, block_of, orthogonalize
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 
 
@@ -35,13 +35,15 @@ class Repeated(Muon):
 
     @torch.no_grad()
     def step(self) -> None:
-        for matrix in (matrix for bucket in self.buckets for owned in bucket for matrix in owned):
-            parameter: Any = matrix.parameter
+        for matrix in self.options:
+            parameter: Any = matrix
             options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
             momentum = DTensor.from_local(
                 self._accumulate(parameter), parameter.device_mesh, parameter.placements, **options
             )
-            self._add(matrix, orthogonalize(momentum.full_tensor(), self.iterations)[matrix.block(self.rank)])
+            whole = orthogonalize(momentum.full_tensor(), self.config.muon_iterations)
+            update = whole[block_of(parameter, self.degrees, self.rank)].flatten()
+            self._apply([[parameter]], lambda: update)  # noqa: B023
 
 
 WAYS = {"owners": Muon, "repeated": Repeated}

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Traini
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
@@ -77,7 +76,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         Microbatches(model.mesh, device, config.training.local_batch_size, None),
         build_optimizer(model.parts, config.optimizer),
         LRSchedule(config.lr_scheduler, 1e-4, 10000),
-        UpdateGuard(replace(config.faults), cast(StopRequest, NoStop()), device, lambda *_: None),
+        UpdateGuard(config.faults, cast(StopRequest, NoStop()), SpikeWindow(config.faults, device), lambda *_: None),
         max_norm=1.0,
         before_update=lambda: None,
     )

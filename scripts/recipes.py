@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from torchtrain.datasets.files import open_standard_library
+from torchtrain.datasets.files import standard_library_files
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 DECAYS = (0.0, 0.1, 0.3)
@@ -197,7 +197,7 @@ def prepare(output: Path) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
-    for file in open_standard_library().files:
+    for file in standard_library_files():
         is_held_out = blake2b("/".join(file.parts[-2:]).encode()).digest()[0] % 20 == 0
         text = file.read_text(encoding="utf-8", errors="replace")
         parts["held_out" if is_held_out else "train"].append(json.dumps({"text": text}) + "\n")

@@ -21,7 +21,7 @@ from torchtrain.config.schema import JobConfig, LRScheduler, Optimizer, Training
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
 from torchtrain.initialization import full_name
 from torchtrain.loss import TokenLoss
 from torchtrain.lr_schedule import LRSchedule
@@ -172,7 +172,8 @@ class NoStop:
 
 def admit_all(config: JobConfig) -> UpdateGuard:
     """The guard of a run in which nothing goes wrong."""
-    return UpdateGuard(config.faults, cast(StopRequest, NoStop()), torch.device("cpu"), lambda *_: None)
+    window = SpikeWindow(config.faults, torch.device("cpu"))
+    return UpdateGuard(config.faults, cast(StopRequest, NoStop()), window, lambda *_: None)
 
 
 def global_mean(loss: TokenLoss, mesh: Mesh) -> float:

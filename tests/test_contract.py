@@ -76,6 +76,8 @@ def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None
         check_contract(toml(), toml(training=more), ())
     assert len(check_contract(toml(), toml(training=more, lr_scheduler=pinned), ())) == 1
     assert len(check_contract(toml(lr_scheduler=constant), toml(training=more, lr_scheduler=constant), ())) == 1
+    with pytest.raises(CheckpointError, match=r"total_steps = None \(checkpoint: 100\)"):  # shorter than the warm-up
+        check_contract(toml(training={"steps": 100}, lr_scheduler=constant), toml(lr_scheduler=constant), ())
 
 
 def test_allow_changes_must_name_options() -> None:

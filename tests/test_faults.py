@@ -408,12 +408,21 @@ def spike_in_step_8() -> Any:
     return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 7 else loss)
 
 
-def test_spike_is_treated_as_bad_numbers(tmp_path: Path) -> None:
-    finish(tmp_path, "--faults.spike_threshold", "6", "--faults.spike_window", "5", hook=spike_in_step_8)
-    (event,) = (line for line in lines(tmp_path) if line.get("event", "").startswith("bad_numbers"))
+def spike_in_the_second_step() -> Any:
+    return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 1 else loss)
+
+
+def test_spike_is_treated_as_bad_numbers_also_after_a_restart(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5")
+    finish(whole, *spikes, hook=spike_in_step_8)
+    (event,) = (line for line in lines(whole) if line.get("event", "").startswith("bad_numbers"))
     assert (event["step"], event["event"]) == (8, "bad_numbers_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
-    assert saved_tensors(tmp_path, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
+    assert saved_tensors(whole, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
+    finish(parts, *spikes, "--training.steps", "6")
+    finish(parts, *spikes, hook=spike_in_the_second_step)
+    assert_same_end(parts, whole)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

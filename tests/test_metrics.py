@@ -15,6 +15,7 @@ from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtrain.config.schema import Metrics
+from torchtrain.devices import peak_flops
 from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
@@ -116,6 +117,8 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     probe = stragglers.probe
     if slow and kind == "compute":
         stragglers.probe = lambda operand: probe(operand) + (time.sleep(0.3) or 0.3)
+    if kind == "half as fast":
+        stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
         4,
         2.0,
@@ -143,6 +146,11 @@ def test_a_rank_that_sleeps_is_named(gloo: GlooPool, kind: str) -> None:
     assert slow["event"] == "straggler"
     assert slow["host"] == socket.gethostname()
     assert slow["seconds"] >= 0.3 > slow["median_seconds"]
+
+
+def test_a_rank_that_is_half_as_fast_is_named_however_short_the_fixed_computation(gloo: GlooPool) -> None:
+    found = gloo.run(4, watch_stragglers, "half as fast")[0]
+    assert [(event["step"], event["rank"], event["kind"]) for event in found] == [(4, 2, "compute"), (8, 2, "compute")]
 
 
 def read_slowly(folder: str) -> None:
@@ -190,6 +198,11 @@ def test_a_validation_counts_until_the_run_goes_back_before_it(tmp_path: Path) -
     file.write_text(file.read_text() + four)
     assert has_validation(file, 4)
     assert not has_validation(file, 5)
+
+
+def test_mfu_is_that_of_the_gpu_and_not_of_one_with_its_name_within_it() -> None:
+    peaks = {"H100 80GB HBM3": 989e12, "H200": 989e12, "H200 NVL": 835e12, "B200": 2.25e15, "GB200": 2.5e15}
+    assert {name: peak_flops(f"NVIDIA {name}") for name in peaks} == peaks
 
 
 def test_the_line_says_how_long_it_will_take() -> None:

@@ -1,5 +1,6 @@
 """Muon: torch's updates on one rank, the same on every layout, and its work divided."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from benchmark_muon import WAYS, make
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, train
 from test_exact_sums import assert_same_bits, config_with
@@ -21,6 +23,7 @@ from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
 from torchtrain.config.schema import JobConfig, Optimizer, ParameterGroup
+from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of, update
 from torchtrain.optimizers.muon import BUCKET_BYTES, deal, work
@@ -110,6 +113,18 @@ def test_updates_are_those_of_torch(dtype: Any) -> None:
             rate = 5e-3 * 0.2 * max(parameter.shape) ** 0.5
             rtol = 0 if step < 4 else 1e-6
             torch.testing.assert_close(parameter.detach(), plain[name], rtol=rtol, atol=tolerance * rate, msg=name)
+
+
+def are_benchmarked_alike() -> bool:
+    optimizers = [make(way, Namespace(width=64, layers=1, vocab=8, replicas=1))[0] for way in WAYS]
+    for optimizer in optimizers:
+        optimizer.step()
+    updated = ([local(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers)
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(*updated, strict=True))
+
+
+def test_both_ways_of_the_benchmark_make_the_same_update(gloo: GlooPool) -> None:
+    assert gloo.run(2, are_benchmarked_alike) == [True, True]
 
 
 def sent_bytes(config: JobConfig, steps: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipes import DECAYS, RATES, SEEDS, Recipe, Results, reaches, recipes_of, report
+from recipes import DECAYS, RATES, SEEDS, Recipe, Results, prepare, reaches, recipes_of, report
 
 from torchtrain.config.parse import parse
 
@@ -24,6 +24,13 @@ def results(tmp_path: Path) -> Results:
         loss = 100 * abs(recipe.lr - {"adamw": 1e-3, "muon": 4e-3}[recipe.optimizer])
         results.add(recipe, curve_to(4 + loss), 0.5, 1)
     return results
+
+
+def test_one_file_in_20_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: None)  # which tokenizes
+    prepare(tmp_path)
+    held_out, train = ((tmp_path / f"data/{name}.jsonl").read_bytes().count(b"\n") for name in ("held_out", "train"))
+    assert 10 < train / held_out < 40
 
 
 def test_every_recipe_is_a_config_that_the_trainer_takes(results: Results, tmp_path: Path) -> None:

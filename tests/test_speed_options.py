@@ -276,6 +276,14 @@ def test_benchmark_starts_ours_as_the_launcher_does(tmp_path: Path) -> None:
     assert malloc == (benchmark["LAUNCHER_ENVIRONMENT"] if not torch.cuda.is_available() else {})
 
 
+def test_benchmark_counts_the_cpu_time_of_all_ranks() -> None:
+    benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
+    entrant, result = benchmark["Entrant"], benchmark["Result"]
+    group = benchmark["Group"]("ranks", (entrant("ours"), entrant("ours", ranks=2)))
+    row = benchmark["row"](group, group.entrants[1], result([1.0], [1.0]), result([2.0], [2.0]))
+    assert (row["first_is_faster_by"], row["first_takes_less_cpu_by"]) == (0.5, 1.0)
+
+
 def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of forward, recomputation and backward, where attention is compiled by itself, as flex_attention is on CUDA."""
     if not keep:

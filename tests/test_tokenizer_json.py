@@ -117,6 +117,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
             if "\u2581" not in text and (not spaces or not (set(" \u2581") & set(text[:1]) or TOOL in text)):
                 size = len((text if spaces else unicodedata.normalize("NFC", text)).encode())
                 assert sum(tokenizer.token_bytes[i] for i in tokenizer.encode(text)) == size + spaces, text
+        assert tokenizer.added_bytes == spaces
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torchtrain.config.schema import Faults, Optimizer
 from torchtrain.errors import FaultError
 from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
 from torchtrain.loss import TokenLoss
 from torchtrain.optimizers.groups import build_optimizer, update
 
@@ -22,7 +22,7 @@ def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[
     guard = UpdateGuard(
         faults,
         cast(StopRequest, NoStop()),
-        torch.device("cpu"),
+        SpikeWindow(faults, torch.device("cpu")),
         lambda step, event, _: events.append((step, event)),
     )
     refused = []

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from forked_door import checked_door
 from forked_run import ForkedRun, finish
 from gloo_pool import GlooPool
+from json_tokenizers import save_tokenizer
 from parity import TINY, joinery_of
 
 from torchtrain.build import build_run
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.run_plan import plan_run
+from torchtrain.tokenizers import load_tokenizer
 from torchtrain.validation import Validator, results_of
 
 SEQ_LEN = 32
@@ -39,7 +44,7 @@ def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        TOKENIZER.token_bytes,
+        TOKENIZER,
         lambda step, results: reports.append((step, results)),
         must_stop=lambda: False,
         watch=lambda _: nullcontext(),
@@ -166,7 +171,7 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        TOKENIZER.token_bytes,
+        TOKENIZER,
         lambda *_: None,
         averaged=run.averaged,
         must_stop=asked_in_the_second_batch,
@@ -188,6 +193,24 @@ def test_a_validation_of_averages_that_ends_early_gives_the_weights_back(
     config = config_of(folder, rows=1)
     config = replace(config, ema=Ema(enable=True), validation=replace(config.validation, weights="ema"))
     assert gloo.run(2, weights_come_back, config, ends_by_error) == [True, True]
+
+
+def test_a_space_that_the_tokenizer_puts_before_a_document_is_no_byte_of_its_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / "tokenizer", "metaspace BPE")))
+    ids = torch.tensor([[i for text in DOCUMENTS for i in tokenizer.encode(text, bos=True, eos=True)]])
+    model = SimpleNamespace(device=torch.device("cpu"), has_loss=True, forward=lambda _: torch.tensor(1.0))
+    validator = Validator(
+        Validation(),
+        {},
+        cast(Any, model),
+        cast(Any, lambda batch: [Microbatch(batch.tokens, batch.labels, batch.tokens, None)]),
+        tokenizer,
+        lambda *_: None,
+        must_stop=lambda: False,
+        watch=lambda _: nullcontext(),
+    )
+    size = validator._sums_of(Batch(ids[:, :-1], ids[:, 1:]))[2]
+    assert size == sum(len(text.encode()) for text in DOCUMENTS)
 
 
 def test_validation_needs_data_and_labels_of_its_own() -> None:

@@ -25,7 +25,7 @@ from torchtrain.distributed.process_group import init_process_group, rank, set_t
 from torchtrain.errors import FaultError
 from torchtrain.faults.hangs import REPORT_SECONDS, HangWatch
 from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
 from torchtrain.float8 import compute_scales, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
@@ -55,6 +55,7 @@ class Run:
     microbatches: Microbatches
     optimizer: torch.optim.Optimizer
     averages: Averages | None
+    window: SpikeWindow
     checkpoint: CheckpointManager
     side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
     first_step: int  # the last step of the process before, or 0
@@ -109,11 +110,13 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
         model_state.after_load = rescale  # loading makes an optimizer step, and so scales of weights that go
         if averages is not None:
             averages.after_exchange = rescale
+    window = SpikeWindow(config.faults, plan.device)
     states: dict[str, Stateful | None] = {
         "model": model_state,
         "optimizer": OptimizerState(parts, optimizer),
         "ema": averages,
         "sums": model.sums,
+        "spikes": window if config.faults.spike_threshold > 0 else None,
         "loader": LoaderState(plan.loader, mesh),
     }
     kept = {name: state for name, state in states.items() if state is not None}
@@ -126,7 +129,8 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     # The mesh's groups have torch's default until now: 10 minutes of NCCL, 30 of gloo.
     set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[start.group])
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    return Run(plan, model, microbatches, optimizer, averages, checkpoint, side, start.step or 0, start.step or 0)
+    step = start.step or 0
+    return Run(plan, model, microbatches, optimizer, averages, window, checkpoint, side, step, step)
 
 
 def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int | None) -> None:
@@ -180,7 +184,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         last_step=config.training.steps,
         config_toml=to_toml(config),
     )
-    guard = UpdateGuard(config.faults, stop, plan.device, metrics.record_event)
+    guard = UpdateGuard(config.faults, stop, run.window, metrics.record_event)
     timeout_seconds = config.comm.init_timeout_seconds
     hangs = HangWatch(folder / "hangs", rank(), world_size(), timeout_seconds, doing=run.checkpoint.status)
     train_step = make_step(
@@ -201,7 +205,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        plan.tokenizer.token_bytes,
+        plan.tokenizer,
         metrics.record_validation,
         averaged=run.averaged,
         must_stop=partial(stop.agree, run.side_group),

@@ -37,6 +37,11 @@ class Tokenizer(ABC):
     token_bytes: list[int]
     """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
 
+    @property
+    def added_bytes(self) -> int:
+        """Bytes that the ids of a text stand for beyond its own: 1 where a space is put before it."""
+        return max(0, sum(self.token_bytes[i] for i in self.ids_of("a")) - 1)
+
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of ``text``, with those that begin and end a document as far as the tokenizer has them.
 

@@ -83,11 +83,9 @@ def _options(text: str) -> dict[str, Any]:
     options = {**_flat(to_dict(JobConfig())), **_flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
-    if options.get("lr_scheduler.decay_type") == "constant":
-        # After the warm-up nothing depends on the schedule's length.
-        options.pop("lr_scheduler.total_steps", None)
-    elif "training.steps" in options:
-        options.setdefault("lr_scheduler.total_steps", options["training.steps"])
+    total = options.setdefault("lr_scheduler.total_steps", options["training.steps"])
+    if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
+        del options["lr_scheduler.total_steps"]  # after the warm-up, which is whole, nothing depends on it
     return options
 
 

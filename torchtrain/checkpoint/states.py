@@ -33,8 +33,9 @@ from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.reading import MISSING, patiently
 
-# Not in the checkpoints of runs without exact sums or averaged weights, with which a run may go on that has them.
-OPTIONAL = ("sums.", "ema.")
+# Not in the checkpoints of runs without exact sums, averaged weights or a limit of spikes, with which a run may go on
+# that has them.
+OPTIONAL = ("sums.", "ema.", "spikes.")
 STATES = {"trained": "model", "ema": "ema"}
 """The state that holds these weights, under the parameters' names."""
 # With tied embeddings, two names of one parameter; a last pipeline stage has a copy of both.

@@ -205,7 +205,7 @@ class Mup:
 @dataclass(frozen=True)
 class LRScheduler:
     warmup_steps: int = 200
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; the whole schedule, if that is shorter."""
     total_steps: int | None = None
     """Length of the whole schedule. None: training.steps. Set it if training.steps may be raised later."""
     decay_ratio: float | None = None

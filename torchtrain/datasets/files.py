@@ -56,13 +56,18 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
 
 
 def open_standard_library() -> LocalText:
+    """The sources of Python's standard library."""
+    return _text_files(standard_library_files(), "the Python standard library")
+
+
+def standard_library_files() -> list[Path]:
     """Python's own modules without their tests, which some systems leave out."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return _text_files(files, "the Python standard library")
+    return files
 
 
 def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Dataset:

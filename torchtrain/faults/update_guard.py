@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.config.schema import Faults
 from torchtrain.distributed.process_group import all_reduce
@@ -26,6 +27,20 @@ class _Verdict(NamedTuple):
     ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
+class SpikeWindow(Stateful):
+    """Loss and gradient norm of the last good steps, which a spike is measured against; the same on all ranks."""
+
+    def __init__(self, config: Faults, device: torch.device):
+        # Oldest first; NaN until there are enough, which makes every comparison false.
+        self.values = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"last_{self.values.shape[1]}": self.values}  # a run with another length begins anew
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do: the tensor of ``state_dict`` is this one's own."""
+
+
 @dataclass(eq=False)
 class UpdateGuard:
     """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
@@ -37,7 +52,7 @@ class UpdateGuard:
 
     config: Faults
     stop: StopRequest
-    device: torch.device
+    window: SpikeWindow
     record_event: Callable[[int, str, dict[str, Any]], None]
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must go back, if it must."""
@@ -45,8 +60,6 @@ class UpdateGuard:
     def __post_init__(self) -> None:
         self._bad_in_a_row = 0
         self._worst_step = 0
-        # The last good values, oldest first; NaN until there are enough, which makes every comparison false.
-        self._window = torch.full((2, self.config.spike_window), math.nan, dtype=torch.float64, device=self.device)
         self._last: _Verdict | None = None
 
     @torch.no_grad()
@@ -60,20 +73,21 @@ class UpdateGuard:
                 to stop.
         """
         self.settle()
-        grad_norm = grad_norm.to(self.device).double()
+        window, device = self.window.values, self.window.values.device
+        grad_norm = grad_norm.to(device).double()
         not_finite = ~loss.total.isfinite()
         # torch.full with a number is a kernel on the device: there is no copy to wait for.
-        stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=self.device)
+        stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=device)
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
         all_reduce(flags)
         total, tokens, bad_losses, stopping_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
-        means, deviations = self._window.mean(dim=1), self._window.std(dim=1, correction=0)
+        means, deviations = window.mean(dim=1), window.std(dim=1, correction=0)
         bad = (bad_losses > 0) | ~grad_norm.isfinite()
         if self.config.spike_threshold > 0:
             bad = bad | (values > means + self.config.spike_threshold * deviations).any()
-        shifted = torch.cat((self._window[:, 1:], values[:, None]), dim=1)
-        self._window = torch.where(bad, self._window, shifted)
+        shifted = torch.cat((window[:, 1:], values[:, None]), dim=1)
+        self.window.values = torch.where(bad, window, shifted)  # another tensor: the old one may be in a save
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
         numbers = found.to("cpu", non_blocking=True)
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None

@@ -88,7 +88,9 @@ class StragglerWatch:
         for kind, times in zip(KINDS, by_kind, strict=True):
             median = statistics.median(times)
             for rank, seconds in enumerate(times):
-                if seconds > self.factor * median and seconds - median > LEAST_SHARE_OF_STEP * step_seconds:
+                # A slow computation, of which the fixed one is a sample, delays the whole step.
+                delay = seconds - median if kind == "data wait" else (seconds / median - 1) * step_seconds
+                if seconds > self.factor * median and delay > LEAST_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
                     usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
                     logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")

@@ -21,7 +21,7 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, local
 from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.averages import Averages
@@ -243,7 +243,7 @@ def two_steps(
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        _Guard(config.faults, cast(StopRequest, never_asked), device, lambda *_: None),
+        _Guard(config.faults, cast(StopRequest, never_asked), SpikeWindow(config.faults, device), lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         averages=averages,
