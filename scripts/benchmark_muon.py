@@ -26,7 +26,7 @@ from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.optimizers.muon import Muon, orthogonalize
+from torchtrain.optimizers.muon import Muon, block_of, orthogonalize
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 
 
@@ -36,12 +36,13 @@ class Repeated(Muon):
     @torch.no_grad()
     def step(self) -> None:
         for matrix in (matrix for bucket in self.buckets for owned in bucket for matrix in owned):
-            parameter: Any = matrix.parameter
-            options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+            assert isinstance(matrix, DTensor)
+            options: Any = {"shape": matrix.shape, "stride": matrix.stride(), "run_check": False}
             momentum = DTensor.from_local(
-                self._accumulate(parameter), parameter.device_mesh, parameter.placements, **options
-            )
-            self._add(matrix, orthogonalize(momentum.full_tensor(), self.iterations)[matrix.block(self.rank)])
+                self._accumulate(matrix), matrix.device_mesh, matrix.placements, **options
+            ).full_tensor()
+            update = orthogonalize(momentum, self.config.muon_iterations)
+            self._apply([[matrix]], update[block_of(matrix, self.degrees, self.rank)].flatten)
 
 
 WAYS = {"owners": Muon, "repeated": Repeated}

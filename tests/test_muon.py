@@ -1,5 +1,6 @@
 """Muon: torch's updates on one rank, the same on every layout, and its work divided."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import benchmark_muon
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,3 +157,15 @@ def test_owners_have_alike_much_work() -> None:
         assert max(works) < 1.1 * sum(works) / ranks, ranks
         for some in chain.from_iterable(buckets):
             assert len(some) <= 1 or 2 * sum(matrix.numel() for matrix in some) <= BUCKET_BYTES
+
+
+def weights_after(way: str) -> dict[str, Tensor]:
+    optimizer, _ = benchmark_muon.make(way, Namespace(replicas=1, width=64, layers=1, vocab=64))
+    optimizer.step()
+    (matrices,) = (group["params"] for group in optimizer.param_groups if group["rule"] == "muon")
+    return {str(i): matrix.full_tensor().detach() for i, matrix in enumerate(matrices)}
+
+
+def test_the_benchmarks_other_way_gives_the_same_weights(gloo: GlooPool) -> None:
+    owners, repeated = (gloo.run(2, weights_after, way)[0] for way in ("owners", "repeated"))
+    torch.testing.assert_close(repeated, owners, rtol=0, atol=1e-6)
