@@ -370,6 +370,13 @@ def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
     assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
 
 
+def test_float8_scales_are_computed_by_one_reduction() -> None:
+    pytest.importorskip("torchao")
+    step = planned(2, float8={"recipe": "tensorwise"}).ledger.steps[-1]
+    reductions = [o.phase for o in step.operations if o.name == "all_reduce" and o.axis == "shard"]
+    assert reductions == ["update"]
+
+
 def test_gradients_do_not_outlive_their_step() -> None:
     first, second = planned(2).ledger.steps
     assert first.kept["gradients"] == second.kept["gradients"] == 0
@@ -467,6 +474,8 @@ def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
         (["--estimate.world_size", "8", "--parallelism.tensor_parallel_degree", "8"], "must divide the model's"),
         (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
         (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "choice of the compiler"),
+        (["--estimate.world_size", "96", "--data.name", "org/texts"], "96 data-parallel ranks must divide that"),
+        (["--estimate.world_size", "8", "--estimate.search", "--estimate.json"], "estimate.search looks for one"),
     ],
 )
 def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,11 @@ def run(config: JobConfig) -> int:
 
     config, picture = replace(config, model=resolve_model(config.model)), config.estimate.picture
     if config.estimate.search:
+        if config.estimate.json or picture:
+            raise ConfigError(
+                "estimate.json and estimate.picture are of one layout, and estimate.search looks for one: give what it "
+                "writes to another estimate"
+            )
         return search(config)
     if picture:
         require_picture(picture, "estimate.picture")
