@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torchtrain.compare import main
 from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.fingerprints.judge import FILE, Step, read, walk
+from torchtrain.fingerprints.judge import FILE, Fingerprint, Step, distance, read, walk
 
 ROOT = Path(__file__).parent.parent
 
@@ -450,6 +451,19 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     assert second.startswith(f"step 2: {b / 'fingerprints/step-2' / FILE} is missing or damaged (")
     assert third.startswith("step 3: ")
     assert code == 0
+
+
+def test_what_is_not_finite_in_both_is_alike() -> None:
+    def distance_of(first: list[float], second: list[float]) -> float:
+        return distance(*(Fingerprint("float32", [4], "", np.array(numbers)) for numbers in (first, second)))
+
+    nan, inf = math.nan, math.inf
+    for figures in ([nan, nan, nan], [inf, inf, inf], [nan, inf, inf]):
+        for last in (nan, inf, 4.0):
+            assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.0 + 1e-7, 2.0, last]) < 1e-6
+            assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.5, 2.0, last]) > 0.05
+    assert distance_of([1.0, 1.0, 1.0, 1.0], [nan, nan, nan, 1.0]) == inf
+    assert distance_of([3.0, 3.0, 2.0, 1.0, 2.0], [nan, nan, nan, 1.0, nan]) == inf
 
 
 def test_weights_at_the_end_of_a_decay_are_alike(tmp_path: Path) -> None:
