@@ -502,6 +502,19 @@ def test_search_writes_what_the_trainer_takes(
     assert "none of the" in capsys.readouterr().err
 
 
+def test_a_search_may_begin_where_the_trainer_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(tmp_path / "best")]
+    assert door.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
+    training = parse(["--job.config_file", str(tmp_path / "best")]).training
+    assert (training.local_batch_size <= 4, training.global_batch_size) == (True, 4)
+    capsys.readouterr()
+    assert door.main([*argv, "--training.global_batch_size", "5", "--estimate.world_size", "3"]) == 2
+    assert "training.global_batch_size = 5 must be a multiple of" in capsys.readouterr().err
+
+
 def test_what_cannot_be_written_is_refused_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
