@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torchtrain.compare import main
 from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.fingerprints.judge import FILE, read, walk
+from torchtrain.fingerprints.judge import FILE, Fingerprint, Step, distance, read, walk
 
 ROOT = Path(__file__).parent.parent
 
@@ -282,10 +283,10 @@ def test_a_planted_fault_is_named(references: Any, tmp_path: Path, name: str) ->
         assert "(B's is row 2 of A)" in said[0]
 
 
-def fake_run(folder: Path, losses: list[float], **changes: Any) -> Path:
+def fake_run(folder: Path, losses: list[float | None], **changes: Any) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config_of(**changes)))
-    lines = [{"step": step, "loss": x, "grad_norm": 2 * x, "lr": 1e-3} for step, x in enumerate(losses, 1)]
+    lines = [{"step": step, "loss": x, "grad_norm": x and 2 * x, "lr": 1e-3} for step, x in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "lo')
     return folder
 
@@ -311,6 +312,60 @@ def test_curves_drift_or_jump(tmp_path: Path) -> None:
     other_rate = fake_run(tmp_path / "rate", [x * 1.1 for x in losses], optimizer={"lr": 1.0})
     code, report = compare(a, other_rate)
     assert report["logged"]["lines"][0].startswith("loss jumps: the config explains it, or a fault. Step 1: ")
+
+
+def add_lines(folder: Path, *lines: dict[str, Any]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"\n{json.dumps(line)}\n" for line in lines)
+
+
+def test_a_line_of_validation_alone_is_no_step_of_a_curve(tmp_path: Path) -> None:
+    a, b = fake_run(tmp_path / "a", [1.0] * 12), fake_run(tmp_path / "b", [1.0] * 9)  # as with another log_freq
+    for folder in (a, b):
+        add_lines(folder, {"step": 10, "validation_loss": 2.0}, {"step": 20, "validation_loss": 2.0})
+    code, report = compare(a, b)
+    assert code == 0, report
+    assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 9 steps up to 9"
+
+
+def test_steps_of_a_run_that_began_anew_are_not_those_before(tmp_path: Path) -> None:
+    a, b = fake_run(tmp_path / "a", [1.0] * 8), fake_run(tmp_path / "b", [2.0] * 8)
+    made_again = [{"step": step, "loss": 1.0, "grad_norm": 2.0, "lr": 1e-3} for step in range(1, 5)]
+    add_lines(b, {"step": 0, "event": "start", "ranks": 1}, *made_again)
+    code, report = compare(a, b)
+    assert code == 0, report
+    assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 4 steps up to 4"
+
+
+def test_a_config_that_does_not_fit_the_last_start_keeps_no_curve_from_being_compared(tmp_path: Path) -> None:
+    a, b = (fake_run(tmp_path / name, [1.0], parallelism={"data_parallel_shard_degree": 2}) for name in "ab")
+    for folder, ranks in ((a, 2), (b, 4)):
+        lines = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
+    code, report = compare(a, b)
+    assert code == 0, report
+    assert report["logged"]["alike"] is True
+    assert "options are the same" in report["config"]["lines"]
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    finite, nan, also = (
+        fake_run(tmp_path / name, losses)
+        for name, losses in (("a", [1.0, 1.0]), ("b", [1.0, None]), ("c", [1.0, None]))
+    )
+    assert compare(nan, also)[0] == 0
+    code, report = compare(finite, nan)
+    assert code == 1
+    assert report["logged"]["found"][0] == {"curve": "loss", "step": 2, "how": "jumps", "distance": None}
+
+
+def test_rows_that_differ_are_told_without_the_tokenizer(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        folder = fake_run(tmp_path / name, [1.0], model={"tokenizer_path": str(tmp_path / "gone")})
+        Step({}, np.full((1, 2, 4), number, dtype=np.int32)).save(folder / "fingerprints/step-1")
+    code, report = compare(tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert "from token 0 on '[0, 0, 0, 0]' in A, '[1, 1, 1, 1]' in B" in report["computed"]["lines"][0]
 
 
 def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
@@ -396,6 +451,29 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     assert second.startswith(f"step 2: {b / 'fingerprints/step-2' / FILE} is missing or damaged (")
     assert third.startswith("step 3: ")
     assert code == 0
+
+
+def test_what_is_not_finite_in_both_is_alike() -> None:
+    def distance_of(first: list[float], second: list[float]) -> float:
+        return distance(*(Fingerprint("float32", [4], "", np.array(numbers)) for numbers in (first, second)))
+
+    nan, inf = math.nan, math.inf
+    for figures in ([nan, nan, nan], [inf, inf, inf], [nan, inf, inf]):
+        for last in (nan, inf, 4.0):
+            assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.0 + 1e-7, 2.0, last]) < 1e-6
+            assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.5, 2.0, last]) > 0.05
+    assert distance_of([1.0, 1.0, 1.0, 1.0], [nan, nan, nan, 1.0]) == inf
+    assert distance_of([3.0, 3.0, 2.0, 1.0, 2.0], [nan, nan, nan, 1.0, nan]) == inf
+
+
+def test_weights_at_the_end_of_a_decay_are_alike(tmp_path: Path) -> None:
+    """By then the rate is 0: what they are apart is of all updates before."""
+    options = ("--checkpoint.enable", "--optimizer.lr", "1e-2", "--lr_scheduler.total_steps", "3")
+    options += ("--lr_scheduler.warmup_steps", "1")
+    a = run(tmp_path / "a", *options)
+    code, report = compare(a, run(tmp_path / "b", *options, "--training.local_batch_size", "4"))
+    assert code == 0, report
+    assert report["saved"]["lines"] == ["step 3: alike, 21 tensors to rounding, the others bitwise"]
 
 
 def test_a_file_that_lacks_something_is_damaged(gloo: GlooPool, tmp_path: Path) -> None:

@@ -28,6 +28,18 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path: Path) -> None:
     assert not config.checkpoint.enable
 
 
+def test_the_command_line_mends_what_does_not_go_together_in_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n[[data.sources]]\nweight = 0\n")
+    with pytest.raises(ConfigError, match=r"weight = 0.0 of a data source must be above 0"):
+        parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])
+    file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n")
+    for options, message in (([], "steps = 0 must"), (["--training.steps", "3"], "validation.enable needs data")):
+        with pytest.raises(ConfigError, match=message):
+            parse(["--job.config_file", file, *options])
+    config = parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])
+    assert (config.validation.path, config.training.steps) == ("a.txt", 3)
+
+
 def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
     file = write(tmp_path, "")
     assert parse(["--job.config_file", file]).job.dump_folder == "outputs/run"

@@ -252,10 +252,3 @@ def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
                 make_loader(other).load_state_dict(saved)
     with pytest.raises(DataError, match="is not one of 2 streams"):
         make_loader(Data(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
-
-
-def test_streams_must_be_dealt_evenly(tmp_path: Path) -> None:
-    config = Data(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3), streams=3, prefetch=0)
-    make_loader(config, range(4, 8))  # 2 streams, the largest divisor of 8 up to 3; 2 ranks
-    with pytest.raises(DataError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
-        make_loader(config, range(2, 4))

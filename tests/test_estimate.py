@@ -370,6 +370,13 @@ def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
     assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
 
 
+def test_float8_scales_are_computed_by_one_reduction() -> None:
+    pytest.importorskip("torchao")
+    step = planned(2, float8={"recipe": "tensorwise"}).ledger.steps[-1]
+    reductions = [o.phase for o in step.operations if o.name == "all_reduce" and o.axis == "shard"]
+    assert reductions == ["update"]
+
+
 def test_gradients_do_not_outlive_their_step() -> None:
     first, second = planned(2).ledger.steps
     assert first.kept["gradients"] == second.kept["gradients"] == 0
@@ -467,6 +474,8 @@ def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
         (["--estimate.world_size", "8", "--parallelism.tensor_parallel_degree", "8"], "must divide the model's"),
         (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
         (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "choice of the compiler"),
+        (["--estimate.world_size", "96", "--data.name", "org/texts"], "96 data-parallel ranks must divide that"),
+        (["--estimate.world_size", "8", "--estimate.search", "--estimate.json"], "estimate.search looks for one"),
     ],
 )
 def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -491,6 +500,19 @@ def test_search_writes_what_the_trainer_takes(
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
     assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
+
+
+def test_a_search_may_begin_where_the_trainer_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(tmp_path / "best")]
+    assert door.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
+    training = parse(["--job.config_file", str(tmp_path / "best")]).training
+    assert (training.local_batch_size <= 4, training.global_batch_size) == (True, 4)
+    capsys.readouterr()
+    assert door.main([*argv, "--training.global_batch_size", "5", "--estimate.world_size", "3"]) == 2
+    assert "training.global_batch_size = 5 must be a multiple of" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training
+from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training, Validation
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
@@ -254,6 +254,21 @@ def test_layers_are_split_with_embedding_and_output_weighed(
 def test_the_config_may_list_the_layers() -> None:
     config = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
     assert plan_stages(LLAMA, config) == (20, 12)
+
+
+def test_ranks_must_divide_the_streams_of_streamed_data() -> None:
+    config = JobConfig(
+        training=Training(local_batch_size=2, global_batch_size=8), data=Data(name="org/texts", streams=3)
+    )
+    cpu = torch.device("cpu")
+    check_layout(config, cpu, Degrees(shard=2), LLAMA)  # 2 streams, the largest divisor of 8 up to 3
+    with pytest.raises(ConfigError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
+        check_layout(config, cpu, Degrees(shard=4), LLAMA)
+    held_out = replace(config, data=Data(streams=3), validation=Validation(enable=True, name="held-out"))
+    with pytest.raises(ConfigError, match=r"held-out is streamed in 2 streams"):
+        check_layout(held_out, cpu, Degrees(shard=4), LLAMA)
+    for data in (Data(path="texts", streams=3), replace(config.data, download=True)):
+        check_layout(replace(config, data=data), cpu, Degrees(shard=4), LLAMA)
 
 
 def test_without_a_pipeline_its_options_rest() -> None:

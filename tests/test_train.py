@@ -130,9 +130,11 @@ def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) 
     output = finish(tmp_path, "--checkpoint.load_step", "8", ranks=1)
     assert f"resumed from {tmp_path}/checkpoint/step-8" in output
     assert [line["step"] for line in lines(tmp_path)] == [*range(1, 13), *range(9, 13)]
+    config = (tmp_path / "config.toml").read_bytes()
     refused = ForkedRun(tmp_path, "--checkpoint.load_step", "5", ranks=1)
     assert refused.wait() == [2]
     assert "checkpoint.load_step = 5 cannot be loaded" in refused.output()
+    assert (tmp_path / "config.toml").read_bytes() == config  # of the run that was made
 
 
 def test_a_profile_is_written(tmp_path: Path) -> None:

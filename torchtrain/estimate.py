@@ -43,6 +43,11 @@ def run(config: JobConfig) -> int:
 
     config, picture = replace(config, model=resolve_model(config.model)), config.estimate.picture
     if config.estimate.search:
+        if config.estimate.json or picture:
+            raise ConfigError(
+                "estimate.json and estimate.picture are of one layout, and estimate.search looks for one: give what it "
+                "writes to another estimate"
+            )
         return search(config)
     if picture:
         require_picture(picture, "estimate.picture")
@@ -183,7 +188,9 @@ def search(config: JobConfig) -> int:
 
     gpu, size = gpu_of(config), world_size_of(config)
     shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
-    batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
+    batch = config.training.global_batch_size
+    if batch == -1:
+        batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
     config = replace(config, training=replace(config.training, global_batch_size=batch))
     own, guesses = [], []
     with suppress(ConfigError):
@@ -192,6 +199,8 @@ def search(config: JobConfig) -> int:
     for layout in layouts(config, shape):
         with suppress(ConfigError):
             guesses.append((*guess(layout, shape, refuse(layout, shape, gpu), gpu), layout))
+    if not (own or guesses):
+        refuse(config, shape, gpu)  # says what is wrong with all of them, as far as it is with this one
     path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
     require_file(path, "estimate.output")
     guesses.sort(key=lambda candidate: candidate[:2])

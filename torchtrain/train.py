@@ -61,11 +61,11 @@ def train(config: JobConfig) -> int:
     folder = Path(config.job.dump_folder)
     enable_flight_recorder(folder / "hangs")
     plan = plan_run(config)
+    stop = StopRequest(config.faults)
+    run = build_run(config, plan, stop)  # a start that is refused leaves the run its config
     if rank() == 0:
         with BestEffort("config.toml"):
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    stop = StopRequest(config.faults)
-    run = build_run(config, plan, stop)
     describe(plan.config, plan.model, plan.device, plan.degrees)
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -79,6 +80,7 @@ def open_run(path: Path) -> RunFolder:
             continue
         if line.get("event") == "start":
             run.start = line
+            run.lines = {number: own for number, own in run.lines.items() if number <= step}  # later ones are left
         elif "event" not in line and not any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
             run.lines.setdefault(step, {}).update(line)
     return run
@@ -105,8 +107,11 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
 
 def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
     """Options in which the two differ, with the global batch size where that is known of both."""
-    known = all(isinstance(run.start.get("ranks"), int) for run in (a, b))
-    return differences(*(to_toml(with_batch_size(run) if known else run.config) for run in (a, b)))
+    configs = [run.config for run in (a, b)]
+    if all(isinstance(run.start.get("ranks"), int) for run in (a, b)):
+        with suppress(ConfigError):  # the last start, on other ranks, may have ended before it told of them
+            configs = [with_batch_size(run) for run in (a, b)]
+    return differences(*map(to_toml, configs))
 
 
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
@@ -132,12 +137,12 @@ def with_batch_size(run: RunFolder) -> JobConfig:
 
 def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
-    steps = sorted(a.lines.keys() & b.lines.keys())
-    if not steps:
+    logged = {key: steps for key in CURVES if (steps := steps_of_both(a, b, key))}
+    if not logged:
         raise TorchtrainError("no step that both have logged")
     same_run = all(option.kind in (Kind.LAYOUT, Kind.HARMLESS) for option in changed_options(a, b))
     fault = "a fault" if same_run else "the config explains it, or a fault"
-    for key in CURVES:
+    for key, steps in logged.items():
         limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
         apart = {step: relative(a, b, step, key) for step in steps}
         beyond = next((step for step in steps if apart[step] > limit), None)
@@ -152,6 +157,11 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
         line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
         yield Said(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
+
+
+def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
+    """At which both have logged ``key``: a step may have a line of validation results alone."""
+    return sorted(step for step, line in a.lines.items() if key in line and key in b.lines.get(step, {}))
 
 
 def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
@@ -213,7 +223,8 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
         return tensors
 
     optimizer = run.config.optimizer
-    rate = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps).rate(step)
+    schedule = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps)
+    rate = sum(map(schedule.rate, range(1, step + 1))) / max(1, step)  # the mean: the last one may be 0
     betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
     model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
     for name in parameter_shapes(model_shape(model, None, run.config.training.seq_len)):
@@ -234,7 +245,7 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
         explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
         alike = apart <= explained and max(parts, default=0) <= 4 * run.rounding
         of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
-        yield name, f"{apart:.1e} apart, where its update is {update:.1e}; moments {of_moments} of their size", alike
+        yield name, f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size", alike
     rows = both("loader.rows")
     if rows and not torch.equal(*rows):
         firsts = [tensor[0].tolist() for tensor in rows]
@@ -283,7 +294,9 @@ def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> st
     x, y = ours.rows[row], theirs.rows[row]
     twin = next((f" (B's is row {i} of A)" for i, other in enumerate(ours.rows) if np.array_equal(other, y)), "")
     first = int(np.argmax((x != y).any(axis=0))) if x.shape == y.shape else 0
-    decode = load_tokenizer(a.config.model.tokenizer_path).decode
+    decode: Callable[[list[int]], str] = str
+    with suppress(TorchtrainError):  # where its file is not here, ids are shown
+        decode = load_tokenizer(a.config.model.tokenizer_path).decode
     shown = [decode(z[0, first : first + 24].tolist()) for z in (x, y)]
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
 
@@ -297,7 +310,7 @@ def draw(runs: Sequence[RunFolder], path: str) -> None:
     for run in runs:
         above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
     a, b = runs
-    steps = sorted(a.lines.keys() & b.lines.keys())
+    steps = steps_of_both(a, b, "loss")
     below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
     above.set(ylabel="loss")
     above.legend()

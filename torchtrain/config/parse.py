@@ -37,13 +37,14 @@ def parse(
 ) -> JobConfig:
     """The config of ``argv`` (without the program's name) and of the file it names.
 
-    A bad file raises ConfigError. A bad command line, like ``--help``, ends the process, with a message unless
-    ``print_errors`` is off: all ranks parse, one speaks.
+    What is wrong in both together raises ConfigError. A bad command line, like ``--help``, ends the process, with a
+    message unless ``print_errors`` is off: all ranks parse, one speaks.
     """
     import tyro  # only doors parse, and it takes a moment
 
     file = config_file(argv)
-    defaults = from_file(file) if file else JobConfig()
+    # The command line may mend what does not go together in the file.
+    defaults = from_file(file, checked=False) if file else JobConfig()
     with ExitStack() as silence:
         if not print_errors:  # tyro's own console_outputs=False lets some errors through
             silence.enter_context(redirect_stdout(io.StringIO()))
@@ -73,8 +74,8 @@ def config_file(argv: Sequence[str]) -> str:
     return os.path.expanduser(found)
 
 
-def from_file(path: str, *, only_model: bool = False) -> JobConfig:
-    """The config in the TOML file ``path``, defaults where it says nothing.
+def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
+    """The config in the TOML file ``path``, defaults where it says nothing. ``checked``: as for ``from_toml``.
 
     ``only_model``: what makes the model, [model] and training.seq_len. Other options may have values refused by now.
     """
@@ -90,16 +91,17 @@ def from_file(path: str, *, only_model: bool = False) -> JobConfig:
         if isinstance(table.get("training"), dict):
             table["training"] = {key: value for key, value in table["training"].items() if key == "seq_len"}
     try:
-        return from_toml(JobConfig, table)
+        return from_toml(JobConfig, table, checked=checked)
     except ConfigError as error:
         between = "\n  " if "\n" in str(error) else " "
         raise ConfigError(f"{path}:{between}{error}") from None
 
 
-def from_toml(section: type[Section], table: dict[str, Any], where: str = "") -> Section:
+def from_toml(section: type[Section], table: dict[str, Any], where: str = "", checked: bool = True) -> Section:
     """Build the dataclass ``section`` from a TOML table; ``where`` is the table's name in messages.
 
-    All that is wrong in the table is told in one ConfigError, a line for each key.
+    All that is wrong in the table is told in one ConfigError, a line for each key. Without ``checked`` only names and
+    types are looked at, and not what the dataclasses refuse.
     """
     hints = typing.get_type_hints(section)
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
@@ -108,7 +110,7 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "") ->
         name = f"{where}.{key}" if where else key
         if key in names:
             try:
-                values[key] = convert(hints[key], value, name)
+                values[key] = convert(hints[key], value, name, checked)
             except ConfigError as error:
                 problems.append(str(error))
         elif told := torchtitan_keys(name, value):
@@ -118,7 +120,11 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "") ->
             problems.append(f"{name} is no {kind}{did_you_mean(key, names, f'{where}.' if where else '')}")
     if problems:
         raise ConfigError("\n  ".join(problems))
-    return section(**values)
+    if checked:
+        return section(**values)
+    made = section()
+    vars(made).update(values)  # past what it refuses
+    return made
 
 
 def torchtitan_keys(name: str, value: Any) -> list[str]:
@@ -132,18 +138,18 @@ def torchtitan_keys(name: str, value: Any) -> list[str]:
     return []
 
 
-def convert(hint: Any, value: Any, name: str) -> Any:
+def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
     """``value`` of a TOML file as the type ``hint``; ConfigError names the key ``name``, the value and the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return convert(arguments[0], value, name)
+        return convert(arguments[0], value, name, checked)
     if origin in (types.UnionType, typing.Union):  # X | None, TOML has no None; or X | a list of X
         is_list = isinstance(value, list) and typing.get_origin(arguments[1]) is tuple
-        return convert(arguments[is_list], value, name)
+        return convert(arguments[is_list], value, name, checked)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
-        return from_toml(typing.cast(type[Any], hint), value, name)
+        return from_toml(typing.cast(type[Any], hint), value, name, checked)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             choices = ", ".join(repr(choice) for choice in arguments)
@@ -152,7 +158,7 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{name} = {value!r} must be a list")
-        return tuple(convert(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+        return tuple(convert(arguments[0], item, f"{name}[{i}]", checked) for i, item in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:  # not isinstance: True is an int to Python

@@ -9,12 +9,11 @@ import torch
 from torchtrain.config.schema import Data
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
-from torchtrain.datasets.order import Mixture, stream_seed
+from torchtrain.datasets.order import Mixture, stream_seed, streams_of
 from torchtrain.datasets.packing import Stream, TextStream, WindowStream
 from torchtrain.datasets.prepared import PreparedTokens
 from torchtrain.datasets.sources import open_prepared, open_text
 from torchtrain.datasets.text import StreamedText
-from torchtrain.errors import DataError
 from torchtrain.reading import patiently
 from torchtrain.tokenizers import Tokenizer
 
@@ -48,8 +47,7 @@ def build_loader(
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
-    # Rows that share a stream are neighbors, and of one rank.
-    shared = max(n for n in range(1, min(config.streams, global_batch_size) + 1) if global_batch_size % n == 0)
+    shared = streams_of(config.streams, global_batch_size)
     streams: list[list[Stream]] = []
     identities: list[Callable[[], str]] = []
     for number, source in enumerate(config.all):
@@ -63,12 +61,7 @@ def build_loader(
             continue
         lanes = shared if isinstance(opened, StreamedText) else global_batch_size
         rows_of_lane = global_batch_size // lanes
-        if rows.start % rows_of_lane or rows.stop % rows_of_lane:
-            raise DataError(
-                f"{opened.name} is streamed in {lanes} streams, the largest divisor of the global batch of "
-                f"{global_batch_size} up to data.streams = {config.streams}; {global_batch_size // len(rows)} "
-                "data-parallel ranks must divide that: raise data.streams, or download or prepare the data"
-            )
+        assert rows.start % rows_of_lane == rows.stop % rows_of_lane == 0  # limits/layout.py refuses it
         by_lane = {
             lane: TextStream(opened, tokenizer, lane, lanes, seed_of_source, repeat)
             for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)

@@ -21,6 +21,11 @@ def stream_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def streams_of(most: int, global_batch_size: int) -> int:
+    """Streams that rows of a batch are read from, where data are streamed: neighboring rows share one."""
+    return max(n for n in range(1, min(most, global_batch_size) + 1) if global_batch_size % n == 0)
+
+
 def permute(indices: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
     """Images of ``indices`` (each in ``range(count)``) under the permutation of ``range(count)`` that ``seed`` names.
 

@@ -98,11 +98,13 @@ def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
     x, y = a.numbers, b.numbers
     if a.shape != b.shape:
         return math.inf
-    if np.array_equal(x, y, equal_nan=True) or not (x[1] or y[1]):  # NaN in both is alike, and so are zeros
+    same = (x == y) | (np.isnan(x) & np.isnan(y))  # NaN in both is alike
+    if same.all() or not (x[1] or y[1]):
         return 0.0
     with np.errstate(all="ignore"):
-        apart, size = np.abs(x - y), np.maximum(np.abs(x), np.abs(y))
-        figures = apart[:3] / size[[1, 1, 2]]
+        apart = np.where(same, 0.0, np.abs(x - y))
+        size = np.where(same & ~np.isfinite(x), 0.0, np.maximum(np.abs(x), np.abs(y)))
+        figures = apart[:3] / np.maximum(size[[1, 1, 2]], 1e-150)
         samples = np.maximum(np.sqrt(np.mean(size[3:] ** 2)), 1e-150)  # all may be 0, as in the gradient of embeddings
         if update:
             found = np.median(apart[3:]) / samples, figures[1]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import count
 from math import prod
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, local
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
+from torchtrain.float8 import compute_scales, gathers_float8
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.averages import Averages
@@ -234,6 +236,8 @@ def two_steps(
         rows = min(rows, max_microbatches * local_batch)
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
+    if gathers_float8(config.float8, mesh.degrees.fsdp):
+        optimizer.register_step_post_hook(partial(compute_scales, model.parts))
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A StopRequest would take over the signals of this process.

@@ -48,9 +48,9 @@ GPUS = {
 class Efficiency:
     """What is reached of a peak. Fitted to published runs by ``scripts/validate_estimate.py``."""
 
-    matrices: float = 0.462
-    float8: float = 0.391
-    attention: float = 0.41
+    matrices: float = 0.463
+    float8: float = 0.345
+    attention: float = 0.403
     memory: float = 0.95
     link: float = 0.75
     network: float = 0.75

@@ -3,6 +3,7 @@
 import torch
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.order import streams_of
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import check_float8
@@ -28,6 +29,7 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
         tokens //= resolve_microbatches(parallelism, config.training)
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
+    _check_streams(config, degrees)
     check_float8(config.float8, model, device, degrees.tensor, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
@@ -52,6 +54,23 @@ def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
             f"data-parallel ranks = {at_once}; try {_near(wanted, at_once)}, or a local_batch_size that fits"
         )
     return wanted
+
+
+def _check_streams(config: JobConfig, degrees: Degrees) -> None:
+    """Rows that share a stream must be of one rank."""
+    data, validation = config.data, config.validation
+    sources = (*data.all, *(validation.all if validation.enable else ()))
+    streamed = [source.name for source in sources if source.name and not source.download]
+    if not streamed:
+        return
+    global_batch_size = resolve_global_batch_size(config, degrees)
+    streams = streams_of(data.streams, global_batch_size)
+    if streams % degrees.batch:
+        raise ConfigError(
+            f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch of "
+            f"{global_batch_size} up to data.streams = {data.streams}; {degrees.batch} data-parallel ranks must divide "
+            "that: raise data.streams, or download or prepare the data"
+        )
 
 
 def _check_tensor(model: TransformerConfig, degree: int) -> None:
