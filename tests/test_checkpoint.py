@@ -409,6 +409,21 @@ def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None
         run.manager.load(2)
 
 
+def test_a_load_does_not_send_the_metadata_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather, gathered = dist.all_gather_object, []
+
+    def noted(object_list: list[object], obj: object, group: dist.ProcessGroup) -> None:
+        gathered.append(obj)
+        gather(object_list, obj, group)
+
+    Run(tmp_path).train(1, 2)
+    run = Run(tmp_path)
+    monkeypatch.setattr(dist, "all_gather_object", noted)
+    run.manager.load(2)
+    assert gathered
+    assert not any(isinstance(sent, Metadata) for sent in gathered)  # each rank would hold that of all
+
+
 def test_part_of_a_parameter_left_unwritten_is_an_error(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     folder = tmp_path / "checkpoint/step-2"
