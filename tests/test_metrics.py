@@ -14,12 +14,13 @@ import torch.distributed as dist
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import Metrics
+from torchtrain.config.schema import Metrics, Profiling
 from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import has_validation
+from torchtrain.profiling import Profiler
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
@@ -199,3 +200,15 @@ def test_the_line_says_how_long_it_will_take() -> None:
     assert readable(line, 100, colour=False).endswith("3m00s left")
     assert "left" not in readable({**line, "step": 100}, 100, colour=False)
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
+
+
+def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
+    kept = []
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+        assert profiler.profile is not None
+        for step in range(1, 10):
+            torch.ones(2).relu()
+            profiler.step()
+            if step % 3 == 0:
+                kept.append(len(profiler.profile.events() or ()))
+    assert kept == [kept[0]] * 3
