@@ -324,6 +324,27 @@ def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
 
 
+def test_of_two_that_start_at_once_the_older_leaves_alone_what_the_newest_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Run(tmp_path)
+    (tmp_path / "checkpoint/generation.json").unlink()  # both have seen none, and take the same generation
+    newest = Run(tmp_path)
+    assert older.manager.claim.generation == newest.manager.claim.generation
+    make_room = CheckpointManager._make_room
+
+    def make_room_late(manager: CheckpointManager, step: int) -> None:
+        if manager is newest.manager:  # its files are written: now the older one saves the same step
+            with pytest.raises(SupersededError):
+                older.train(1, 2)
+        make_room(manager, step)
+
+    monkeypatch.setattr(CheckpointManager, "_make_room", make_room_late)
+    newest.train(1, 2)
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    assert Run(tmp_path).manager.start.step == 2
+
+
 def test_left_over_partial_folder_is_neither_loaded_nor_kept(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     partial = tmp_path / "checkpoint/step-4.partial"
