@@ -23,8 +23,10 @@ from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss,
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.config.schema import Faults
 from torchtrain.errors import StoppedError
 from torchtrain.faults import hangs
+from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
@@ -301,6 +303,23 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
 
 def validations(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines(folder) if "validation_loss" in line]
+
+
+def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, stop = signal.signal, StopRequest(Faults())
+
+    def install_late(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        if number == signal.SIGUSR1 and before == signal.SIG_DFL:
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_late)
+    with stop:
+        deadline = time.monotonic() + 5
+        while not stop.pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.signal_name == "SIGUSR1"
 
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
