@@ -92,6 +92,7 @@ def test_tensorboard_shows_the_last_start_whatever_the_clock(
 
 def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
+    (tmp_path / "wandb_id").touch()  # as a disk that was full leaves it
     gloo.run(1, record_offline, str(tmp_path))
     run = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     content = run.read_bytes()
