@@ -160,6 +160,18 @@ def test_a_read_that_fails_is_no_damage(
     assert gloo.run(2, find, tmp_path) == ["2", "2"]  # an error that passes costs a moment
 
 
+@pytest.mark.parametrize(
+    ("operation", "path", "told"),
+    [("mkdir", "away/run", "away/run' cannot be used"), ("create", "away/run/checkpoint/*", "json cannot be written")],
+)
+def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
+    disk: DiskFaults, tmp_path: Path, operation: str, path: str, told: str
+) -> None:
+    disk.fail(operation, tmp_path / path, errno.EIO)
+    output = run_ends_with(74, tmp_path / "log", "--job.dump_folder", str(tmp_path / "away/run"))
+    assert f"{told}: Input/output error. Start again when the file system answers" in output
+
+
 def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
     gloo.run(2, save_two, tmp_path)
     disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO, times=1)

@@ -324,6 +324,27 @@ def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
 
 
+def test_of_two_that_start_at_once_the_older_leaves_alone_what_the_newest_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Run(tmp_path)
+    (tmp_path / "checkpoint/generation.json").unlink()  # both have seen none, and take the same generation
+    newest = Run(tmp_path)
+    assert older.manager.claim.generation == newest.manager.claim.generation
+    make_room = CheckpointManager._make_room
+
+    def make_room_late(manager: CheckpointManager, step: int) -> None:
+        if manager is newest.manager:  # its files are written: now the older one saves the same step
+            with pytest.raises(SupersededError):
+                older.train(1, 2)
+        make_room(manager, step)
+
+    monkeypatch.setattr(CheckpointManager, "_make_room", make_room_late)
+    newest.train(1, 2)
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+    assert Run(tmp_path).manager.start.step == 2
+
+
 def test_left_over_partial_folder_is_neither_loaded_nor_kept(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     partial = tmp_path / "checkpoint/step-4.partial"
@@ -407,6 +428,21 @@ def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None
     run.model.extra = nn.Parameter(torch.zeros(2))
     with pytest.raises(CheckpointError, match=r"Missing key in checkpoint state_dict: model.extra"):
         run.manager.load(2)
+
+
+def test_a_load_does_not_send_the_metadata_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather, gathered = dist.all_gather_object, []
+
+    def noted(object_list: list[object], obj: object, group: dist.ProcessGroup) -> None:
+        gathered.append(obj)
+        gather(object_list, obj, group)
+
+    Run(tmp_path).train(1, 2)
+    run = Run(tmp_path)
+    monkeypatch.setattr(dist, "all_gather_object", noted)
+    run.manager.load(2)
+    assert gathered
+    assert not any(isinstance(sent, Metadata) for sent in gathered)  # each rank would hold that of all
 
 
 def test_part_of_a_parameter_left_unwritten_is_an_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import time
+from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss,
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.config.schema import Faults
 from torchtrain.errors import StoppedError
 from torchtrain.faults import hangs
+from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
@@ -302,6 +305,23 @@ def validations(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines(folder) if "validation_loss" in line]
 
 
+def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, stop = signal.signal, StopRequest(Faults())
+
+    def install_late(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        if number == signal.SIGUSR1 and before == signal.SIG_DFL:
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_late)
+    with stop:
+        deadline = time.monotonic() + 5
+        while not stop.pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.signal_name == "SIGUSR1"
+
+
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, hook=slow_from_step_3)
     run.wait_for(lambda: steps_done(tmp_path) >= 2)
@@ -536,6 +556,26 @@ def test_reports_of_a_hang_are_found_whatever_the_clock(
         with hangs.HangWatch(tmp_path, rank, 2, 1000, doing=str) as watch:
             watch._report("step 4")
     assert "ranks 0-1 are at hangs.py" in caplog.messages[-1]
+
+
+def test_of_many_ranks_one_looks_at_the_reports_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = 200
+    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(logger, "propagate", True)
+    waiting = hangs.Place("a.py:1 (b)", "all_reduce", {"0": ["all_reduce", 7, list(range(ranks))]}, {"0": 7}, "")
+    for rank in range(ranks - 1):
+        (tmp_path / f"step-4-rank-{rank}.txt").write_text(json.dumps(asdict(waiting)) + "\n")
+    monkeypatch.setattr(hangs, "_place", lambda *_: waiting)
+    with patch.object(json, "loads", wraps=json.loads) as read, patch.object(hangs, "_awaited", wraps=hangs._awaited):
+        for rank, reads in ((ranks - 2, 0), (0, ranks - 1)):
+            with hangs.HangWatch(tmp_path, rank, ranks, 1000, doing=str) as watch:
+                watch._report("step 4")
+            assert read.call_count == reads
+        assert hangs._awaited.call_count == 1  # they all wait in the same collective
+    (told,) = caplog.messages
+    assert told.endswith(f"so ranks 0-{ranks - 2} are waiting for ranks {ranks - 1}")
 
 
 class Forked(ForkedRun):

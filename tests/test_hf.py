@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -81,6 +82,27 @@ def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
 
 def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_export_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush, rename, flushed = os.fsync, Path.rename, set()
+
+    def noted_fsync(descriptor: int) -> None:
+        flush(descriptor)
+        status = os.fstat(descriptor)
+        flushed.add((status.st_ino, status.st_size))
+
+    def noted_rename(folder: Path, target: Path) -> Path:
+        for path in (folder, *folder.iterdir()):
+            assert (path.stat().st_ino, path.stat().st_size) in flushed, path
+        flushed.clear()
+        return rename(folder, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    export(random_model(next(iter(SHAPES.values()))), tmp_path / "hf")
+    assert {inode for inode, _ in flushed} == {tmp_path.stat().st_ino}
 
 
 @pytest.mark.usefixtures("alone")

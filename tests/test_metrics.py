@@ -14,13 +14,14 @@ import torch.distributed as dist
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import Metrics
+from torchtrain.config.schema import Metrics, Profiling
 from torchtrain.devices import peak_flops
 from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import has_validation
+from torchtrain.profiling import Profiler
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
@@ -92,6 +93,7 @@ def test_tensorboard_shows_the_last_start_whatever_the_clock(
 
 def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
+    (tmp_path / "wandb_id").touch()  # as a disk that was full leaves it
     gloo.run(1, record_offline, str(tmp_path))
     run = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     content = run.read_bytes()
@@ -212,3 +214,15 @@ def test_the_line_says_how_long_it_will_take() -> None:
     assert readable(line, 100, colour=False).endswith("3m00s left")
     assert "left" not in readable({**line, "step": 100}, 100, colour=False)
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
+
+
+def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
+    kept = []
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+        assert profiler.profile is not None
+        for step in range(1, 10):
+            torch.ones(2).relu()
+            profiler.step()
+            if step % 3 == 0:
+                kept.append(len(profiler.profile.events() or ()))
+    assert kept == [kept[0]] * 3

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.reading import MAY_PASS
 
 
 def require_folder(folder: Path, given: str) -> None:
-    """Make ``folder``; ConfigError where there can be none, or this user may not write to it.
+    """Make ``folder``; ConfigError where there can be none, or this user may not write to it,
+    StorageError where the file system fails.
 
     ``given``: the option and its value, as in ``job.dump_folder = 'outputs'``.
     """
@@ -21,6 +23,10 @@ def require_folder(folder: Path, given: str) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             problem = "it cannot be written to"
     except OSError as error:
+        if error.errno in MAY_PASS:
+            raise StorageError(
+                f"{given} cannot be used: {error.strerror}. Start again when the file system answers"
+            ) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
             problem = error.strerror or str(error)
     if problem:

@@ -1,6 +1,7 @@
 """torch.profiler traces and CUDA memory snapshots, as often as the config says."""
 
 import pickle
+import warnings
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +28,12 @@ class Profiler(AbstractContextManager["Profiler"]):
         if config.enable_memory_snapshot and not self.snapshots:
             logger.info("profiling.enable_memory_snapshot has no effect on %s: it needs CUDA", device.type)
         if config.enable_profiling:
+            # It advises acc_events, which would keep the events of all traces in memory.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             wait = config.profile_freq - WARMUP_STEPS - ACTIVE_STEPS
             self.profile = torch.profiler.profile(
                 schedule=torch.profiler.schedule(wait=wait, warmup=WARMUP_STEPS, active=ACTIVE_STEPS),
                 on_trace_ready=self._write_trace,
-                acc_events=True,
             )
         self.best_effort = BestEffort("profiling")
         self.stack = ExitStack()

@@ -16,6 +16,7 @@ from torchtrain.errors import StorageError, TorchtrainError
 T = TypeVar("T")
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+MAY_PASS = (errno.EIO, errno.ESTALE)  # of a file system, and not of a full disk or of rights
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 
 

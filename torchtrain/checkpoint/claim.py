@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
-from torchtrain.errors import CheckpointError, SupersededError
-from torchtrain.reading import MISSING, names_in, read_file
+from torchtrain.errors import CheckpointError, StorageError, SupersededError
+from torchtrain.reading import MAY_PASS, MISSING, names_in, read_file
 
 FILE = "generation.json"
 BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
@@ -41,6 +41,7 @@ class Claim:
 
         Raises:
             CheckpointError: the file cannot be written.
+            StorageError: the file system fails.
         """
         _remove_left_overs(folder)  # first: they may be what fills the disk
         before = _read(folder) or cls(generation=0, id="")
@@ -76,6 +77,10 @@ class Claim:
         except OSError as error:
             with suppress(OSError):
                 written.unlink(missing_ok=True)
+            if error.errno in MAY_PASS:
+                raise StorageError(
+                    f"{folder / FILE} cannot be written: {error.strerror}. Start again when the file system answers"
+                ) from error
             raise CheckpointError(
                 f"{folder / FILE} cannot be written ({error.strerror}), and so no checkpoint: make room or let this "
                 "user write there, or take another job.dump_folder"

@@ -1,6 +1,7 @@
 """Weights from and to a Hugging Face folder, sharded: through DCP, no rank holds more than its part of the model."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
@@ -99,9 +100,10 @@ def save_hf(
         try:
             shutil.rmtree(partial / "sharded", ignore_errors=True)
             write_hf_config(partial, model, dtype, tokenizer_path)
-            fsync_folder(partial)
+            fsync_folder(partial, *os.listdir(partial))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
+            fsync_folder(folder.parent)
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 

@@ -49,14 +49,14 @@ class CheckpointManager:
         main thread                         thread "save"                          on disk
         maybe_save(100): wait for the
           save before, copy the state,
-          start the thread                  write this rank's tensors              step-100.G.partial
+          start the thread                  write this rank's tensors              step-100.ID.partial
         steps 101, 102, ...                 wait for all ranks' tensors
                                             rank 0: manifest; claim still ours?    step-100 (renamed)
                                             the future ``_pending`` is done
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    G is the generation: each start of the run takes the next one (``claim.py``), and an earlier one may not rename.
+    ID is that of the claim: each start of the run makes its own (``claim.py``), and an earlier one may not rename.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class CheckpointManager:
             step_folder(self.folder, step),
             self.config_toml,
             lambda: self._make_room(step),
-            self.claim.generation,
+            self.claim.id,
             Manifest(step, self.claim.run, self.start.data),
         )
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's

@@ -154,7 +154,8 @@ def load_tensors(
         CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
         StorageError: the file system fails again and again.
     """
-    of_all_ranks(reader.read_metadata, group)  # DCP would take an error in it for another kind of checkpoint
+    # DCP would take an error in it for another kind of checkpoint. None is sent: it grows with the ranks, on each.
+    of_all_ranks(lambda: reader.read_metadata() and None, group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
     place = "loader.rows"  # the only one whose shape is not the model's

@@ -115,7 +115,7 @@ class VerifiedWriter(FileSystemWriter):
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
     commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors; ``manifest`` lacks
     the files. ``commit`` runs on the committing rank between the last byte and the rename: it makes room for the name.
-    Two incarnations of a run, of different ``generation``, never write into the same temporary folder.
+    Two incarnations of a run, of different ``claim``, never write into the same temporary folder.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class VerifiedWriter(FileSystemWriter):
         folder: Path,
         config_toml: str,
         commit: Callable[[], None] | None = None,
-        generation: int = 0,
+        claim: str = "0",
         manifest: Manifest | None = None,
     ) -> None:
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
-        super().__init__(folder.with_name(f"{folder.name}.{generation}{PARTIAL_SUFFIX}"), per_thread_copy_ahead=0)
+        super().__init__(folder.with_name(f"{folder.name}.{claim}{PARTIAL_SUFFIX}"), per_thread_copy_ahead=0)
         self.fs: HashingFileSystem = HashingFileSystem()
         self.partial = Path(self.path)
         self.folder = folder

@@ -1,7 +1,6 @@
 """Local files of text: found, converted once into one column of text, and read in any order."""
 
 import codecs
-import errno
 import fcntl
 import itertools
 import os
@@ -30,13 +29,12 @@ from torchtrain.datasets.formats import (
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.reading import names_in, patiently, unreadable
+from torchtrain.reading import MAY_PASS, names_in, patiently, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
 _WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
 _BLOCK_BYTES = 1 << 16  # else three blocks of it
-MAY_PASS = (errno.EIO, errno.ESTALE)  # of a file system, and not of a full disk or of rights
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:

@@ -23,12 +23,11 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
-from torchtrain.datasets.files import MAY_PASS
 from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
-from torchtrain.reading import patiently
+from torchtrain.reading import MAY_PASS, patiently
 
 T = TypeVar("T")
 

@@ -137,9 +137,11 @@ class HangWatch:
                 path = self.folder / name.format(rank)
                 # An older file is of an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > now - self.timeout_seconds:
-                    places[rank] = Place(**json.loads(path.read_text().split("\n", 1)[0]))
-        if min(places) == self.rank:
-            logger.error("%s", self._summary(what, places))
+                    if rank < self.rank:
+                        return  # it tells all: of thousands of ranks, one reads the files of all
+                    with path.open() as file:
+                        places[rank] = Place(**json.loads(file.readline()))
+        logger.error("%s", self._summary(what, places))
 
     def _write(self, path: Path, place: Place) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -157,10 +159,19 @@ class HangWatch:
         for rank in range(self.world_size):
             groups.setdefault(_described(places.get(rank)), []).append(rank)
         lines += [f"  ranks {_ranges(ranks)} {described}" for described, ranks in groups.items()]
-        waits = {rank: _awaited(place, places, self.world_size) for rank, place in places.items()}
-        for awaited in sorted({tuple(sorted(ranks)) for ranks in waits.values() if ranks}):
-            waiting = [rank for rank, ranks in waits.items() if tuple(sorted(ranks)) == awaited]
-            lines.append(f"  so ranks {_ranges(sorted(waiting))} are waiting for ranks {_ranges(list(awaited))}")
+        awaited_by: dict[Any, tuple[int, ...]] = {}  # most ranks wait in the same collective: looked up once
+        waits: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in sorted(places.items()):
+            wait = (
+                bool(place.waits_in),
+                *((name, number, ranks[0]) for name, (_, number, ranks) in place.pending.items()),
+            )
+            if wait not in awaited_by:
+                awaited_by[wait] = tuple(sorted(_awaited(place, places, self.world_size)))
+            waits.setdefault(awaited_by[wait], []).append(rank)
+        for awaited, waiting in sorted(waits.items()):
+            if awaited:
+                lines.append(f"  so ranks {_ranges(waiting)} are waiting for ranks {_ranges(list(awaited))}")
         return "\n".join(lines)
 
 

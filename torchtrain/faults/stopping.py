@@ -41,16 +41,17 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._writer.setblocking(False)
+        # Before the handlers, which ignore a signal: none is lost in between.
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             self._before[number] = signal.signal(number, lambda *_: None)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 
     def _read(self) -> None:

@@ -172,7 +172,7 @@ class WeightsAndBiases(Writer):
 
         name = folder.resolve().name
         id_file = folder / "wandb_id"
-        if not id_file.exists():
+        if not (id_file.exists() and id_file.stat().st_size):  # a full disk leaves an empty one
             id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self.run = wandb.init(
             project=config.wandb_project,
