@@ -42,8 +42,7 @@ class Repeated(Muon):
                 self._accumulate(parameter), parameter.device_mesh, parameter.placements, **options
             )
             whole = orthogonalize(momentum.full_tensor(), self.config.muon_iterations)
-            update = whole[block_of(parameter, self.degrees, self.rank)].flatten()
-            self._apply([[parameter]], lambda: update)  # noqa: B023
+            self._apply([[parameter]], whole[block_of(parameter, self.degrees, self.rank)].flatten)
 
 
 WAYS = {"owners": Muon, "repeated": Repeated}

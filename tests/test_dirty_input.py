@@ -247,7 +247,9 @@ def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsy
     assert f"{file} has no checkpoint; give a run's folder" in refused(generate.main, [file, "--prompt", "a"], capsys)
     assert f"{file} has no checkpoint; give a run's folder" in refused(convert.main, [file, f"{tmp_path}/out"], capsys)
     (tmp_path / "config.toml").touch()
-    unsaved = f"{tmp_path} is of a run that has saved no checkpoint, as with checkpoint.enable; give"
+    unsaved = (
+        f"{tmp_path} is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable; give"
+    )
     assert unsaved in refused(generate.main, [str(tmp_path), "--prompt", "a"], capsys)
     for door, options in (
         (generate.main, ["def " * 100, "--prompt", "a"]),

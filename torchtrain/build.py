@@ -107,7 +107,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if gathers_float8(config.float8, plan.degrees.fsdp):
         rescale = partial(compute_scales, parts)
         optimizer.register_step_post_hook(rescale)
-        model_state.after_load = rescale  # loading makes an optimizer step, and so scales of weights that go
+        model_state.after_load = rescale  # DCP makes an optimizer step before it loads
         if averages is not None:
             averages.after_exchange = rescale
     window = SpikeWindow(config.faults, plan.device)

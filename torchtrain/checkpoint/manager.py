@@ -90,12 +90,12 @@ class CheckpointManager:
         self._saved: set[int] = set()
         self._failed_in_a_row = 0
 
-    # Loading
-
     @property
     def claim(self) -> Claim:
         assert self.start.claim is not None, "checkpoint.enable is off"
         return self.start.claim
+
+    # Loading
 
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""

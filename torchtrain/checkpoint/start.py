@@ -48,6 +48,7 @@ def find_start(
     Raises:
         CheckpointError: there are checkpoints, but none is good; ``load_step`` is missing or damaged; the contract
             does not let the run go on from there.
+        StorageError: the file system fails.
     """
     group = new_gloo_group(GROUP_TIMEOUT)
     if not config.enable:

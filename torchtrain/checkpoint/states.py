@@ -154,7 +154,7 @@ def load_tensors(
         CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
         StorageError: the file system fails again and again.
     """
-    # DCP would take an error in it for another kind of checkpoint. None is sent: it grows with the ranks, on each.
+    # DCP would take an error in it for another kind of checkpoint. Only errors are sent: metadata grow with the ranks.
     of_all_ranks(lambda: reader.read_metadata() and None, group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}

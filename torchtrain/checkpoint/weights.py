@@ -48,7 +48,7 @@ def find_checkpoint(path: Path) -> Path:
             return step_folder(folder, steps[-1])
     what = "has no checkpoint" if path.exists() else "does not exist"
     if (path / CONFIG).is_file():
-        what = "is of a run that has saved no checkpoint, as with checkpoint.enable"
+        what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
     elif (path / CONFIG_FILE).is_file():
         what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
     raise CheckpointError(

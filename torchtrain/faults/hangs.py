@@ -138,7 +138,7 @@ class HangWatch:
                 # An older file is of an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > now - self.timeout_seconds:
                     if rank < self.rank:
-                        return  # it tells all: of thousands of ranks, one reads the files of all
+                        return  # that rank makes the summary: of thousands, one reads the files of all
                     with path.open() as file:
                         places[rank] = Place(**json.loads(file.readline()))
         logger.error("%s", self._summary(what, places))
