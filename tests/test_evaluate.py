@@ -123,6 +123,30 @@ def test_arguments_that_are_not_known_are_refused() -> None:
             HarnessModel(**arguments)
 
 
+def test_sampled_answers_differ_and_follow_the_seed(trained_run: Path) -> None:
+    import torch
+    from lm_eval.api.instance import Instance
+    from torch import distributed as dist
+
+    from torchtrain.evaluate import HarnessModel
+
+    # As a task with repeats: one context, several answers, in more than one batch.
+    options = {"do_sample": True, "temperature": 1.0, "top_k": -1, "max_gen_toks": 16, "until": []}
+    model = HarnessModel(checkpoint=str(trained_run), device="cpu", batch_size=2)
+    try:
+        requests = [Instance("generate_until", {}, ("def ", options), i) for i in range(6)]
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            first, again = model.generate_until(requests), model.generate_until(requests)
+            torch.manual_seed(2)
+            other = model.generate_until(requests)
+    finally:
+        dist.destroy_process_group()
+    assert len(set(first)) == 6
+    assert first == again
+    assert not set(first) & set(other)
+
+
 def test_a_task_that_is_not_known() -> None:
     options = ["--model", "torchtrain", "--model_args", "checkpoint=none", "--tasks", "none"]
     found = run_door("torchtrain.evaluate", *options, hook=own_tasks_alone)

@@ -394,6 +394,23 @@ def test_transformers_reads_a_sentencepiece_model_of_the_users_own(tmp_path: Pat
     assert again.token_bytes == ours.token_bytes
 
 
+@pytest.mark.parametrize("options", [{"model_type": "word"}, {"treat_whitespace_as_suffix": True}])
+def test_a_sentencepiece_model_that_transformers_reads_otherwise_is_named(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(io.__file__).read_text().splitlines()),
+        **{"model_writer": model, "vocab_size": 200, "hard_vocab_limit": False, "minloglevel": 2, **options},
+    )
+    (tmp_path / "own.model").write_bytes(model.getvalue())
+    write_hf_config(tmp_path, LLAMA2, "float32", str(tmp_path / "own.model"))
+    assert "has other ids in transformers" in caplog.text
+    ours, theirs = load_tokenizer(str(tmp_path / "own.model")), AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("the text of a file") != ours.encode("the text of a file", bos=True)
+
+
 def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [
         b"de",

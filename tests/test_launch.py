@@ -78,6 +78,10 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
 
 
 def interrupt_rendezvous() -> None:
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # tests that run behind a shell's & inherit that it is ignored
+
     def wait_for_nodes(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 

@@ -170,22 +170,34 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         total = -(-len(requests) // self.batch_size)
         for batch in self._progress(collator.get_batched(n=self.batch_size), total, disable_tqdm):
             options = normalize_gen_kwargs(batch[0][1])
-            found = self._complete([context for context, _ in batch], options)
+            found = self._complete([context for context, _ in batch], options, len(texts))
             for (context, arguments), text in zip(batch, found, strict=True):
                 self.cache_hook.add_partial("generate_until", (context, arguments), text)
             texts += found
         original: list[str] = collator.get_original(texts)
         return original
 
-    def _complete(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+    def _complete(self, contexts: list[str], options: dict[str, Any], first: int) -> list[str]:
         tokenizer = self.trained.tokenizer
         stops = handle_stop_sequences(options.get("until"), eos=None)
         most = min(options["max_gen_toks"], self.max_length - 1)
         prompts = [self.tok_encode(context)[-(self.max_length - most) :] for context in contexts]
-        sampling = Sampling(options.get("temperature", 0.0), options.get("top_k", 0), options.get("top_p", 1.0))
+        sampling = Sampling(
+            options.get("temperature", 0.0),
+            max(options.get("top_k") or 0, 0),  # some tasks say -1 or null for all
+            options.get("top_p") or 1.0,
+            torch.initial_seed(),  # the harness's --seed
+        )
         made: list[list[int]] = [[] for _ in contexts]
         texts = [""] * len(contexts)
-        for step in generate(self.trained.model, prompts, sampling, max_new_tokens=most, eos_id=tokenizer.eos_id):
+        # A task may ask for several answers to one context: their numbers make them differ, in whatever batch they are.
+        steps = generate(
+            *(self.trained.model, prompts, sampling),
+            max_new_tokens=most,
+            eos_id=tokenizer.eos_id,
+            first_prompt=first,
+        )
+        for step in steps:
             for i, token in enumerate(step):
                 if token is not None and token != tokenizer.eos_id:
                     made[i].append(token)
