@@ -78,9 +78,7 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
 
 
 def interrupt_rendezvous() -> None:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # tests that run behind a shell's & inherit that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in tests that a shell starts with &
 
     def wait_for_nodes(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
