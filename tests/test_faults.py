@@ -279,25 +279,25 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
     held_out.write_text("some words that nobody has trained on\n" * 100)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
     options += ["--checkpoint.last_save_in_hf"]
-    finish(tmp_path / "reference", *options)
+    finish(tmp_path / "reference", *options, ranks=1)
     folder = tmp_path / "run"
     for step, number in ((4, signal.SIGTERM), (STEPS, signal.SIGTERM), (STEPS, signal.SIGKILL)):
-        run = ForkedRun(folder, *options, hook=slow_validation)
+        run = ForkedRun(folder, *options, ranks=1, hook=slow_validation)
         run.wait_for(lambda step=step: steps_done(folder) == step and step_folder(folder / "checkpoint", step).exists())
         time.sleep(1)  # and it validates
         run.kill(number=number)
-        assert run.wait() == [StoppedError.exit_code if number == signal.SIGTERM else -number] * 2, run.output()
+        assert run.wait() == [StoppedError.exit_code if number == signal.SIGTERM else -number], run.output()
         assert not any(line["step"] == step for line in validations(folder))
     assert not (folder / "hf").exists()
 
-    finish(folder, *options)
+    finish(folder, *options, ranks=1)
     assert validations(folder) == validations(tmp_path / "reference")
     (ours,), (theirs,) = (list(where.glob("hf/*.safetensors")) for where in (folder, tmp_path / "reference"))
     assert (ours_before := ours.read_bytes()) == theirs.read_bytes()
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat()
-    assert "the run is complete" in finish(folder, *options)
+    assert "the run is complete" in finish(folder, *options, ranks=1)
     assert before == ((folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat())
-    assert "wrote" in finish(folder, *options, "--checkpoint.export_dtype", "float32")
+    assert "wrote" in finish(folder, *options, "--checkpoint.export_dtype", "float32", ranks=1)
     assert next(folder.glob("hf/*.safetensors")).stat().st_size > 1.9 * len(ours_before)
 
 

@@ -136,19 +136,14 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
     torch.manual_seed(0)
     model = Transformer(TINY).bfloat16()
     apply_attention_backend(model, "auto", torch.bfloat16, CPU)
-    attention = model.layers["0"].get_submodule("attention")
-    assert isinstance(attention.inner_attention, BatchedBackwardAttention)
-    x = torch.randn(2, TINY.max_seq_len, TINY.dim).bfloat16().requires_grad_()
-    tables = [table[None, :, None] for table in (model.rope_cos, model.rope_sin)]
-
-    def gradients() -> list[Tensor]:
-        return list(torch.autograd.grad(attention(x, *tables).square().sum(), [x, *attention.parameters()]))
-
-    eager = gradients()
+    attention = model.layers["0"].get_submodule("attention").get_submodule("inner_attention")
+    assert isinstance(attention, BatchedBackwardAttention)
+    q, k, v, grad = (torch.randn(2, n, TINY.max_seq_len, TINY.head_size).bfloat16() for n in (4, 2, 2, 4))
+    eager = attention_and_gradients(attention, q, k, v, grad)
     attention.compile(fullgraph=True, dynamic=False)
     with warnings.catch_warnings():  # the compiler's own
         warnings.simplefilter("ignore")
-        compiled = gradients()
+        compiled = attention_and_gradients(attention, q, k, v, grad)
     assert max(relative_errors(compiled, eager)) < 2e-2
 
 
