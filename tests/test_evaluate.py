@@ -155,6 +155,19 @@ def test_a_task_that_is_not_known() -> None:
     assert "Traceback" not in found.stderr
 
 
+def test_a_task_whose_data_cannot_be_fetched(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "far.yaml").write_text(TASKS["choice"].replace("choice", "far", 1) + "dataset_path: of/nobody")
+    found = run_door(
+        *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
+        *("--device", "cpu", "--tasks", "far", "--include_path", str(tmp_path)),
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        hook=own_tasks_alone,
+    )
+    assert found.returncode == 74
+    assert "error: a task's data cannot be fetched: Couldn't reach 'of/nobody' on the Hub" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
 def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "choices": [" os", " os" * 100]}) + "\n")
     source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/choices.jsonl}}}}\ntest_split: test"

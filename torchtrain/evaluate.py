@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.generation import Sampling, generate
 from torchtrain.log import is_first_rank, run_door
 from torchtrain.trained_model import load_model
@@ -42,6 +42,11 @@ def main() -> int:
             if "Tasks not found" not in str(error):
                 raise
             raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
+        except ConnectionError as error:  # of the hub
+            raise StorageError(
+                f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
+                "that has one into a folder that HF_HOME names on both"
+            ) from None
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0
