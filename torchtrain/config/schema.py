@@ -466,7 +466,7 @@ class ActivationCheckpoint:
 @dataclass(frozen=True)
 class Compile:
     enable: bool = False
-    """Compile each transformer block with torch.compile."""
+    """Compile each transformer block, and the loss, with torch.compile."""
 
 
 @dataclass(frozen=True)
