@@ -164,6 +164,15 @@ def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
     assert Run(tmp_path).manager.start.step == 4
 
 
+def test_run_that_went_back_supersedes_what_its_first_save_has_passed(tmp_path: Path) -> None:
+    Run(tmp_path).train(1, 6)
+    run = Run(tmp_path, load_step=2, interval=5)
+    run.manager.load(2)
+    run.train(3, 10)
+    assert saved_steps(tmp_path / "checkpoint") == [2, 5, 10]
+    assert (tmp_path / "checkpoint/step-4.superseded").is_dir()
+
+
 def damage_all(folder: Path, how: str) -> None:
     for step in folder.glob("step-*"):
         for file in list(step.iterdir()):

@@ -80,9 +80,12 @@ def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None
         check_contract(toml(training={"steps": 100}, lr_scheduler=constant), toml(lr_scheduler=constant), ())
 
 
-def test_allow_changes_must_name_options() -> None:
-    with pytest.raises(ConfigError, match=r"allow_changes names 'optimizer.rate', which is no option"):
-        JobConfig(checkpoint=Checkpoint(allow_changes=("optimizer.lr", "optimizer.rate")))
+@pytest.mark.parametrize("name", ["optimizer.rate", "optimizer", "optimizer.matrices", "optimizer.matrices.rate", ""])
+def test_allow_changes_must_name_options(name: str) -> None:
+    options = "optimizer.lr", "optimizer.matrices.lr_factor"
+    JobConfig(checkpoint=Checkpoint(allow_changes=options))
+    with pytest.raises(ConfigError, match=rf"allow_changes names '{name}', which is no option"):
+        JobConfig(checkpoint=Checkpoint(allow_changes=(*options, name)))
 
 
 def test_every_section_has_a_kind_and_every_exception_is_an_option() -> None:

@@ -223,6 +223,26 @@ def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoint")[-1] == steps_done(tmp_path)
 
 
+def clock_an_hour_ahead_once_data_are_open() -> Any:
+    from torchtrain import run_plan
+
+    plan, clock = run_plan.plan_run, time.monotonic
+
+    def slow(config: Any) -> Any:
+        found = plan(config)
+        time.monotonic = lambda: clock() + 3600
+        return found
+
+    return patch.object(run_plan, "plan_run", slow)
+
+
+def test_the_wall_clock_limit_counts_the_time_in_which_data_are_opened(tmp_path: Path) -> None:
+    options = ("--faults.wall_clock_limit_minutes", "30")
+    run = ForkedRun(tmp_path, *options, ranks=1, hook=clock_an_hour_ahead_once_data_are_open)
+    assert run.wait() == [StoppedError.exit_code], run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [2]  # the host learns of it in the step after
+
+
 def test_a_stop_is_saved_where_the_grace_is_over_before_the_step_is(tmp_path: Path, undisturbed: Path) -> None:
     # As while the first step compiles.
     run = ForkedRun(tmp_path, "--faults.stop_grace_seconds", "1", hook=first_step_takes_4_seconds)

@@ -42,6 +42,26 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert ("rank 1 was ended by signal 35" in errors.read_text()) == (code == 163)
 
 
+@pytest.mark.parametrize("rank", [1, None], ids=["of one", "of all"])
+def test_an_error_before_the_ranks_meet_is_told_once(
+    forked_ranks: dict[str, str], tmp_path: Path, rank: int | None
+) -> None:
+    script, text = tmp_path / "train.py", tmp_path / "some.txt"
+    text.write_text("words\n")
+    script.write_text(
+        "import os, sys\n"
+        "from torchtrain.train import main\n"
+        f"path = '/nothing.jsonl' if os.environ['RANK'] == '{rank}' or {rank is None} else {str(text)!r}\n"
+        f"sys.exit(main(['--data.path', path, '--job.dump_folder', {str(tmp_path)!r}]))\n"
+    )
+    options = ("--standalone", "--nproc-per-node", "3", str(script))
+    [process], [_, errors] = start_door(tmp_path, "torchtrain.launch", *options, environment=forked_ranks)
+    process.join(120)
+    assert process.exitcode == 2, errors.read_text()
+    assert errors.read_text().count("error: data.path = '/nothing.jsonl' does not exist") == 1, errors.read_text()
+    assert ("[rank 1] error" in errors.read_text()) == (rank == 1)
+
+
 def test_ranks_of_one_node_meet_where_torchrun_listens_already(tmp_path: Path) -> None:
     """A port that is chosen now and bound by a rank seconds later may be taken by then."""
     process, output, errors = launch(tmp_path, "echo $TORCHELASTIC_USE_AGENT_STORE")

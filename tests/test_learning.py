@@ -201,7 +201,7 @@ def test_coordinate_check(gloo: GlooPool, name: str) -> None:
     assert plain[-1]["1"] > {"adamw": 10, "muon": 2}[name] * plain[0]["1"], plain
 
 
-def test_what_blocks_add_stays_as_large_at_every_depth(gloo: GlooPool) -> None:
+def test_coordinate_check_over_depths(gloo: GlooPool) -> None:
     """Of CompleteP: the change of the last block's output over depths."""
     sizes = {}
     for base in (2, None):

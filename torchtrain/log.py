@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -55,7 +56,7 @@ def run_door(run: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
-        if is_first_rank():
+        if is_first_rank() or (not isinstance(error, StoppedError) and _is_alone()):
             logger.error("error: %s", error)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a thread that hangs would keep the process
@@ -76,6 +77,14 @@ def run_door(run: Callable[[], int]) -> int:
             sys.stderr.flush()
         except OSError:  # Python would end with a code of its own
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _is_alone() -> bool:
+    """Whether no other rank of this node has told of its error, at which torchrun would have ended this one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    time.sleep(2 + int(os.environ["LOCAL_RANK"]) / 8)  # one after the other, and before launch.SHARED_ENDING_SECONDS
+    return True
 
 
 class BestEffort:

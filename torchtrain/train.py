@@ -60,8 +60,8 @@ def train(config: JobConfig) -> int:
     config = replace(config, model=resolve_model(config.model))
     folder = Path(config.job.dump_folder)
     enable_flight_recorder(folder / "hangs")
+    stop = StopRequest(config.faults)  # the wall-clock limit is that of the process: what follows may take minutes
     plan = plan_run(config)
-    stop = StopRequest(config.faults)
     run = build_run(config, plan, stop)  # a start that is refused leaves the run its config
     if rank() == 0:
         with BestEffort("config.toml"):

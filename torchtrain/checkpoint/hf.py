@@ -45,7 +45,7 @@ def check_same_shape(
     names = [name for name in compared if getattr(found, name) != getattr(model, name)]
     listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
     if set(names) <= set(wanted):
-        logger.warning("the weights in %s are of a model with %s, as [model.shape] asks for", folder, listed)
+        logger.warning("the weights in %s are of a model with %s, as the config asks for", folder, listed)
         return
     raise CheckpointError(
         f"{folder} holds another model than the config asks for: {listed}. Set the model.flavor, model.vocab_size, "

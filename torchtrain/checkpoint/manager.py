@@ -86,7 +86,7 @@ class CheckpointManager:
         self._writer: VerifiedWriter | None = None  # of the save under way, or the last
         self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
         self._newest = -1  # step of the last save that was begun
-        self._resumed_from = -1
+        self._resumed_from = -1 if start.step is None else start.step
         self._saved: set[int] = set()
         self._failed_in_a_row = 0
 
@@ -239,13 +239,13 @@ class CheckpointManager:
             self._delete_old()
 
     def _make_room(self, step: int) -> None:
-        """Rename checkpoints of this and later steps: the run has gone back, and they are of the path that it left.
+        """Rename checkpoints beyond where the run went back to, but for its own: they are of the path that it left.
 
         SupersededError if they are those of a newer incarnation of the run.
         """
         self.claim.check(self.folder)
         for later in saved_steps(self.folder):
-            if later >= step:
+            if later >= step or (later > self._resumed_from and later not in self._saved):
                 aside = set_aside(step_folder(self.folder, later), "superseded")
                 logger.info(f"the run went back past step {later}: its earlier checkpoint is now {aside.name}")
 

@@ -1,7 +1,7 @@
 """Verified storage for distributed checkpoints (DCP): a ``step-N`` folder that exists is complete, and can prove it.
 
-A checkpoint is written into ``step-N.partial``. Every file is hashed while it is written; the manifest, with size and
-hash of each file, comes last; when all of them are flushed to disk, the folder is renamed. The data is in DCP's own
+A checkpoint is written into ``step-N.ID.partial``. Every file is hashed while it is written; the manifest, with size
+and hash of each file, comes last; when all of them are flushed to disk, the folder is renamed. The data is in DCP's own
 format, so that PyTorch's tools read it too, but nothing here ever unpickles more than the few types of DCP's metadata.
 """
 

@@ -6,7 +6,9 @@ wrong by themselves; ``run_plan.plan_run`` refuses what depends on several secti
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -464,7 +466,7 @@ class ActivationCheckpoint:
 @dataclass(frozen=True)
 class Compile:
     enable: bool = False
-    """Compile each transformer block with torch.compile."""
+    """Compile each transformer block, and the loss, with torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -687,8 +689,10 @@ class JobConfig:
             "compare runs that are not compiled, and then one of them with a compiled one by their curves",
         )
         for name in self.checkpoint.allow_changes:
-            section, _, key = name.partition(".")
+            found: Any = self
+            with suppress(AttributeError):
+                found = attrgetter(name)(self)
             require(
-                hasattr(getattr(self, section, None), key),
+                not is_dataclass(found),
                 f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
             )

@@ -36,10 +36,10 @@ class StopRequest:
         self._signal_time = 0.0
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
-        self._reader, self._writer = socket.socketpair()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # Before the handlers, which ignore a signal: none is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
