@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from torchtrain.errors import StoppedError, TorchtrainError
 
@@ -81,8 +82,9 @@ def run_door(run: Callable[[], int]) -> int:
 
 def _is_alone() -> bool:
     """Whether no other rank of this node has told of its error, at which torchrun would have ended this one."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
+    torch: Any = sys.modules.get("torch")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or torch is None or torch.distributed.is_initialized():
+        return False  # once the ranks have met, all have the same error
     time.sleep(2 + int(os.environ["LOCAL_RANK"]) / 8)  # one after the other, and before launch.SHARED_ENDING_SECONDS
     return True
 
