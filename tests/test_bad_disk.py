@@ -172,6 +172,25 @@ def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
     assert f"{told}: Input/output error. Start again when the file system answers" in output
 
 
+@pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
+def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error: int, code: int) -> None:
+    path = tmp_path / "shut"
+    disk.fail("stat", f"{path}*", error)
+    for door, *options in (
+        ("train", "--checkpoint.initial_load_path", path),
+        ("generate", path, "--prompt", "a"),
+        ("convert", path, tmp_path / "out"),
+        ("prepare", "--data.path", path, "--prepare.output", tmp_path / "out"),
+        ("estimate", "--model.tokenizer_path", path),
+        ("compare", path, tmp_path),
+    ):
+        found = run_door(f"torchtrain.{door}", *map(str, options), hook=quickly)
+        assert found.returncode == code, found.stderr
+        (told,) = found.stderr.splitlines()
+        assert f"error: {path}" in told
+        assert f" cannot be used: {os.strerror(error)}" in told
+
+
 def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
     gloo.run(2, save_two, tmp_path)
     disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO, times=1)

@@ -1,6 +1,8 @@
 """The launcher ends as its ranks end."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from disk_faults import DiskFaults
 from forked_door import run_door, start_door
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
+from torchtrain.tokenizers import tokenizer_file
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
@@ -97,6 +101,21 @@ def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
     assert found.returncode == 2
     assert "error: --nnodes 1" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_an_error_before_the_ranks_meet_is_told_once_by_whoever_has_it(
+    disk: DiskFaults, forked_ranks: dict[str, str], tmp_path: Path, rank: int
+) -> None:
+    file = tmp_path / "tokenizer.model"
+    shutil.copy(tokenizer_file(), file)
+    disk.fail("open", file, errno.EACCES, rank=rank)  # -1: all
+    options = ("--model.tokenizer_path", str(file), "--job.dump_folder", str(tmp_path / "run"))
+    train = ("--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train", *options)
+    found = run_door("torchtrain.launch", *train, environment=forked_ranks)
+    assert found.returncode == 2
+    assert found.stderr.count(f"error: {file} cannot be read: Permission denied") == 1
+    assert ("[rank 1] error: " in found.stderr) == (rank == 1)
 
 
 def test_shared_endings_are_those_of_the_trainer() -> None:
