@@ -11,7 +11,7 @@ from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
-from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
 from torchtrain.models.families import CONFIG_FILE
@@ -76,6 +76,8 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing or damaged, a parameter is not in it, or not finite.
     """
+    # While its run goes on, or after it, ranks may see different newest checkpoints.
+    folder = of_first_rank(lambda: folder)
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
