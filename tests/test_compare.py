@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -553,6 +554,13 @@ def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     first, second = report["computed"]["lines"]
     assert first.startswith("step 1, layers.0.attention.wq.weight: ")
     assert second.startswith("its rows are in the order of Meta's files")
+
+    for spoil in (lambda: os.truncate(file, 1000), file.unlink):
+        spoil()
+        found = run_door("torchtrain.compare", str(trained_run), "--against", str(tmp_path / "hf"))
+        assert found.returncode == 2
+        assert f"error: {tmp_path}/hf cannot be loaded by transformers: " in found.stderr
+        assert "Traceback" not in found.stderr
 
 
 def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> None:

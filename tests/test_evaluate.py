@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a checkpoint gives the scores that it gives on the exported model by its own path."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
@@ -121,6 +122,17 @@ def test_arguments_that_are_not_known_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             HarnessModel(**arguments)
+
+
+def without_the_harness() -> None:
+    sys.modules["lm_eval.__main__"] = None  # type: ignore[assignment]
+
+
+def test_without_the_harness() -> None:
+    found = run_door("torchtrain.evaluate", "--tasks", "none", hook=without_the_harness)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]'")
+    assert len(found.stderr.splitlines()) == 1
 
 
 def test_a_task_that_is_not_known() -> None:

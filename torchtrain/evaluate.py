@@ -29,7 +29,8 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})")
+    sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
+    sys.exit(ConfigError.exit_code)
 
 
 def main() -> int:
