@@ -124,6 +124,34 @@ def test_arguments_that_are_not_known_are_refused() -> None:
             HarnessModel(**arguments)
 
 
+def without_bos_and_eos() -> None:
+    from torchtrain.tokenizers import SentencePieceTokenizer
+
+    own_tasks_alone()
+    read = SentencePieceTokenizer.__init__
+
+    def read_without(self: SentencePieceTokenizer, content: bytes) -> None:
+        read(self, content)
+        self.bos_id = self.eos_id = None
+
+    SentencePieceTokenizer.__init__ = read_without  # type: ignore[method-assign]
+
+
+def test_a_tokenizer_that_cannot_begin_a_text(trained_run: Path, tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "context": ""}) + "\n")
+    options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
+    for task in TASKS:
+        found = run_door(
+            *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
+            environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+            hook=without_bos_and_eos,
+        )
+        assert found.returncode == 2, found.stderr
+        assert "error: the task has texts with nothing before them, and the tokenizer no token" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
 def without_the_harness() -> None:
     sys.modules["lm_eval.__main__"] = None  # type: ignore[assignment]
 

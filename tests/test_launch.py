@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -101,6 +102,25 @@ def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
     assert found.returncode == 2
     assert "error: --nnodes 1" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def fill_tmp() -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/torchelastic_0")
+
+    tempfile.mkdtemp = fail  # type: ignore[assignment]
+
+
+def test_folders_that_torchrun_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for options, told in (
+        ([], "[Errno 28] No space left on device: '/tmp/torchelastic_0'"),
+        (["--log-dir", str(tmp_path / "file")], f"log_dir: {tmp_path}/file is a file"),
+    ):
+        found = run_door("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=fill_tmp)
+        assert found.returncode == 2
+        assert found.stderr.endswith(f"error: {told}\n")
+        assert "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize("rank", [-1, 1])
