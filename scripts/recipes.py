@@ -223,7 +223,10 @@ def train(recipe: Recipe, data: Path, folder: Path, threads: int) -> tuple[list[
     command = [sys.executable, "-m", "torchtrain.train", *recipe.options(data, folder)]
     with (folder / "log.txt").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run(command, check=True, stderr=log, stdout=log, env=environment)
+        code = subprocess.run(command, stderr=log, stdout=log, env=environment, check=False).returncode
+    if code:
+        print(f"error: the run ended with exit code {code}; {folder}/log.txt says why", file=sys.stderr)
+        sys.exit(code)
     curve, seconds = [], []
     for line in lines_of(folder / "metrics.jsonl"):
         if "validation_loss" in line:

@@ -19,6 +19,7 @@ from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
 from torchtrain.checkpoint.manifest import FileRecord, read_manifest, write_manifest
+from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError
 
@@ -268,6 +269,12 @@ def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsy
         (train.main, ["--model.tokenizer_path", "def " * 100]),
     ):
         assert "cannot be used: File name too long" in refused(door, options, capsys)
+
+
+def test_a_run_whose_name_begins_as_that_of_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
+    for name in ("step-by-step", "step-3"):
+        (tmp_path / name).symlink_to(trained_run)
+        assert find_checkpoint(tmp_path / name) == tmp_path / name / "checkpoint/step-8"
 
 
 def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
