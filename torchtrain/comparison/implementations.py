@@ -1,6 +1,7 @@
 """Our model and transformers' beside each other, on the same weights and rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
             for parameter in ours.parameters():
                 parameter.data = parameter.data.to(dtype).float()
     loader = build_loader(
-        run.config.data,
+        replace(run.config.data, when_exhausted="repeat"),  # they may not fill this batch
         trained.tokenizer,
         seq_len=training.seq_len,
         global_batch_size=2,
