@@ -78,7 +78,7 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing or damaged, a parameter is not in it, or not finite.
     """
-    # While its run goes on, or after it, ranks may see different newest checkpoints.
+    # Its run may still save: each rank may have found another newest checkpoint.
     folder = of_first_rank(lambda: folder)
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
