@@ -133,9 +133,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=11, help="of saves alone; at least 2")
     parser.add_argument("--loops", type=int, default=3, help=f"rounds of a save and the {STEPS_AFTER} steps after it")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/benchmark_checkpoint"))
+    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to make benchmark_checkpoint")
     options = parser.parse_args()
-    benchmark = Benchmark(options.width, options.layers, options.folder)
+    folder = options.folder / "benchmark_checkpoint"
+    benchmark = Benchmark(options.width, options.layers, folder)
     benchmark.rounds(1, steps=0)  # allocates
     alone, loops = benchmark.rounds(options.rounds, steps=0), benchmark.rounds(options.loops, steps=STEPS_AFTER)
     if dist.get_rank() == 0:
@@ -153,7 +154,7 @@ def main() -> None:
     for manager in benchmark.managers.values():
         manager.close()
     dist.destroy_process_group()
-    shutil.rmtree(options.folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -311,10 +311,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/crash_test"))
+    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to make crash_test anew")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    folder = options.folder.absolute()
+    folder = options.folder.absolute() / "crash_test"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     validation_data = folder / "validation.txt"

@@ -122,7 +122,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(f"--output {arguments.output} must end in one of {', '.join(sorted(formats))}")
     if not arguments.output.absolute().parent.is_dir():
         fail(f"--output {arguments.output} lies in a folder that does not exist")
-    plot([read_run(path) for path in arguments.runs], arguments.output)
+    runs = [read_run(path) for path in arguments.runs]
+    try:
+        plot(runs, arguments.output)
+    except OSError as error:
+        fail(f"--output {arguments.output} could not be written: {error.strerror}; make room, or name another file")
     print(f"wrote {arguments.output}")
 
 

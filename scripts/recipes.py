@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 from torchtrain.datasets.files import standard_library_files
+from torchtrain.metrics.writers import AppendedFile
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 DECAYS = (0.0, 0.1, 0.3)
@@ -162,19 +164,24 @@ def recipes_of(part: str, start: Recipe, results: "Results", chosen: argparse.Na
                 yield replace(best, seed=seed, z=1e-4)
 
 
+def lines_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects in ``file``, none where there is no file; without those that a kill or a full disk has cut."""
+    for text in file.read_text().splitlines() if file.is_file() else ():
+        with suppress(ValueError):
+            yield json.loads(text)
+
+
 class Results:
     """Runs that have ended, by name, with their losses on held-out files by step."""
 
     def __init__(self, file: Path):
         self.file = file
-        texts = file.read_text().splitlines() if file.is_file() else []
-        self.lines: dict[str, dict[str, Any]] = {line["name"]: line for line in map(json.loads, texts)}
+        self.lines: dict[str, dict[str, Any]] = {line["name"]: line for line in lines_of(file)}
 
     def add(self, recipe: Recipe, curve: list[dict[str, float]], step_seconds: float, threads: int) -> None:
         line = {"name": recipe.name, **asdict(recipe), "curve": curve, "step_seconds": step_seconds, "threads": threads}
         self.lines[recipe.name] = line = {**line, "torch": torch.__version__}
-        with self.file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        AppendedFile(self.file).append(json.dumps(line).encode() + b"\n", after=b"\n")
 
     def of(self, recipe: Recipe) -> dict[str, Any] | None:
         return self.lines.get(recipe.name)
@@ -204,7 +211,7 @@ def prepare(output: Path) -> Path:
     for name, lines in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(lines))
         options = ["--data.path", str(folder / f"{name}.jsonl"), "--prepare.output", str(folder / name)]
-        subprocess.run([sys.executable, "-m", "torchtrain.prepare", *options], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "torchtrain.prepare", *options], check=True)
     (folder / "done").touch()
     return folder
 
@@ -216,10 +223,12 @@ def train(recipe: Recipe, data: Path, folder: Path, threads: int) -> tuple[list[
     command = [sys.executable, "-m", "torchtrain.train", *recipe.options(data, folder)]
     with (folder / "log.txt").open("a") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run(command, check=True, stderr=log, stdout=log, env=environment)
+        code = subprocess.run(command, stderr=log, stdout=log, env=environment, check=False).returncode
+    if code:
+        print(f"error: the run ended with exit code {code}; {folder}/log.txt says why", file=sys.stderr)
+        sys.exit(code)
     curve, seconds = [], []
-    for text in (folder / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    for line in lines_of(folder / "metrics.jsonl"):
         if "validation_loss" in line:
             curve.append({"step": line["step"], "loss": line["validation_loss"], "ema": line["validation_ema_loss"]})
         elif "step_seconds" in line:

@@ -28,12 +28,14 @@ from gloo_pool import GlooPool
 from torch import Tensor
 
 from torchtrain import convert, generate, reading
-from torchtrain.checkpoint.history import saved_steps
+from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.start import GROUP_TIMEOUT, Start, find_start
+from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import StorageError
+from torchtrain.models.llama import Transformer
 from torchtrain.reading import patiently
 
 STEPS = 12
@@ -172,6 +174,25 @@ def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
     assert f"{told}: Input/output error. Start again when the file system answers" in output
 
 
+@pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
+def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error: int, code: int) -> None:
+    path = tmp_path / "shut"
+    disk.fail("stat", f"{path}*", error)
+    for door, *options in (
+        ("train", "--checkpoint.initial_load_path", path),
+        ("generate", path, "--prompt", "a"),
+        ("convert", path, tmp_path / "out"),
+        ("prepare", "--data.path", path, "--prepare.output", tmp_path / "out"),
+        ("estimate", "--model.tokenizer_path", path),
+        ("compare", path, tmp_path),
+    ):
+        found = run_door(f"torchtrain.{door}", *map(str, options), hook=quickly)
+        assert found.returncode == code, found.stderr
+        (told,) = found.stderr.splitlines()
+        assert f"error: {path}" in told
+        assert f" cannot be used: {os.strerror(error)}" in told
+
+
 def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
     gloo.run(2, save_two, tmp_path)
     disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO, times=1)
@@ -180,6 +201,17 @@ def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path)
     for found in gloo.run(2, load, tmp_path):
         assert found.startswith("74: ")
         assert "Input/output error" in found
+
+
+def load_what_this_rank_sees(folder: Path) -> Tensor:
+    model = Transformer(TINY)
+    load_weights([model], step_folder(folder / "checkpoint", STEPS - 2 * dist.get_rank()), TINY)
+    return model.tok_embeddings.weight.detach()
+
+
+def test_ranks_that_see_another_newest_checkpoint_load_the_same(gloo: GlooPool, finished: Path) -> None:
+    first, second = gloo.run(2, load_what_this_rank_sees, finished)
+    assert torch.equal(first, second)
 
 
 def test_what_is_missing_is_not_asked_for_again(tmp_path: Path) -> None:
@@ -225,6 +257,15 @@ def test_a_full_disk_does_not_end_the_run_that_reports(disk: DiskFaults, tmp_pat
     assert gap == list(range(lost_from, lost_from + len(gap)))
     assert len(gap) > 0
     assert sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*")) > curves
+
+
+def test_a_full_disk_leaves_the_config_of_the_start_before(disk: DiskFaults, copied: Path) -> None:
+    before = (copied / "config.toml").read_text()
+    disk.fail("write", f"{copied}/config.toml*", errno.ENOSPC)
+    output = finish(copied, "--training.steps", "14", ranks=1)
+    assert "config.toml: [Errno 28] No space left on device; the run goes on without it" in output
+    assert (copied / "config.toml").read_text() == before
+    assert not list(copied.glob("config.toml.*"))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -553,6 +554,24 @@ def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     first, second = report["computed"]["lines"]
     assert first.startswith("step 1, layers.0.attention.wq.weight: ")
     assert second.startswith("its rows are in the order of Meta's files")
+
+    for spoil in (lambda: os.truncate(file, 1000), file.unlink):
+        spoil()
+        found = run_door("torchtrain.compare", str(trained_run), "--against", str(tmp_path / "hf"))
+        assert found.returncode == 2
+        assert f"error: {tmp_path}/hf cannot be loaded by transformers: " in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_another_implementation_where_the_data_end_within_its_batch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "one.txt").write_text("a document alone, for one row of a batch " * 20)
+    options = ("--checkpoint.enable", "--data.path", str(tmp_path / "one.txt"), "--data.when_exhausted", "stop")
+    a = run(tmp_path / "a", *options, "--training.local_batch_size", "1", "--training.global_batch_size", "1")
+    checked_door("torchtrain.convert", str(a), str(tmp_path / "hf"), "--dtype", "float32")
+    found = run_door("torchtrain.compare", str(a), "--against", str(tmp_path / "hf"))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("alike to rounding\n")
 
 
 def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> None:

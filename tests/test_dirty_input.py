@@ -19,6 +19,7 @@ from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
 from torchtrain.checkpoint.manifest import FileRecord, read_manifest, write_manifest
+from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError
 
@@ -214,6 +215,16 @@ def test_a_checkpoint_that_is_not_whole(
         assert not (tmp_path / "out").exists()
 
 
+def test_weights_beside_a_tokenizer_that_is_none(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert.main([str(trained_run), str(tmp_path / "hf")]) == 0
+    capsys.readouterr()
+    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    assert "is no tokenizer.json" in refused(convert.main, [str(tmp_path / "hf"), str(tmp_path / "out")], capsys)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, tmp_path: Path) -> None:
     step = tmp_path / "step-8"
     shutil.copytree(trained_run / "checkpoint/step-8", step)
@@ -260,6 +271,12 @@ def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsy
         assert "cannot be used: File name too long" in refused(door, options, capsys)
 
 
+def test_a_run_whose_name_begins_as_that_of_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
+    for name in ("step-by-step", "step-3"):
+        (tmp_path / name).symlink_to(trained_run)
+        assert find_checkpoint(tmp_path / name) == tmp_path / name / "checkpoint/step-8"
+
+
 def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
@@ -289,6 +306,35 @@ def test_plot(tmp_path: Path) -> None:
         failed = draw(name)
         assert (failed.returncode, len(failed.stderr.splitlines())) == (2, 1), failed.stderr
         assert why in failed.stderr
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    failed = draw("full.png")
+    assert (failed.returncode, failed.stderr.splitlines()[6:]) == (
+        2,
+        [
+            f"error: --output {tmp_path}/full.png could not be written: No space left on device; make room, or name "
+            "another file"
+        ],
+    )
+
+
+def start_nothing() -> None:
+    subprocess.Popen = lambda *_, **__: sys.exit(3)  # type: ignore[assignment,misc]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "code"),
+    [
+        ("benchmark_checkpoint", "--width 8 --layers 1 --rounds 2 --loops 1", 0),
+        ("crash_test", "--kills 0", 3),
+    ],
+)
+def test_scripts_leave_what_lies_in_the_folder_that_they_are_given(
+    tmp_path: Path, script: str, options: str, code: int
+) -> None:
+    (tmp_path / "mine").write_text("and not to be replaced")
+    found = run_door(f"scripts/{script}.py", "--folder", str(tmp_path), *options.split(), hook=start_nothing)
+    assert found.returncode == code, found.stderr
+    assert (tmp_path / "mine").exists()
 
 
 def test_the_users_config_file_wins_over_that_of_a_launcher(tmp_path: Path) -> None:

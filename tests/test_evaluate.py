@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a checkpoint gives the scores that it gives on the exported model by its own path."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
@@ -147,6 +148,45 @@ def test_sampled_answers_differ_and_follow_the_seed(trained_run: Path) -> None:
     assert not set(first) & set(other)
 
 
+def without_bos_and_eos() -> None:
+    from torchtrain.tokenizers import SentencePieceTokenizer
+
+    own_tasks_alone()
+    read = SentencePieceTokenizer.__init__
+
+    def read_without(self: SentencePieceTokenizer, content: bytes) -> None:
+        read(self, content)
+        self.bos_id = self.eos_id = None
+
+    SentencePieceTokenizer.__init__ = read_without  # type: ignore[method-assign]
+
+
+def test_a_tokenizer_that_cannot_begin_a_text(trained_run: Path, tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "context": ""}) + "\n")
+    options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
+    for task in TASKS:
+        found = run_door(
+            *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
+            environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+            hook=without_bos_and_eos,
+        )
+        assert found.returncode == 2, found.stderr
+        assert "error: the task has texts with nothing before them, and the tokenizer no token" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def without_the_harness() -> None:
+    sys.modules["lm_eval.__main__"] = None  # type: ignore[assignment]
+
+
+def test_without_the_harness() -> None:
+    found = run_door("torchtrain.evaluate", "--tasks", "none", hook=without_the_harness)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]'")
+    assert len(found.stderr.splitlines()) == 1
+
+
 def test_a_task_that_is_not_known() -> None:
     options = ["--model", "torchtrain", "--model_args", "checkpoint=none", "--tasks", "none"]
     found = run_door("torchtrain.evaluate", *options, hook=own_tasks_alone)
@@ -155,13 +195,20 @@ def test_a_task_that_is_not_known() -> None:
     assert "Traceback" not in found.stderr
 
 
+def offline() -> None:
+    import datasets
+    import huggingface_hub
+
+    own_tasks_alone()
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else it tries again for long
+
+
 def test_a_task_whose_data_cannot_be_fetched(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "far.yaml").write_text(TASKS["choice"].replace("choice", "far", 1) + "dataset_path: of/nobody")
     found = run_door(
         *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
         *("--device", "cpu", "--tasks", "far", "--include_path", str(tmp_path)),
-        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=own_tasks_alone,
+        hook=offline,
     )
     assert found.returncode == 74
     assert "error: a task's data cannot be fetched: Couldn't reach 'of/nobody' on the Hub" in found.stderr

@@ -322,6 +322,10 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
 
     last = source / f"consolidated.0{files - 1}.pth"
+    torch.save({name: tensor for name, tensor in part.items() if name != "norm.weight"}, last)
+    with pytest.raises(CheckpointError, match=f"{last} lacks norm.weight"):
+        convert(source, tmp_path / "again", "hf", "float32")
+    torch.save(part, last)
     for damaged, content in ((last, last.read_bytes()[:-100]), (source / "params.json", b'{"dim": 32}')):
         damaged.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{damaged} is damaged, or not of Meta's format"):

@@ -1,19 +1,24 @@
 """The launcher ends as its ranks end."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from disk_faults import DiskFaults
 from forked_door import run_door, start_door
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
+from torchtrain.tokenizers import tokenizer_file
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
@@ -40,26 +45,6 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert process.exitcode == code, errors.read_text()
     assert "Traceback" not in errors.read_text()
     assert ("rank 1 was ended by signal 35" in errors.read_text()) == (code == 163)
-
-
-@pytest.mark.parametrize("rank", [1, None], ids=["of one", "of all"])
-def test_an_error_before_the_ranks_meet_is_told_once(
-    forked_ranks: dict[str, str], tmp_path: Path, rank: int | None
-) -> None:
-    script, text = tmp_path / "train.py", tmp_path / "some.txt"
-    text.write_text("words\n")
-    script.write_text(
-        "import os, sys\n"
-        "from torchtrain.train import main\n"
-        f"path = '/nothing.jsonl' if os.environ['RANK'] == '{rank}' or {rank is None} else {str(text)!r}\n"
-        f"sys.exit(main(['--data.path', path, '--job.dump_folder', {str(tmp_path)!r}]))\n"
-    )
-    options = ("--standalone", "--nproc-per-node", "3", str(script))
-    [process], [_, errors] = start_door(tmp_path, "torchtrain.launch", *options, environment=forked_ranks)
-    process.join(120)
-    assert process.exitcode == 2, errors.read_text()
-    assert errors.read_text().count("error: data.path = '/nothing.jsonl' does not exist") == 1, errors.read_text()
-    assert ("[rank 1] error" in errors.read_text()) == (rank == 1)
 
 
 def test_ranks_of_one_node_meet_where_torchrun_listens_already(tmp_path: Path) -> None:
@@ -119,6 +104,40 @@ def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
     assert found.returncode == 2
     assert "error: --nnodes 1" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def fill_tmp() -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/torchelastic_0")
+
+    tempfile.mkdtemp = fail  # type: ignore[assignment]
+
+
+def test_folders_that_torchrun_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for options, told in (
+        ([], "[Errno 28] No space left on device: '/tmp/torchelastic_0'"),
+        (["--log-dir", str(tmp_path / "file")], f"log_dir: {tmp_path}/file is a file"),
+    ):
+        found = run_door("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=fill_tmp)
+        assert found.returncode == 2
+        assert found.stderr.endswith(f"error: {told}\n")
+        assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_an_error_before_the_ranks_meet_is_told_once_by_whoever_has_it(
+    disk: DiskFaults, forked_ranks: dict[str, str], tmp_path: Path, rank: int
+) -> None:
+    file = tmp_path / "tokenizer.model"
+    shutil.copy(tokenizer_file(), file)
+    disk.fail("open", file, errno.EACCES, rank=rank)  # -1: all
+    options = ("--model.tokenizer_path", str(file), "--job.dump_folder", str(tmp_path / "run"))
+    train = ("--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train", *options)
+    found = run_door("torchtrain.launch", *train, environment=forked_ranks)
+    assert found.returncode == 2
+    assert found.stderr.count(f"error: {file} cannot be read: Permission denied") == 1
+    assert ("[rank 1] error: " in found.stderr) == (rank == 1)
 
 
 def test_shared_endings_are_those_of_the_trainer() -> None:

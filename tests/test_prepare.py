@@ -185,6 +185,56 @@ def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -
     prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
 
 
+def text_folder(path: Path) -> str:
+    path.mkdir()
+    (path / "a.txt").write_text("some words " * 50)
+    return str(path)
+
+
+def test_a_disk_that_fails_in_a_process_is_no_mistake_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("torchtrain.datasets.files._cut", fail)
+    monkeypatch.setattr("torchtrain.datasets.text.RETRY_SECONDS", ())
+    with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
+        prepare(Source(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("torchtrain.datasets.preparing.fcntl.lockf", fail)
+    with pytest.raises(DataError, match=r"prepared cannot be written: No locks available"):
+        prepare(Source(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
+
+
+def test_ctrl_c_says_that_the_work_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparing, "_run", interrupted)
+    options = ["--data.path", text_folder(tmp_path / "texts"), "--prepare.output", str(tmp_path / "prepared")]
+    assert door.main(options) == 130
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("the same command goes on from here")
+    assert second.endswith("stopped by Ctrl-C")
+
+
+def test_preparing_is_the_work_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert door.main(["--prepare.output", str(tmp_path / "prepared")]) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "prepared").exists()
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -55,6 +55,13 @@ def test_lazy_connections_are_as_many_as_docs_cluster_says(gloo: GlooPool) -> No
     assert {made - listening for made in eager} == {3}
 
 
+def test_a_network_interface_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
+    with pytest.raises(ConfigError, match=r"'lo,nosuch0' in the environment is no network interface of .*, which has "):
+        init_process_group(torch.device("cpu"), 60)
+    assert not dist.is_initialized()
+
+
 def limits_after(ranks: int, soft: int, hard: int) -> tuple[int, int]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, min(hard, before[1])))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipes import DECAYS, RATES, SEEDS, Recipe, Results, prepare, reaches, recipes_of, report
+from recipes import DECAYS, RATES, SEEDS, Recipe, Results, prepare, reaches, recipes_of, report, train
 
 from torchtrain.config.parse import parse
 
@@ -63,6 +63,34 @@ def test_what_has_been_run_is_read_again(results: Results) -> None:
     again = Results(results.file)
     assert again.lines == results.lines
     assert len(again.lines) == 12
+
+
+def test_a_line_that_was_cut_is_passed_over(results: Results) -> None:
+    with results.file.open("a") as file:
+        file.write('{"name": "cut sho')
+    again = Results(results.file)
+    assert again.lines == results.lines
+    again.add(replace(START, lr=1.0), curve_to(9.0), 0.5, 1)
+    assert Results(results.file).lines == again.lines
+
+
+def test_what_a_killed_run_has_logged_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = argparse.Namespace(returncode=0)
+    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: ended)  # which trains
+    lines = ['{"step": 1, "step_seconds": 2.0}', '{"step": 2, "lo', '{"step": 2, "validation_loss": 3.0']
+    lines += ['{"step": 2, "validation_loss": 3.0, "validation_ema_loss": 4.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert train(START, tmp_path, tmp_path, 1) == ([{"step": 2, "loss": 3.0, "ema": 4.0}], 2.0, 1)
+
+
+def test_a_run_that_fails_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = argparse.Namespace(returncode=75)
+    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: ended)
+    with pytest.raises(SystemExit, match=r"^75$"):
+        train(START, tmp_path, tmp_path, 1)
+    assert capsys.readouterr().err == f"error: the run ended with exit code 75; {tmp_path}/log.txt says why\n"
 
 
 def test_tokens_to_a_loss_lie_on_straight_lines_between_validations() -> None:

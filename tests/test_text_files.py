@@ -83,6 +83,26 @@ def test_folders(tmp_path: Path) -> None:
     assert texts(folder / ".cache") == [".cache"]  # asked for by name
 
 
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("gone"), os.mkfifo])
+def test_what_is_no_file_in_a_folder_of_texts(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "a.txt").write_text("coffee")
+    make(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b.txt is no file, or a link to none; put back what it names, or remove it"):
+        texts(tmp_path)
+
+
+def test_a_converted_copy_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    texts(file)
+    (copy,) = (tmp_path / "cache").rglob("*.arrow")
+    os.truncate(copy, 0)  # as after a loss of power
+    with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
+        texts(file)
+    copy.unlink()
+    assert texts(file) == DOCUMENTS
+
+
 @pytest.mark.parametrize("pattern", ["", "/**/*.jsonl", "/*/*.jsonl"])
 def test_a_folder_that_cannot_be_read_is_an_error(
     tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def test_content_hash_tells_tokenizers_apart(rank_file):
         (b"", "is no tokenizer.json, SentencePiece model or tiktoken rank file"),
         (b'{"version": "1.0"}', "is no tokenizer.json: Model missing"),
         (b'{"version": ', "is no tokenizer.json: "),
+        (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "its vocabulary is empty"),
         (WORD_LEVEL, "is a WordLevel model; there are BPE and Unigram"),
         (b"YQ== 0\nYg== one\n", "line 2 is not"),
         (b"YQ== 0\nYg== 7\n", "has 2 ranks, and Llama 3's file has 128,000"),

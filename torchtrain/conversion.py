@@ -166,8 +166,9 @@ def meta_source(folder: Path, tokenizer_path: str) -> Weights:
         return whole
 
     shapes = parameter_shapes(shape)
-    if missing := [name for name in shapes if name not in files[0]]:
-        raise CheckpointError(f"{paths[0]} lacks {', '.join(missing[:5])}")
+    for path, file in zip(paths, files, strict=True):
+        if missing := [name for name in shapes if name not in file]:
+            raise CheckpointError(f"{path} lacks {', '.join(missing[:5])}")
     return Weights(shape, shapes, read, tokenizer_path)
 
 
@@ -176,4 +177,5 @@ def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
     path = tokenizer_path or str(folder)
     if not tokenizer_file(path).is_file():
         raise CheckpointError(f"{path} has no tokenizer, and the model needs it; give it by --tokenizer_path")
+    load_tokenizer(path)  # one that is refused is refused before anything is written
     return path

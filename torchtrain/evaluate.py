@@ -29,7 +29,8 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})")
+    sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
+    sys.exit(ConfigError.exit_code)
 
 
 def main() -> int:
@@ -102,9 +103,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.trained.tokenizer.eos_id
 
     @property
-    def prefix_token_id(self) -> int | None:
-        bos_id = self.trained.tokenizer.bos_id
-        return self.eot_token_id if bos_id is None else bos_id
+    def prefix_token_id(self) -> int:
+        """What a text begins with that has nothing before it."""
+        for token in (self.trained.tokenizer.bos_id, self.eot_token_id):
+            if token is not None:
+                return token
+        raise ConfigError(
+            "the task has texts with nothing before them, and the tokenizer no token to begin with, bos or eos: take a "
+            "task with contexts, or name another tokenizer by tokenizer_path in --model_args"
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.trained.tokenizer.encode(string, bos=add_special_tokens is not False)
@@ -186,7 +193,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         tokenizer = self.trained.tokenizer
         stops = handle_stop_sequences(options.get("until"), eos=None)
         most = min(options["max_gen_toks"], self.max_length - 1)
-        prompts = [self.tok_encode(context)[-(self.max_length - most) :] for context in contexts]
+        encoded = (self.tok_encode(context) or [self.prefix_token_id] for context in contexts)
+        prompts = [tokens[-(self.max_length - most) :] for tokens in encoded]
         sampling = Sampling(
             options.get("temperature", 0.0),
             max(options.get("top_k") or 0, 0),  # some tasks say -1 or null for all

@@ -66,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SignalException as error:
         end_ranks_left(error.sigval.value)
         return 128 + error.sigval.value
+    except OSError as error:
+        # Of a path, such as a full /tmp or a --log-dir that is a file; else of the network.
+        if not error.filename and not isinstance(error, NotADirectoryError):
+            raise
+        logger.error("error: %s", error)
+        return 2
     except RendezvousError as error:
         logger.error("error: the nodes did not meet, or lost each other: %s", error)
         return 1

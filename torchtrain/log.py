@@ -12,11 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from torchtrain.errors import StoppedError, TorchtrainError
+from torchtrain.errors import StoppedError, StorageError, TorchtrainError
+from torchtrain.reading import MAY_PASS
 
 logger = logging.getLogger("torchtrain")
+
+# OSErrors that are no mistake of ours: of any output, and of a path that a user or a config names.
+FULL = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *MAY_PASS)
+TURN_SECONDS = 2.0
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -42,9 +47,25 @@ def is_first_rank() -> bool:
     return rank == "0" or not rank.isdecimal()
 
 
+def _tell(error: TorchtrainError, *, alone: bool = False) -> None:
+    """Log ``error``, once where all ranks have it. ``alone``: this rank may be the only one also where they have met.
+
+    Ranks that have met all have a TorchtrainError, and the first one tells it. Before, this one may be alone: it waits
+    for its turn, because torchrun ends the others of its node as soon as one has told it and ended.
+    """
+    if not is_first_rank():
+        dist = sys.modules.get("torch.distributed")  # a config that is refused needs no torch, and all have the same
+        met = dist is None or dist.is_initialized()
+        if not (met and alone):
+            if met or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(error, StoppedError):
+                return
+            time.sleep(TURN_SECONDS + int(os.environ.get("LOCAL_RANK", "0")) / 8)  # < launch.SHARED_ENDING_SECONDS
+    logger.error("error: %s", error)
+
+
 def run_door(run: Callable[[], int]) -> int:
     """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message; so do Ctrl-C,
-    a disk that is full, a path that is too long, and output that nobody reads, as of ``| head``.
+    a disk that is full, a path that cannot be used, and output that nobody reads, as of ``| head``.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&-
@@ -57,8 +78,7 @@ def run_door(run: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
-        if is_first_rank() or (not isinstance(error, StoppedError) and _is_alone()):
-            logger.error("error: %s", error)
+        _tell(error)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a thread that hangs would keep the process
         return error.exit_code
@@ -67,26 +87,20 @@ def run_door(run: Callable[[], int]) -> int:
             logger.error("stopped by Ctrl-C")
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+        if error.errno not in FULL and not (error.filename and error.errno in UNUSABLE):
             raise
-        what = "used" if error.errno == errno.ENAMETOOLONG else "written"
-        logger.error("error: %s cannot be %s: %s", error.filename or "the output", what, error.strerror)
-        return TorchtrainError.exit_code
+        what = "written" if error.errno in FULL else "used"
+        message = f"{error.filename or 'the output'} cannot be {what}: {error.strerror}"
+        passes = error.errno in MAY_PASS
+        told = StorageError(f"{message}. Start again when it answers") if passes else TorchtrainError(message)
+        _tell(told, alone=True)
+        return told.exit_code
     finally:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
         except OSError:  # Python would end with a code of its own
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
-def _is_alone() -> bool:
-    """Whether no other rank of this node has told of its error, at which torchrun would have ended this one."""
-    torch: Any = sys.modules.get("torch")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or torch is None or torch.distributed.is_initialized():
-        return False  # once the ranks have met, all have the same error
-    time.sleep(2 + int(os.environ["LOCAL_RANK"]) / 8)  # one after the other, and before launch.SHARED_ENDING_SECONDS
-    return True
 
 
 class BestEffort:

@@ -18,11 +18,16 @@ from torchtrain.outputs import require_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
-    try:
-        return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__)))
-    except KeyboardInterrupt:
-        logger.error("stopped; the same command goes on from here")
-        return 130
+
+    def go_on() -> int:
+        config = parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__)
+        try:
+            return run(config)
+        except KeyboardInterrupt:
+            logger.info("the same command goes on from here")
+            raise
+
+    return run_door(go_on)
 
 
 def run(config: JobConfig) -> int:
@@ -31,6 +36,8 @@ def run(config: JobConfig) -> int:
     from torchtrain.datasets.prepared import verify
     from torchtrain.datasets.preparing import prepare
 
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("prepare is the work of one process, which starts others: start it without torchrun")
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)

@@ -145,6 +145,8 @@ class JsonTokenizer(Tokenizer):
         if kind not in ("BPE", "Unigram"):
             raise TokenizerError(f"it is a {kind} model; there are BPE and Unigram")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise TokenizerError("its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
         self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()

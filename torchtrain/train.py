@@ -49,6 +49,7 @@ def train(config: JobConfig) -> int:
     import torch.distributed as dist
 
     from torchtrain.build import build_loop, build_run, needs_validation
+    from torchtrain.datasets.files import written_whole
     from torchtrain.distributed.process_group import rank
     from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
@@ -64,8 +65,8 @@ def train(config: JobConfig) -> int:
     plan = plan_run(config)
     run = build_run(config, plan, stop)  # a start that is refused leaves the run its config
     if rank() == 0:
-        with BestEffort("config.toml"):
-            (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
+            file.write(to_toml(config).encode())
     describe(plan.config, plan.model, plan.device, plan.degrees)
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):

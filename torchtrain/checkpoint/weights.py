@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtrain.checkpoint.hf import is_hf_folder, load_hf
-from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
-from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
 from torchtrain.models.families import CONFIG_FILE
@@ -41,11 +41,13 @@ def find_checkpoints(path: Path, count: int) -> list[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that ``path`` names: itself, or the newest in a run's folder or in its ``checkpoint``."""
-    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+    if (path / MANIFEST).exists():
         return path
     for folder in (path / "checkpoint", path):
         if steps := saved_steps(folder):
             return step_folder(folder, steps[-1])
+    if STEP.match(path.name):
+        return path  # what it lacks is told when it is read
     what = "has no checkpoint" if path.exists() else "does not exist"
     if (path / CONFIG).is_file():
         what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
@@ -76,6 +78,8 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing or damaged, a parameter is not in it, or not finite.
     """
+    # Its run may still save: each rank may have found another newest checkpoint.
+    folder = of_first_rank(lambda: folder)
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)

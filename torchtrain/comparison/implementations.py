@@ -1,6 +1,7 @@
 """Our model and transformers' beside each other, on the same weights and rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torchtrain.comparison.runs import RunFolder, Said, summed_up
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Degrees, Mesh
-from torchtrain.errors import ConfigError
+from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.fingerprints.judge import Step, walk
 from torchtrain.fingerprints.record import Fingerprints
 from torchtrain.loss import cross_entropy_sum
@@ -32,13 +33,16 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     ours = trained.model.requires_grad_(True)
     others_may = ("norm_eps", "rope_theta", "rope_scaling")
     check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, others_may)
-    theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
+    except Exception as error:  # of files that are missing or damaged it has many kinds
+        raise CheckpointError(f"{hf_folder} cannot be loaded by transformers: {error}") from error
     for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
         if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
             for parameter in ours.parameters():
                 parameter.data = parameter.data.to(dtype).float()
     loader = build_loader(
-        run.config.data,
+        replace(run.config.data, when_exhausted="repeat"),  # they may not fill this batch
         trained.tokenizer,
         seq_len=training.seq_len,
         global_batch_size=2,

@@ -93,7 +93,12 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
             f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
             "another folder by HF_DATASETS_CACHE, and start again"
         ) from error
-    return datasets.Dataset.from_file(str(path))
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(
+            f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
+        ) from error
 
 
 @contextmanager
@@ -159,6 +164,8 @@ def _find_files(pattern: str, label: str) -> list[Path]:
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
         if not files:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+        if gone := [file for file in files if not file.is_file()]:  # to open a pipe would wait for ever
+            raise DataError(f"{label}: {gone[0]} is no file, or a link to none; put back what it names, or remove it")
     else:
         found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
         files = sorted(file for file in found if file.is_file())

@@ -112,7 +112,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             # Not flock, whose lock the worker processes would inherit.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # as POSIX has it; others say that there are no locks
             raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
         yield
 
@@ -159,8 +159,8 @@ def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> Non
                             "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
-                if isinstance(message, str):
-                    raise DataError(message)
+                if isinstance(message, TorchtrainError):
+                    raise message
                 progress.update(message)
 
 
@@ -181,7 +181,7 @@ def _work(
                     write(name, documents)
             pipe.send(len(documents))
     except TorchtrainError as error:
-        pipe.send(str(error))
+        pipe.send(error)
 
 
 def _end_with_parent() -> None:

@@ -1,7 +1,8 @@
-"""Connections between ranks: the limit on open files, gloo groups, and which ranks share a machine."""
+"""Connections between ranks: the limit on open files, the network, gloo groups, and which ranks share a machine."""
 
 import os
 import resource
+import socket
 from datetime import timedelta
 
 import torch
@@ -28,6 +29,16 @@ def raise_file_limit(ranks: int) -> None:
                 f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def check_interface() -> None:
+    """ConfigError where ``GLOO_SOCKET_IFNAME`` names a network interface that this machine does not have."""
+    wanted, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if not set(filter(None, wanted.split(","))) <= {*there}:
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME = {wanted!r} in the environment is no network interface of {socket.gethostname()}, "
+            f"which has {', '.join(there)}: set one of these, or unset it"
+        )
 
 
 def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented
 from torch.distributed.rendezvous import rendezvous
 
-from torchtrain.distributed.connections import new_gloo_group, raise_file_limit
+from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.torch_internals import all_groups, set_group_timeout
 
@@ -53,7 +53,8 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
 
     Raises:
-        ConfigError: this process may not open as many files as the ranks need connections, or does not know the others.
+        ConfigError: this process may not open as many files as the ranks need connections, does not know the others, or
+            is to use a network interface that there is not.
         StorageError: the others do not answer.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -66,6 +67,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         # A gloo group of all ranks then connects only those that send to each other.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_file_limit(world_size())
+    check_interface()
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
             store, rank, size = next(rendezvous("env://", timeout=timeout))
