@@ -40,6 +40,15 @@ def require_at_least(section: Any, name: str, minimum: float, *keys: str) -> Non
     require_each(section, name, ("be a finite number", lambda value: value < math.inf), *keys)
 
 
+def is_option(section: Any, name: str) -> bool:
+    """Whether ``section`` has an option of this name, such as ``lr``, or ``matrices.lr_factor`` of a section in it."""
+    key, _, rest = name.partition(".")
+    if key not in getattr(section, "__dataclass_fields__", ()):
+        return False
+    value = getattr(section, key)
+    return is_option(value, rest) if rest else not hasattr(value, "__dataclass_fields__")
+
+
 @dataclass(frozen=True)
 class Job:
     config_file: str = ""
@@ -687,8 +696,7 @@ class JobConfig:
             "compare runs that are not compiled, and then one of them with a compiled one by their curves",
         )
         for name in self.checkpoint.allow_changes:
-            section, _, key = name.partition(".")
             require(
-                hasattr(getattr(self, section, None), key),
+                is_option(self, name),
                 f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
             )
