@@ -115,6 +115,11 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
             f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
             "or selective_option '2', or the schedule Interleaved1F1B"
         )
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"{given}, and parallelism.fsdp_reshard_after_forward = 'always' frees its parameters before, which then "
+            "get no gradient; take 'default' or 'never', or the schedule Interleaved1F1B"
+        )
     if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
         raise ConfigError(
             f"{given}, which a loss in chunks cannot with torch {torch.__version__}; set training.loss_chunk_tokens = "
