@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 from torchtrain.checkpoint.contract import Kind, check_contract, kind_of
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
+from torchtrain.config.schema import Float8, JobConfig, Optimizer, Parallelism, Training
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama import TransformerConfig
@@ -509,6 +509,15 @@ def test_what_reduces_otherwise_is_refused(section: Parallelism, message: str) -
 def test_reducing_in_bfloat16_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set training.mixed_precision_reduce = 'float32'"):
         JobConfig(training=Training(sums="exact", mixed_precision_reduce="bfloat16"))
+
+
+def test_weights_gathered_in_float8_are_refused() -> None:
+    """Of one rank the bfloat16 weights are rounded to float8, of several the float32 ones."""
+    exact = Training(sums="exact")
+    with pytest.raises(ConfigError, match=r"set float8.enable_fsdp_float8_all_gather = false"):
+        JobConfig(training=exact, float8=Float8(recipe="tensorwise"))
+    JobConfig(training=exact, float8=Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False))
+    JobConfig(training=exact, float8=Float8(recipe="rowwise"))
 
 
 def _transports(transport: str) -> list[bool]:

@@ -32,7 +32,7 @@ from torchtrain.attention.backends import (
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import apply_float8, check_float8
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -175,6 +175,23 @@ def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
         with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
             layout.check_layout(config, gpu, degrees, TINY)
         layout.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
+
+
+def test_float8_is_not_gathered_where_that_cannot_work() -> None:
+    pytest.importorskip("torchao")
+    gpu, degrees = torch.device("cuda", 0), Degrees(shard=2, context=3)
+    config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
+    offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
+    plain = Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
+    with planned_for_gpu((9, 0)):
+        with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
+            layout.check_layout(config, gpu, degrees, TINY)
+        with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory, .*all_gather = false"):
+            layout.check_layout(offloaded, gpu, Degrees(shard=2), TINY)
+        layout.check_layout(config, gpu, Degrees(replicate=3, shard=2), TINY)
+        layout.check_layout(offloaded, gpu, Degrees(replicate=3), TINY)
+        for one in (config, offloaded):
+            layout.check_layout(replace(one, float8=plain), gpu, degrees, TINY)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:

@@ -690,6 +690,11 @@ class JobConfig:
             in_float32 = self.training.mixed_precision_reduce == "float32"
             require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
             require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
+            require(
+                self.float8.recipe != "tensorwise" or not self.float8.enable_fsdp_float8_all_gather,
+                "training.sums = 'exact' gives the same bits on any number of ranks, and weights that are gathered in "
+                "float8 are rounded otherwise than on one: set float8.enable_fsdp_float8_all_gather = false",
+            )
         require(
             not (self.debug.fingerprint_steps and self.compile.enable),
             "debug.fingerprint_steps needs compile.enable = false: what lies within a compiled block cannot be seen; "

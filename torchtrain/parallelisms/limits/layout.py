@@ -30,7 +30,8 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     _check_streams(config, degrees)
-    check_float8(config.float8, model, device, degrees.tensor, tokens)
+    offload = config.training.enable_cpu_offload
+    check_float8(config.float8, model, device, degrees.tensor, tokens, shards=degrees.fsdp, offload=offload)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
