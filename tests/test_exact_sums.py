@@ -334,6 +334,21 @@ def test_a_step_of_sudden_growth_is_made_again(gloo: GlooPool) -> None:
     torch.testing.assert_close(one.grad_norms, fast.grad_norms, rtol=1e-5, atol=0)
 
 
+def _expected_summands(config: JobConfig) -> list[int]:
+    with patch.object(ExactSums, "begin", autospec=True, side_effect=ExactSums.begin) as begin:
+        train(config, SHAPE, steps=1, batch=batch_of_24)
+    return [call.args[1] for call in begin.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism", "summands"), [(2, {}, 24), (2, {"context_parallel_degree": 2}, 48)], ids=str
+)
+def test_room_is_left_for_a_summand_of_each_row_and_context_rank(
+    gloo: GlooPool, ranks: int, parallelism: dict[str, Any], summands: int
+) -> None:
+    assert gloo.run(ranks, _expected_summands, config_with(parallelism)) == [[summands] * 2] * ranks  # made twice
+
+
 def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
     """By step, the relative errors of each element of the gradient: of exact sums and of float32 ones."""
     summands: list[Tensor] = []
