@@ -250,6 +250,14 @@ def test_the_line_says_how_long_it_will_take() -> None:
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 
+def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+        for _ in range(5):  # after the second and the fifth the next one is recorded
+            torch.ones(2).relu()
+            profiler.step()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
 def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
     kept = []
     with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:

@@ -52,6 +52,8 @@ class Profiler(AbstractContextManager["Profiler"]):
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
+        if self.profile is not None:
+            self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
         self.stack.__exit__(kind, error, trace)
 
     def step(self) -> None:
