@@ -252,10 +252,18 @@ def test_the_line_says_how_long_it_will_take() -> None:
 
 def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
     with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
-        for _ in range(5):  # after the second and the fifth the next one is recorded
+        for step in range(1, 6):  # after the second and the fifth the next one is recorded
             torch.ones(2).relu()
-            profiler.step()
+            profiler.step(step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> None:
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 4) as profiler:
+        for step in (5, 6, 5, 6):
+            torch.ones(2).relu()
+            profiler.step(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
         assert profiler.profile is not None
         for step in range(1, 10):
             torch.ones(2).relu()
-            profiler.step()
+            profiler.step(step)
             if step % 3 == 0:
                 kept.append(len(profiler.profile.events() or ()))
     assert kept == [kept[0]] * 3

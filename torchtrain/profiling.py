@@ -56,8 +56,9 @@ class Profiler(AbstractContextManager["Profiler"]):
             self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
         self.stack.__exit__(kind, error, trace)
 
-    def step(self) -> None:
-        self.step_number += 1
+    def step(self, number: int) -> None:
+        """Call it after training step ``number``, which after a rollback is a lower one than before."""
+        self.step_number = number
         if self.profile is not None:
             self.profile.step()
         if self.snapshots and self.step_number % self.config.profile_freq == 0:
