@@ -185,7 +185,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
     # The vocabulary of the size that is measured, not of the tokenizer at hand.
     with (
         patch.object(torchtrain.run_plan, "model_shape", lambda *_: shape(entrant)),
-        patch.object(Profiler, "step", lambda _: gate.step() if gate else None),
+        patch.object(Profiler, "step", lambda *_: gate.step() if gate else None),
     ):
         sys.exit(main(arguments))
 

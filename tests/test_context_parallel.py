@@ -73,6 +73,23 @@ def test_heads_that_the_flash_kernel_does_not_take_have_a_mask_on_a_gpu(head_dim
         assert torch.equal(attention_to_the_end(q, k, k), expected)
 
 
+def _planned_for_a_gpu_without_flash() -> Tensor:
+    mesh = init_device_mesh("cpu", (1,))
+    q, k, v, _, _ = (x.bfloat16() for x in whole_inputs())
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        attention = ContextParallelAttention(mesh)
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    with planned_for_gpu((9, 0)):
+        return attention(q, k, v) - CausalAttention()(q, k, v)  # type: ignore[no-any-return]
+
+
+def test_another_kernel_that_is_asked_for_is_taken(gloo: GlooPool) -> None:
+    """The flash kernel for GPUs, which this machine has not, is called by its name: no backend keeps it away."""
+    assert gloo.run(1, _planned_for_a_gpu_without_flash)[0].abs().max() < 0.05
+
+
 @pytest.mark.gpu
 def test_the_flash_kernel_aligns_the_mask_with_the_last_key() -> None:
     generator = torch.Generator("cuda").manual_seed(0)

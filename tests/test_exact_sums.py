@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 from torchtrain.checkpoint.contract import Kind, check_contract, kind_of
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
+from torchtrain.config.schema import Float8, JobConfig, Optimizer, Parallelism, Training
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama import TransformerConfig
@@ -334,6 +334,21 @@ def test_a_step_of_sudden_growth_is_made_again(gloo: GlooPool) -> None:
     torch.testing.assert_close(one.grad_norms, fast.grad_norms, rtol=1e-5, atol=0)
 
 
+def _expected_summands(config: JobConfig) -> list[int]:
+    with patch.object(ExactSums, "begin", autospec=True, side_effect=ExactSums.begin) as begin:
+        train(config, SHAPE, steps=1, batch=batch_of_24)
+    return [call.args[1] for call in begin.call_args_list]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism", "summands"), [(2, {}, 24), (2, {"context_parallel_degree": 2}, 48)], ids=str
+)
+def test_room_is_left_for_a_summand_of_each_row_and_context_rank(
+    gloo: GlooPool, ranks: int, parallelism: dict[str, Any], summands: int
+) -> None:
+    assert gloo.run(ranks, _expected_summands, config_with(parallelism)) == [[summands] * 2] * ranks  # made twice
+
+
 def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
     """By step, the relative errors of each element of the gradient: of exact sums and of float32 ones."""
     summands: list[Tensor] = []
@@ -509,6 +524,15 @@ def test_what_reduces_otherwise_is_refused(section: Parallelism, message: str) -
 def test_reducing_in_bfloat16_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set training.mixed_precision_reduce = 'float32'"):
         JobConfig(training=Training(sums="exact", mixed_precision_reduce="bfloat16"))
+
+
+def test_weights_gathered_in_float8_are_refused() -> None:
+    """Of one rank the bfloat16 weights are rounded to float8, of several the float32 ones."""
+    exact = Training(sums="exact")
+    with pytest.raises(ConfigError, match=r"set float8.enable_fsdp_float8_all_gather = false"):
+        JobConfig(training=exact, float8=Float8(recipe="tensorwise"))
+    JobConfig(training=exact, float8=Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False))
+    JobConfig(training=exact, float8=Float8(recipe="rowwise"))
 
 
 def _transports(transport: str) -> list[bool]:

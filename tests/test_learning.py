@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked_run
@@ -15,19 +16,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import STEPS, TINY, Curve, assert_same_run, build, config_of, global_batch, train
+from parity import STEPS, TINY, Curve, assert_same_run, build, config_of, global_batch, joinery_of, train
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.build import initialize
-from torchtrain.config.schema import Ema, JobConfig
+from torchtrain.build import build_loop, build_run, initialize
+from torchtrain.config.schema import Ema, JobConfig, ParameterGroup
 from torchtrain.convert import main as convert
 from torchtrain.errors import ConfigError
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
 from torchtrain.trained_model import load_model
 
@@ -161,9 +164,60 @@ def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str],
     assert (averages["tok_embeddings.weight"] - last).norm() > 0.003 * last.norm()
 
 
+def joined(config: JobConfig) -> dict[str, Any]:
+    """What the joinery makes of options that the runs above give to the parts themselves."""
+    stop: Any = SimpleNamespace(pending=False, agreed=False, agree=lambda _: False)
+    with joinery_of(TINY):
+        plan = plan_run(config)
+        run = build_run(config, plan)
+        loop = build_loop(config, run, stop)
+    step: Any = loop.train_step
+    found = {
+        "rates": {(group["name"], group["lr_factor"]) for group in run.optimizer.param_groups},
+        "over_base": run.model.parts[0].config.over_base,
+        "max_norm": step.max_norm,
+        "z_weight": step.model.loss.z_weight,
+        "chunk_tokens": step.model.loss.chunk_tokens,
+        "averages": step.averages is run.averages is not None,
+        "documents": step.microbatches.document_start == plan.tokenizer.bos_id is not None,
+        "schedule": (loop.schedule.peak, loop.schedule.total),
+        "tokens": loop.metrics.tokens_per_step,
+        "flops": loop.metrics.flops_per_token == flops_per_token(plan.model, 16),
+    }
+    plan.loader.close()
+    run.checkpoint.close()
+    return found
+
+
+def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Path) -> None:
+    config = config_of(
+        job={"dump_folder": str(tmp_path)},
+        data={"document_mask": True, "prefetch": 0},
+        mup={"base_dim": 8, "base_layers": 2},
+        ema={"enable": True},
+        metrics={"enable_tensorboard": False},
+        training={"max_norm": 0.3, "z_loss_weight": 0.05, "global_batch_size": 4, "steps": 7, "loss_chunk_tokens": 8},
+    )
+    assert gloo.run(1, joined, config)[0] == {
+        "rates": {("embeddings", 1.0), ("matrices", 1 / 4), ("matrices", 1 / 8), ("vectors", 1.0), ("vectors", 1 / 4)},
+        "over_base": (4.0, 2.0),
+        "max_norm": 0.3,
+        "z_weight": 0.05,
+        "chunk_tokens": 8,
+        "averages": True,
+        "documents": True,
+        "schedule": (3e-3, 7),
+        "tokens": 4 * 16,
+        "flops": True,
+    }
+
+
 def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
     """How far each block's output, and the logits, have come in five steps: root mean square."""
-    config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0})
+    # Beside what AdamW makes of the embedding, Muon's changes would not be seen.
+    still = ParameterGroup(lr_factor=0.0)
+    others = {"embeddings": still, "vectors": still} if name == "muon" else {}
+    config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
     (part,) = model.parts
     seen: dict[str, Tensor] = {}

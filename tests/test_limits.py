@@ -139,6 +139,14 @@ def check(
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "selective"},
             r"two passes, and what activation_checkpoint.mode = 'selective' keeps .*; take mode 'full' or selective_",
         ),
+        (
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "InterleavedZeroBubble",
+                "fsdp_reshard_after_forward": "always",
+            },
+            r"two passes, and .*reshard_after_forward = 'always' frees .* get no gradient; take 'default' or 'never'",
+        ),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

@@ -63,6 +63,40 @@ def test_lines_hold_numbers_and_events_and_a_restart_writes_on(gloo: GlooPool, t
     assert lines[0]["ranks"] == 2
 
 
+def record_by_a_clock(folder: str) -> None:
+    """Three steps, of which the first and the last are written. The ranks differ in all that they bring."""
+    rank, now = dist.get_rank(), 0.0
+
+    class Batches:
+        wait_seconds = 0.5 * rank
+
+        def __iter__(self) -> Iterator[None]:
+            yield from [None] * 3
+
+    loss = TokenLoss(*(torch.tensor((a, b)[rank]) for a, b in ((6.0, 4.0), (3, 1), (0.3, 0.1))))
+    with (
+        patch("torchtrain.metrics.recorder.time.perf_counter", lambda: now),
+        recorder_in(folder, log_freq=3, enable_tensorboard=False) as recorder,
+    ):
+        recorder.peak_flops = 1000.0
+        for step, _ in enumerate(recorder.time_waiting(Batches()), 1):  # type: ignore[arg-type]
+            now += 2.0
+            recorder.record(step, loss, torch.tensor(0.5), 1e-3)
+            with recorder.uncounted():
+                now += 5.0
+
+
+def test_numbers_of_a_line(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(2, record_by_a_clock, str(tmp_path))
+    _, first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first.pop("memory_gib") > 0
+    numbers = {"loss": 2.5, "loss_max": 4.0, "z_loss": 0.1, "grad_norm": 0.5, "lr": 1e-3, "step_seconds": 2.0}
+    # 100 tokens on 2 ranks in 2 seconds, 6 FLOPs each, of 1000 a second.
+    numbers |= {"step": 1, "tokens_per_second": 25.0, "mfu": 0.15, "data_wait_fraction": 0.25}
+    assert first == pytest.approx(numbers)
+    assert {key: last[key] for key in numbers} == pytest.approx(numbers | {"step": 3})
+
+
 def test_tensorboard_groups_curves_and_shows_config_and_faults(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(1, record_steps, str(tmp_path), {}, 0, 4)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -216,13 +250,29 @@ def test_the_line_says_how_long_it_will_take() -> None:
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 
+def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+        for step in range(1, 6):  # after the second and the fifth the next one is recorded
+            torch.ones(2).relu()
+            profiler.step(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> None:
+    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 4) as profiler:
+        for step in (5, 6, 5, 6):
+            torch.ones(2).relu()
+            profiler.step(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
 def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
     kept = []
     with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
         assert profiler.profile is not None
         for step in range(1, 10):
             torch.ones(2).relu()
-            profiler.step()
+            profiler.step(step)
             if step % 3 == 0:
                 kept.append(len(profiler.profile.events() or ()))
     assert kept == [kept[0]] * 3

@@ -17,9 +17,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, assert_same_run, build, config_of, full_weights, train
+from parity import TINY, assert_same_run, build, config_of, full_weights, joinery_of, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -30,9 +31,10 @@ from torchtrain.attention.backends import (
     choose_attention_backend,
 )
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
+from torchtrain.build import build_run
 from torchtrain.config.schema import Float8, JobConfig, Optimizer
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.distributed.mesh import Degrees, local, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.float8 import apply_float8, check_float8
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -172,6 +174,23 @@ def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
         layout.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
 
 
+def test_float8_is_not_gathered_where_that_cannot_work() -> None:
+    pytest.importorskip("torchao")
+    gpu, degrees = torch.device("cuda", 0), Degrees(shard=2, context=3)
+    config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
+    offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
+    plain = Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
+    with planned_for_gpu((9, 0)):
+        with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
+            layout.check_layout(config, gpu, degrees, TINY)
+        with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory, .*all_gather = false"):
+            layout.check_layout(offloaded, gpu, Degrees(shard=2), TINY)
+        layout.check_layout(config, gpu, Degrees(replicate=3, shard=2), TINY)
+        layout.check_layout(offloaded, gpu, Degrees(replicate=3), TINY)
+        for one in (config, offloaded):
+            layout.check_layout(replace(one, float8=plain), gpu, degrees, TINY)
+
+
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
     """A run whose blocks compute in float8, emulated."""
     pytest.importorskip("torchao")
@@ -226,6 +245,36 @@ def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_
     shutil.rmtree(tmp_path / "checkpoint" / "step-4")
     finish(tmp_path, *options, hook=emulated_float8)
     assert same_tensors(saved_tensors(tmp_path, 4), whole)
+
+
+def scales_in_the_averages_place(config: JobConfig) -> list[float]:
+    """Of each float8 weight, while the model has its averages: the scale times the largest element."""
+    with joinery_of(TINY), emulated_float8():
+        plan = plan_run(config)
+        run = build_run(config, plan)
+    assert run.averages is not None
+    for average in run.averages.averages.values():
+        local(average).mul_(2)
+    found = []
+    with run.averaged():
+        for module in run.model.parts[0].modules():
+            held: Any = getattr(getattr(module, "weight", None), "_local_tensor", None)
+            if hasattr(held, "_precomputed_scale"):
+                largest = held._tensor.abs().max()
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                found.append((largest * held._precomputed_scale).item())
+    plan.loader.close()
+    run.checkpoint.close()
+    return found
+
+
+def test_averages_are_gathered_in_float8_by_scales_of_their_own(gloo: GlooPool, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    job, ema = {"dump_folder": str(tmp_path)}, {"enable": True}
+    config = config_of(job=job, data={"prefetch": 0}, ema=ema, float8={"recipe": "tensorwise"})
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    for found in gloo.run(2, scales_in_the_averages_place, config):
+        assert found == pytest.approx([largest] * 7 * TINY.n_layers)
 
 
 def states_after_steps(state_dtype: str) -> Any:

@@ -17,9 +17,20 @@ MULTIPLE = 16  # of both sides of a matrix, activations among them: what the flo
 
 
 def check_float8(
-    config: Float8, model: TransformerConfig, device: torch.device, tensor_degree: int, tokens: int
+    config: Float8,
+    model: TransformerConfig,
+    device: torch.device,
+    tensor_degree: int,
+    tokens: int,
+    *,
+    shards: int = 1,
+    offload: bool = False,
 ) -> None:
-    """ConfigError where the package, the device or a shape cannot do it. ``tokens``: of a forward on a rank."""
+    """ConfigError where the package, the device or a shape cannot do it.
+
+    ``tokens``: of a forward on a rank. ``shards``: ranks that FSDP splits a parameter over. ``offload``: whether
+    parameters lie in CPU memory.
+    """
     if config.recipe == "none":
         return
     given = f"float8.recipe = {config.recipe!r}"
@@ -37,6 +48,13 @@ def check_float8(
             f"{given} needs a multiple of {MULTIPLE} tokens at once, and a rank has {tokens}, of the sequences in a "
             "microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
         )
+    gathers = gathers_float8(config, shards)
+    whole = "or set float8.enable_fsdp_float8_all_gather = false"
+    if gathers and offload:
+        raise ConfigError(
+            f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
+            f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
+        )
     with torch.device("meta"):
         block = TransformerBlock(model)
     for name in block.PRODUCTS:
@@ -45,6 +63,11 @@ def check_float8(
             raise ConfigError(
                 f"{given} needs matrices whose sides are multiples of {MULTIPLE}, and {name} is {rows} x {columns}; "
                 "set 'none', or change the model's shape"
+            )
+        if gathers and rows % shards:
+            raise ConfigError(
+                f"{given} gathers float8 from {shards} shards, which must divide the rows of each matrix, and {name} "
+                f"has {rows}; take other degrees of [parallelism], {whole}"
             )
 
 

@@ -52,10 +52,13 @@ class Profiler(AbstractContextManager["Profiler"]):
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
+        if self.profile is not None:
+            self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
         self.stack.__exit__(kind, error, trace)
 
-    def step(self) -> None:
-        self.step_number += 1
+    def step(self, number: int) -> None:
+        """Call it after training step ``number``, which after a rollback is a lower one than before."""
+        self.step_number = number
         if self.profile is not None:
             self.profile.step()
         if self.snapshots and self.step_number % self.config.profile_freq == 0:

@@ -122,7 +122,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                     checkpoint.maybe_save(run.step, last)
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, last)
-            loop.profiler.step()
+            loop.profiler.step(run.step)
             if run.step == run.first_step + 1:
                 hangs.timeout_seconds = config.comm.train_timeout_seconds
                 set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[checkpoint.group])

@@ -6,9 +6,7 @@ wrong by themselves; ``run_plan.plan_run`` refuses what depends on several secti
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +38,15 @@ def require_at_least(section: Any, name: str, minimum: float, *keys: str) -> Non
     """``require_each`` to be at least ``minimum``, and finite."""
     require_each(section, name, (f"be at least {minimum}", lambda value: value >= minimum), *keys)
     require_each(section, name, ("be a finite number", lambda value: value < math.inf), *keys)
+
+
+def is_option(section: Any, name: str) -> bool:
+    """Whether ``section`` has an option of this name, such as ``lr``, or ``matrices.lr_factor`` of a section in it."""
+    key, _, rest = name.partition(".")
+    if key not in getattr(section, "__dataclass_fields__", ()):
+        return False
+    value = getattr(section, key)
+    return is_option(value, rest) if rest else not hasattr(value, "__dataclass_fields__")
 
 
 @dataclass(frozen=True)
@@ -683,16 +690,18 @@ class JobConfig:
             in_float32 = self.training.mixed_precision_reduce == "float32"
             require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
             require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
+            require(
+                self.float8.recipe != "tensorwise" or not self.float8.enable_fsdp_float8_all_gather,
+                "training.sums = 'exact' gives the same bits on any number of ranks, and weights that are gathered in "
+                "float8 are rounded otherwise than on one: set float8.enable_fsdp_float8_all_gather = false",
+            )
         require(
             not (self.debug.fingerprint_steps and self.compile.enable),
             "debug.fingerprint_steps needs compile.enable = false: what lies within a compiled block cannot be seen; "
             "compare runs that are not compiled, and then one of them with a compiled one by their curves",
         )
         for name in self.checkpoint.allow_changes:
-            found: Any = self
-            with suppress(AttributeError):
-                found = attrgetter(name)(self)
             require(
-                not is_dataclass(found),
+                is_option(self, name),
                 f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
             )

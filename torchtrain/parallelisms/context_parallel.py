@@ -36,6 +36,8 @@ class ContextParallelAttention(nn.Module):
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
         self.mesh = mesh
+        # training.attention_backend may want another kernel.
+        self.flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         """``q`` (bs, heads, seq / n, head_dim), ``k``, ``v`` (bs, kv_heads, seq / n, head_dim) to the shape of ``q``.
@@ -52,14 +54,18 @@ class ContextParallelAttention(nn.Module):
         rank, size = self.mesh.get_local_rank(), q.shape[2] // 2
         ends = [(chunk + 1) * size for chunk in (rank, 2 * self.mesh.size() - 1 - rank)]
         parts = zip(q.chunk(2, dim=2), ends, strict=True)
-        return torch.cat([attention_to_the_end(part, k[:, :, :end], v[:, :, :end]) for part, end in parts], dim=2)
+        outs = [attention_to_the_end(part, k[:, :, :end], v[:, :, :end], flash=self.flash) for part, end in parts]
+        return torch.cat(outs, dim=2)
 
 
-def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries (bs, heads, n, head_dim) that belong to the last n of the keys' positions."""
+def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True) -> Tensor:
+    """Causal attention of queries (bs, heads, n, head_dim) that belong to the last n of the keys' positions.
+
+    ``flash``: on a GPU by that kernel where it can be; else as ``scaled_dot_product_attention`` chooses.
+    """
     on_gpu = device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if on_gpu and fits and compute_capability(q.device) >= (8, 0):
+    if flash and on_gpu and fits and compute_capability(q.device) >= (8, 0):
         # is_causal of scaled_dot_product_attention aligns the mask with the first key. Its kernel aligns with the last.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out

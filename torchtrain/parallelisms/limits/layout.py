@@ -30,7 +30,8 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     _check_streams(config, degrees)
-    check_float8(config.float8, model, device, degrees.tensor, tokens)
+    offload = config.training.enable_cpu_offload
+    check_float8(config.float8, model, device, degrees.tensor, tokens, shards=degrees.fsdp, offload=offload)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
@@ -114,6 +115,11 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
         raise ConfigError(
             f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
             "or selective_option '2', or the schedule Interleaved1F1B"
+        )
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"{given}, and parallelism.fsdp_reshard_after_forward = 'always' frees its parameters before, which then "
+            "get no gradient; take 'default' or 'never', or the schedule Interleaved1F1B"
         )
     if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
         raise ConfigError(
