@@ -333,6 +333,20 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("to", ["hf", "torchtrain"])
+def test_weights_beyond_float16_are_not_written_in_it(tmp_path: Path, to: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = random_model(LLAMA2)
+    with torch.no_grad():
+        model.layers["1"].get_submodule("attention").get_submodule("wq").weight[3, 5] = 1e5
+    export(model, tmp_path / "source", "bfloat16")
+    dist.destroy_process_group()  # convert makes its own
+    with pytest.raises(ConfigError, match=r"weight has numbers that are not finite in float16, in which it is"):
+        convert(tmp_path / "source", tmp_path / "target", to, "float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    convert(tmp_path / "source", tmp_path / "target", to, "bfloat16")
+
+
 def test_converting_is_the_work_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="start it without torchrun"):
@@ -593,7 +607,8 @@ def test_a_folder_that_is_not_what_it_says_is_refused_at_every_entrance(
 def test_weights_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
-    export(model, tmp_path / "hf")
+    with patch.object(hf, "finite", lambda tensor, _: tensor):
+        export(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
 

@@ -71,7 +71,7 @@ def count_waits() -> Iterator[None]:
         # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
         patch.object(UpdateGuard, "settle", counts.excused(UpdateGuard.settle)),
         patch.object(Loader, "__next__", counts.excused(Loader.__next__)),
-        patch.object(Profiler, "step", lambda _: counts.end_step()),
+        patch.object(Profiler, "step", lambda *_: counts.end_step()),
         counts,
     ):
         yield
@@ -89,7 +89,7 @@ from torchtrain.train import main
 
 steps = 0
 
-def end_step(self):
+def end_step(self, number):
     global steps
     steps += 1
     torch.cuda.set_sync_debug_mode("error" if 3 <= steps < 9 else "default")
@@ -140,7 +140,7 @@ class Trace(TorchDispatchMode):
 def trace_operations() -> Iterator[None]:
     """Within, operations are traced by step; the hashes are the last line of the output."""
     trace = Trace()
-    with patch.object(Profiler, "step", lambda _: trace.end_step()), trace:
+    with patch.object(Profiler, "step", lambda *_: trace.end_step()), trace:
         yield
     os.write(1, f"{json.dumps(trace.of_steps)}\n".encode())
 

@@ -86,11 +86,11 @@ def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(10):
         process = start_preparing(disturbed)
-        wanted = records(disturbed) + rng.randrange(6)  # all is done after 64
+        wanted = records(disturbed) + rng.randrange(4)  # all is done after 64
         while records(disturbed) < wanted:
             assert process.poll() is None, "it has ended by itself"
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.05))
         process.kill()  # its worker processes see that it is gone
         process.wait()
     assert not (disturbed / "manifest.json").exists()

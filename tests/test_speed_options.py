@@ -93,6 +93,10 @@ def test_memory_budget_needs_the_compiler() -> None:
 def test_attention_backend_is_named_and_taken() -> None:
     assert attention_backend_name("auto", TINY, torch.float32, CPU) == "flash"
     assert attention_backend_name("auto", TINY, torch.bfloat16, CPU) == "flash, backward in batched products"
+    for other in ({"documents": True}, {"split": True}):
+        assert attention_backend_name("auto", TINY, torch.bfloat16, CPU, **other) == "flash"
+    gpu = torch.device("cuda")
+    assert attention_backend_name("auto", TINY, torch.bfloat16, gpu, documents=True) == "flex"
     try:
         choose_attention_backend("math", CPU)
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"

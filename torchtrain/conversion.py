@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import is_hf_folder, save_hf
+from torchtrain.checkpoint.hf import finite, is_hf_folder, save_hf
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
@@ -45,7 +45,7 @@ def convert(
 
     Raises:
         CheckpointError: the source cannot be read, or the target exists.
-        ConfigError: torchrun has started several processes.
+        ConfigError: torchrun has started several processes; a weight is not finite in the dtype.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("convert is the work of one process: start it without torchrun")
@@ -64,7 +64,8 @@ def convert(
             dtype = getattr(torch, dtype_name)
             shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
             writer = VerifiedWriter(target, source.config_toml())
-            save_tensors(shapes, lambda name: source.read(name.removeprefix("model.")).to(dtype), writer, target)
+            names = {name: name.removeprefix("model.") for name in shapes}
+            save_tensors(shapes, lambda name: finite(source.read(names[name]).to(dtype), names[name]), writer, target)
     finally:
         dist.destroy_process_group()
     logger.info("wrote %s", target)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.reading import MAY_PASS
@@ -58,3 +59,16 @@ def writing(path: str, option: str) -> Iterator[None]:
         raise TorchtrainError(
             f"{option} = {path!r} could not be written: {error.strerror or error}; make room, or name another file"
         ) from error
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Any]:
+    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb", buffering=1 << 20) as file:
+            yield file
+        partial.rename(path)
+    except BaseException:  # as on a full disk, which should not stay full of it
+        partial.unlink(missing_ok=True)
+        raise

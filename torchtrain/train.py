@@ -49,12 +49,12 @@ def train(config: JobConfig) -> int:
     import torch.distributed as dist
 
     from torchtrain.build import build_loop, build_run, needs_validation
-    from torchtrain.datasets.files import written_whole
     from torchtrain.distributed.process_group import rank
     from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest
     from torchtrain.metrics.beginning import describe
+    from torchtrain.outputs import written_whole
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
 

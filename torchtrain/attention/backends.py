@@ -17,10 +17,23 @@ BACKENDS = {
 CPU_BACKENDS = ("flash", "math")
 
 
-def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Name of the kernel that causal attention of this shape gets; ConfigError where ``wanted`` has none for it."""
+def attention_backend_name(
+    wanted: str,
+    model: TransformerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    documents: bool = False,
+    split: bool = False,
+) -> str:
+    """Name of the kernel that causal attention of this shape gets; ConfigError where ``wanted`` has none for it.
+
+    ``documents``: whether a mask keeps them apart; ``split``: whether sequences are split over ranks.
+    """
     if device.type not in ("cpu", "cuda"):
         return "unknown"
+    if documents and device.type == "cuda":
+        return "flex"
     q, k = (  # of full size, and in the memory of one head's vector
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, model.n_kv_heads)
@@ -34,7 +47,8 @@ def attention_backend_name(wanted: str, model: TransformerConfig, dtype: torch.d
             f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; take 'auto'"
         ) from None
     name = next(name for name, backend in BACKENDS.items() if backend == choice)
-    return f"{name}, backward in batched products" if has_batched_backward(wanted, dtype, device) else name
+    batched = has_batched_backward(wanted, dtype, device) and not (documents or split)
+    return f"{name}, backward in batched products" if batched else name
 
 
 def choose_attention_backend(wanted: str, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torchtrain.checkpoint.states import parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
@@ -87,6 +87,7 @@ def save_hf(
 
     Raises:
         CheckpointError: the folder cannot be written.
+        ConfigError: see ``finite``.
     """
     torch_dtype = getattr(torch, dtype)
     ours = {hf_name(name): name for name in tensors}
@@ -95,6 +96,9 @@ def save_hf(
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
     sharded = dist.get_world_size() > 1
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+
+    def value(name: str) -> Tensor:
+        return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
 
     def complete() -> None:
         try:
@@ -111,17 +115,29 @@ def save_hf(
         of_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
         save_tensors(
             cast,
-            lambda name: local(cast[name]) if read is None else read(ours[name]).to(torch_dtype),
+            value,
             HuggingFaceStorageWriter(
                 str(partial), files_by_size(sizes), save_distributed=sharded, enable_consolidation=sharded
             ),
             folder,
         )
         of_first_rank(complete)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, ConfigError):
+            raise
         raise CheckpointError(f"{error}; make room, or let this user write there") from error
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """``tensor``, the weight ``name`` as it is to be written; ConfigError where not all of it is finite."""
+    if not tensor.isfinite().all():
+        raise ConfigError(
+            f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}, in which it is to "
+            "be written: take another dtype (float16 ends at 65504), or other weights"
+        )
+    return tensor
 
 
 def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:

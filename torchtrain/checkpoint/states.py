@@ -28,7 +28,7 @@ from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
-from torchtrain.errors import CheckpointError, SupersededError, TorchtrainError
+from torchtrain.errors import CheckpointError, ConfigError, SupersededError, TorchtrainError
 from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.reading import MISSING, patiently
@@ -206,6 +206,7 @@ def save_tensors(
 
     Raises:
         CheckpointError: on all ranks, if any of them cannot write its part, or (SupersededError) may not.
+        ConfigError: on all ranks, if ``value`` raises one.
     """
     try:
         dcp_save(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(value), process_group=group)
@@ -213,7 +214,7 @@ def save_tensors(
         if isinstance(writer, VerifiedWriter) and dist.get_rank(group) == 0:
             writer.remove()  # all ranks have ended their part
         for cause, _ in error.failures.values():
-            if isinstance(cause, SupersededError):
+            if isinstance(cause, (SupersededError, ConfigError)):
                 raise cause from None
         raise CheckpointError(f"{folder} could not be written: {_first_failure(error)[1]}") from error
 

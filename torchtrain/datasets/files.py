@@ -6,7 +6,6 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import has_magic
@@ -29,6 +28,7 @@ from torchtrain.datasets.formats import (
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
 from torchtrain.log import logger
+from torchtrain.outputs import written_whole
 from torchtrain.reading import MAY_PASS, names_in, patiently, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
@@ -99,19 +99,6 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Any]:
-    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb", buffering=1 << 20) as file:
-            yield file
-        partial.rename(path)
-    except BaseException:  # as on a full disk, which should not stay full of it
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _documents_of(file: Path, column: str) -> Iterator[str | None]:

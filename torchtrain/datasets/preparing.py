@@ -26,11 +26,11 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import Source
-from torchtrain.datasets.files import written_whole
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
 from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.outputs import written_whole
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 

@@ -22,5 +22,12 @@ def describe(config: JobConfig, model: TransformerConfig, device: torch.device, 
     logger.info(f"{parameters:,} parameters, vocabulary {model.vocab_size}; {ranks}; {rows} sequences a step")
     numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
     compiled = "compiled" if config.compile.enable else "not compiled"
-    attention = attention_backend_name(config.training.attention_backend, model, getattr(torch, dtype), device)
+    attention = attention_backend_name(
+        config.training.attention_backend,
+        model,
+        getattr(torch, dtype),
+        device,
+        documents=config.data.document_mask,
+        split=degrees.context > 1,
+    )
     logger.info(f"{numbers}, {compiled}; attention: {attention}")
