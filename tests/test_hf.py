@@ -607,7 +607,7 @@ def test_a_folder_that_is_not_what_it_says_is_refused_at_every_entrance(
 def test_weights_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
-    with patch.object(hf, "finite", lambda tensor, _: tensor):
+    with patch("torchtrain.checkpoint.hf.finite", lambda tensor, _: tensor):
         export(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
