@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 from torchtrain import estimate as door
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import Data, JobConfig
 from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import summary
@@ -30,6 +33,8 @@ from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.stand_ins import stand_in
 from torchtrain.planning.summary import estimate
+from torchtrain.run_plan import plan_run
+from torchtrain.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -449,6 +454,19 @@ def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
     config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
     assert door.tokenizer_of(config) is None
     assert door.tokenizer_of(JobConfig()) is not None
+
+
+@pytest.mark.parametrize("plan", [plan_run, door.tokenizer_of])
+def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], Any]) -> None:
+    tokenizer = load_tokenizer("")
+    tokenizer.bos_id = None
+    config = JobConfig(data=Data(document_mask=True))
+    with (
+        patch("torchtrain.run_plan.load_tokenizer", lambda _: tokenizer),
+        patch("torchtrain.tokenizers.load_tokenizer", lambda _: tokenizer),
+        pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
+    ):
+        plan(config)
 
 
 HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens a second and GPU")

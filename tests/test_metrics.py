@@ -234,6 +234,8 @@ def test_a_validation_counts_until_the_run_goes_back_before_it(tmp_path: Path) -
     file.write_text(file.read_text() + four)
     assert has_validation(file, 4)
     assert not has_validation(file, 5)
+    file.write_text(file.read_text() + '{"step": 6, "event": "bad_numbers_rollback"}\n')
+    assert not has_validation(file, 4)  # perhaps it went back to step 2
 
 
 def test_mfu_is_that_of_the_gpu_and_not_of_one_with_its_name_within_it() -> None:

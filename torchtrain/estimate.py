@@ -105,11 +105,16 @@ def gpu_of(config: JobConfig) -> "Gpu":
 
 
 def tokenizer_of(config: JobConfig) -> "Tokenizer | None":
-    """The config's, if its file is here."""
+    """The config's, if its file is here; ConfigError where it is not one for the config."""
+    from torchtrain.shape import document_start
     from torchtrain.tokenizers import load_tokenizer
 
     path = config.model.tokenizer_path
-    return None if path and not Path(path).exists() else load_tokenizer(path)
+    if path and not Path(path).exists():
+        return None
+    tokenizer = load_tokenizer(path)
+    document_start(config, tokenizer)
+    return tokenizer
 
 
 def table(found: "Estimate") -> str:

@@ -17,12 +17,11 @@ from torchtrain.datasets.sources import with_revisions
 from torchtrain.distributed.agreement import of_first_rank_in_its_time
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
-from torchtrain.errors import ConfigError
 from torchtrain.metrics.writers import check_writers
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.outputs import require_folder
 from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
-from torchtrain.shape import model_shape
+from torchtrain.shape import document_start, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -56,11 +55,7 @@ def plan_run(config: JobConfig) -> Plan:
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     model = replace(model_shape(config.model, tokenizer, training.seq_len), **asdict(config.mup))
     check_layout(config, device, degrees, model)
-    if config.data.document_mask and tokenizer.bos_id is None:
-        raise ConfigError(
-            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
-            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
-        )
+    start = document_start(config, tokenizer)
     choose_attention_backend(training.attention_backend, device)
     ask: Ask = alone
     held_out = config.validation.all if config.validation.enable else ()
@@ -89,8 +84,7 @@ def plan_run(config: JobConfig) -> Plan:
     loader = open_loader(config.data)
     folder = config.job.dump_folder
     require_folder(Path(folder), f"job.dump_folder = {folder!r}")  # last: a run that is refused leaves nothing
-    document_start = tokenizer.bos_id if config.data.document_mask else None
-    return Plan(config, device, degrees, model, tokenizer, loader, validation_loaders, document_start)
+    return Plan(config, device, degrees, model, tokenizer, loader, validation_loaders, start)
 
 
 def _with_revisions(config: JobConfig) -> JobConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import Model, Shape
+from torchtrain.config.schema import JobConfig, Model, Shape
 from torchtrain.config.schema import RopeScaling as RopeSection
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import export_family, flavor_config, read_hf_config
@@ -53,6 +53,18 @@ def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
             f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
             "ids; raise it, or give the tokenizer of the model by its path"
         )
+
+
+def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
+    """The token at which a document begins, if attention stops before it; ConfigError where there is none."""
+    if not config.data.document_mask:
+        return None
+    if tokenizer.bos_id is None:
+        raise ConfigError(
+            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
+            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
+        )
+    return tokenizer.bos_id
 
 
 def given(section: Shape) -> dict[str, Any]:

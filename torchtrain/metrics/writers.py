@@ -106,14 +106,17 @@ class JsonLines(Writer):
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Whether the lines of ``path`` have a validation after ``step``, and no later start from an earlier step."""
+    """Whether the lines of ``path`` have a validation after ``step``, and later no start before it, and no rollback."""
     found = False
     try:
         for text in path.read_bytes().splitlines():
-            if b'"validation_' in text or b'"event": "start"' in text:
+            if any(part in text for part in (b'"validation_', b'"event": "start"', b'_rollback"')):
                 with suppress(ValueError):  # a line that was cut short
                     line = json.loads(text)
-                    found = line["step"] >= step and found if "event" in line else found or line["step"] == step
+                    if "event" in line:
+                        found = found and line["event"] == "start" and line["step"] >= step
+                    else:
+                        found = found or line["step"] == step
     except OSError:
         pass  # no more is lost than the time to validate again
     return found
