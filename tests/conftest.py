@@ -11,9 +11,9 @@ import torch
 from disk_faults import DiskFaults
 from filelock import FileLock
 from forked_door import checked_door
-from forkserver import Server
+from forkserver import Server, free_port
 from gloo_pool import GlooPool
-from hub_server import Hub, free_port
+from hub_server import Hub
 
 from torchtrain.log import logger
 

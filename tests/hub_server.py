@@ -15,12 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass
 class Fault:
     """What happens to the next ``times`` requests whose method and path contain ``where``.

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from forkserver import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 NODES = ("n1", "n2")
 
@@ -22,12 +24,6 @@ def why_not() -> str:
         if missing
         else ""
     )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Slurm:

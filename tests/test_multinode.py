@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import pytest
 from forked_door import checked_door
-from slurm import free_port
+from forkserver import free_port
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
