@@ -109,6 +109,20 @@ def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch
         assert torch.equal(first[name], second[name]), name
 
 
+def test_states_that_no_update_has_made_count_no_step() -> None:
+    """As at a save after steps that were all refused."""
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    saved = OptimizerState([model], optimizer).state_dict()
+    assert {name: value.item() for name, value in saved.items() if name.endswith(".step")} == {
+        f"{name}.step": 0 for name, _ in model.named_parameters()
+    }
+    assert all(not optimizer.state[parameter]["step"] for parameter in model.parameters())
+    model.norm.weight.grad = torch.ones(4)
+    optimizer.step()
+    assert OptimizerState([model], optimizer).state_dict()["norm.weight.step"].item() == 1
+
+
 def only_file(folder: Path) -> Path:
     (file,) = folder.glob("*.distcp")
     return file

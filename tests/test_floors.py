@@ -41,6 +41,7 @@ FLOORS = {
     "torchtrain.attention": 2,
     "torchtrain.float8": 2,
     "torchtrain.compilation": 2,
+    "torchtrain.cpu_products": 2,
     "torchtrain.distributed": 2,
     "torchtrain.datasets": 2,
     "torchtrain.models": 1,

@@ -59,6 +59,8 @@ MEMBERS = {
     "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
     "torch._inductor.config._micro_pipeline_tp": "asynchronous tensor parallelism",
     "torch._fused_sdp_choice": "the name of the attention kernel in use",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether a CPU multiplies in bfloat16",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether a CPU multiplies in float16",
     "torch._foreach_mul_": "scale all gradients: clipping, exact sums",
     "torch.cuda.memory._record_memory_history": "memory snapshots",
     "torch.cuda.memory._snapshot": "memory snapshots",

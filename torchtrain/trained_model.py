@@ -11,6 +11,7 @@ from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import Comm, JobConfig, Parallelism, Training
+from torchtrain.cpu_products import apply_float32_products
 from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError
@@ -71,6 +72,7 @@ def load_model(
     layout, ranks = JobConfig(parallelism=Parallelism(enable_sequence_parallel=False)), Degrees(tensor=world_size())
     check_layout(layout, place, ranks, shape)
     init_process_group(place, Comm().init_timeout_seconds)
+    apply_float32_products(getattr(torch, dtype), place)
     with torch.device("meta"):
         model = Transformer(shape)
     if ranks.tensor > 1:

@@ -90,12 +90,16 @@ class OptimizerState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
+        made_here = not self.optimizer.state
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for key, value in get_optimizer_state_dict(self.parts, self.optimizer, options=options).items():
             section, name = key.split(".", 1)
             if section == "state":
                 parameter, entry = name.split(".", 1)[1].rsplit(".", 1)
                 tensors[f"{parameter}.{entry}"] = value
+                if made_here and entry == "step":
+                    assert isinstance(value, Tensor)
+                    value.zero_()  # torch made the states by a step without gradients, and counted it
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

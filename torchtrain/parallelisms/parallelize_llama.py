@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain.attention.backends import apply_attention_backend
 from torchtrain.compilation import apply_compile, enable_async_tensor_parallel
 from torchtrain.config.schema import JobConfig
+from torchtrain.cpu_products import apply_float32_products
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.float8 import apply_float8
 from torchtrain.initialization import full_name
@@ -22,6 +23,7 @@ def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: E
     """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
     training, parallelism = config.training, config.parallelism
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
+    apply_float32_products(dtype, device)
     apply_attention_backend(model, training.attention_backend, dtype, device)
     apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:

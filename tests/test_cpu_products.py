@@ -1,0 +1,138 @@
+"""CPUs without products in bfloat16 compute them in float32: tested on any CPU."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.library import _scoped_library
+
+from torchtrain import cpu_products, trained_model
+from torchtrain.config.schema import JobConfig, Training
+from torchtrain.cpu_products import apply_float32_products, replace_products
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.trained_model import load_model
+
+CPU = torch.device("cpu")
+TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
+
+
+@pytest.fixture
+def replaced() -> Iterator[None]:
+    with _scoped_library("aten", "IMPL") as library:
+        replace_products(library, [torch.bfloat16])
+        yield
+
+
+def written(product: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    out = inputs[0].new_empty(product(*inputs).shape)
+    assert product(*inputs, out=out) is out
+    return out
+
+
+PRODUCTS = {
+    "mm": lambda x, y, _: x[0] @ y[0].T,
+    "mm, out": lambda x, y, _: written(torch.mm, x[0], y[0].T),
+    "bmm": lambda x, y, _: x @ y.transpose(1, 2),
+    "bmm, out": lambda x, y, _: written(torch.bmm, x, y.transpose(1, 2)),
+    "addmm": lambda x, y, bias: torch.nn.functional.linear(x[0], y[0], bias),
+    "addmm, out": lambda x, y, bias: written(torch.addmm, bias, x[0], y[0].T),
+    "baddbmm": lambda x, y, bias: torch.baddbmm(bias, x, y.transpose(1, 2), beta=0.5, alpha=2.0),
+    "baddbmm, out": lambda x, y, bias: written(torch.baddbmm, bias, x, y.transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_in_bfloat16_is_that_in_float32_rounded_once(name: str, replaced: None) -> None:  # noqa: ARG001
+    product = PRODUCTS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).bfloat16() for shape in ((3, 20, 70), (3, 30, 70), (30,))]
+    result = product(*inputs)
+    assert result.dtype is torch.bfloat16
+    assert torch.equal(result, product(*(x.float() for x in inputs)).bfloat16())
+
+
+def test_other_dtypes_have_the_kernels_that_they_had() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 20, 70), torch.randn(3, 30, 70), torch.randn(30)
+    before = [product(*inputs) for product in PRODUCTS.values()]
+    with _scoped_library("aten", "IMPL") as library:
+        replace_products(library, [torch.bfloat16])
+        after = [product(*inputs) for product in PRODUCTS.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_gradients_are_products_in_float32_too(replaced: None) -> None:  # noqa: ARG001
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(2, 10, 70), torch.randn(30, 70), torch.randn(2, 10, 30)
+    gradients = []
+    for rounded in (torch.Tensor.bfloat16, lambda value: value.bfloat16().float()):
+        leaves = [rounded(value).requires_grad_() for value in (x, weight)]
+        result = torch.nn.functional.linear(*leaves)
+        gradients.append([g.bfloat16() for g in torch.autograd.grad(result, leaves, rounded(grad))])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows when kernels are replaced, on a CPU that has no products in bfloat16."""
+    calls: list[None] = []
+    monkeypatch.setattr(cpu_products, "slow_dtypes", lambda: (torch.bfloat16,))
+    monkeypatch.setattr(cpu_products, "_replace", lambda: calls.append(None))
+    return calls
+
+
+def test_kernels_are_replaced_where_they_are_slow_and_nowhere_else(asked: list[None]) -> None:
+    apply_float32_products(torch.float32, CPU)
+    apply_float32_products(torch.bfloat16, torch.device("cuda", 0))
+    with planned_for_gpu((9, 0)):
+        apply_float32_products(torch.bfloat16, CPU)
+    assert not asked
+    apply_float32_products(torch.bfloat16, CPU)
+    assert asked
+
+
+def test_oneDNN_says_what_is_slow() -> None:
+    cpu_products.slow_dtypes.cache_clear()
+    bfloat16, float16 = "torch.ops.mkldnn._is_mkldnn_bf16_supported", "torch.ops.mkldnn._is_mkldnn_fp16_supported"
+    try:
+        with patch(bfloat16, lambda: True), patch(float16, lambda: False):
+            assert cpu_products.slow_dtypes() == (torch.float16,)
+    finally:
+        cpu_products.slow_dtypes.cache_clear()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_training_in_bfloat16_asks_for_it(asked: list[None], process_group: None) -> None:  # noqa: ARG001
+    for dtype in ("float32", "bfloat16"):
+        assert not asked
+        config = JobConfig(training=Training(mixed_precision_param=dtype))
+        with torch.device("meta"):
+            model = Transformer(TINY)
+        parallelize_llama(model, Mesh(CPU, Degrees()), config)
+    assert asked
+
+
+def test_a_model_loaded_in_bfloat16_asks_for_it(
+    trained_run: Path,
+    asked: list[None],
+    process_group: None,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: ARG001
+) -> None:
+    monkeypatch.setattr(trained_model, "init_process_group", lambda *_: None)
+    load_model(trained_run)
+    assert not asked
+    load_model(trained_run, dtype="bfloat16")
+    assert asked
