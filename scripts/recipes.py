@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from torchtrain.datasets.files import standard_library_files
-from torchtrain.metrics.writers import AppendedFile
+from torchtrain.metrics.writers import append
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 DECAYS = (0.0, 0.1, 0.3)
@@ -181,7 +181,7 @@ class Results:
     def add(self, recipe: Recipe, curve: list[dict[str, float]], step_seconds: float, threads: int) -> None:
         line = {"name": recipe.name, **asdict(recipe), "curve": curve, "step_seconds": step_seconds, "threads": threads}
         self.lines[recipe.name] = line = {**line, "torch": torch.__version__}
-        AppendedFile(self.file).append(json.dumps(line).encode() + b"\n", after=b"\n")
+        append(self.file, json.dumps(line).encode() + b"\n", after=b"\n")
 
     def of(self, recipe: Recipe) -> dict[str, Any] | None:
         return self.lines.get(recipe.name)

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchtrain.checkpoint import manifest, storage
+from torchtrain import reading
+from torchtrain.checkpoint import storage
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
@@ -514,7 +515,7 @@ def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkey
 
 def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.start.step == 2

@@ -128,8 +128,8 @@ def test_training_in_bfloat16_asks_for_it(asked: list[None], process_group: None
 def test_a_model_loaded_in_bfloat16_asks_for_it(
     trained_run: Path,
     asked: list[None],
-    process_group: None,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: ARG001
+    process_group: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trained_model, "init_process_group", lambda *_: None)
     load_model(trained_run)

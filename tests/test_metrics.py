@@ -165,8 +165,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     for step in range(1, 10):
         waited = 0.3 if slow and kind == "data wait" else 0.02
         time.sleep(0.1)
-        watch.waited(waited)
-        watch.before_step(step)
+        watch.before_step(step, waited)
         dist.barrier()
     watch.close()
     stragglers.probe = probe

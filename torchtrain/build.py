@@ -30,7 +30,7 @@ from torchtrain.float8 import compute_scales, gathers_float8
 from torchtrain.initialization import layout_independent_init
 from torchtrain.log import logger
 from torchtrain.lr_schedule import LRSchedule
-from torchtrain.metrics import MetricsRecorder
+from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.flops import flops_per_token

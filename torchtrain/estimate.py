@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torchtrain.models.llama.model import TransformerConfig
     from torchtrain.planning.hardware import Gpu
     from torchtrain.planning.summary import Estimate
-    from torchtrain.tokenizers import Tokenizer
 
 BEST = 10  # layouts that a search shows
 # The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
@@ -66,10 +65,8 @@ def print_out(text: str) -> None:
 def estimate_of(config: JobConfig) -> "Estimate":
     """Refuse what the trainer refuses; then rehearse."""
     from torchtrain.planning.summary import estimate
-    from torchtrain.shape import model_shape
 
-    gpu = gpu_of(config)
-    shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
+    gpu, shape = gpu_of(config), shape_of(config)
     refuse(config, shape, gpu)
     # A picture is of all layers.
     all_layers = config.estimate.all_layers or bool(config.estimate.picture)
@@ -104,17 +101,16 @@ def gpu_of(config: JobConfig) -> "Gpu":
     return gpu
 
 
-def tokenizer_of(config: JobConfig) -> "Tokenizer | None":
-    """The config's, if its file is here; ConfigError where it is not one for the config."""
-    from torchtrain.shape import document_start
+def shape_of(config: JobConfig) -> "TransformerConfig":
+    """With the tokenizer's vocabulary, if its file is here; ConfigError where it is not one for the config."""
+    from torchtrain.shape import document_start, model_shape
     from torchtrain.tokenizers import load_tokenizer
 
-    path = config.model.tokenizer_path
-    if path and not Path(path).exists():
-        return None
-    tokenizer = load_tokenizer(path)
-    document_start(config, tokenizer)
-    return tokenizer
+    path, tokenizer = config.model.tokenizer_path, None
+    if not path or Path(path).exists():
+        tokenizer = load_tokenizer(path)
+        document_start(config, tokenizer)
+    return model_shape(config.model, tokenizer, config.training.seq_len)
 
 
 def table(found: "Estimate") -> str:
@@ -189,10 +185,8 @@ def search(config: JobConfig) -> int:
     from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
     from torchtrain.planning.search import forwards, guess, layouts
     from torchtrain.planning.summary import world_size_of
-    from torchtrain.shape import model_shape
 
-    gpu, size = gpu_of(config), world_size_of(config)
-    shape = model_shape(config.model, tokenizer_of(config), config.training.seq_len)
+    gpu, shape, size = gpu_of(config), shape_of(config), world_size_of(config)
     batch = config.training.global_batch_size
     if batch == -1:
         batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.reading import MAY_PASS
@@ -103,19 +103,14 @@ def run_door(run: Callable[[], int]) -> int:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-class BestEffort:
+class BestEffort(AbstractContextManager["BestEffort"]):
     """A context for what only reports: its errors are suppressed. Of several in a row the first is logged."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.failing = False
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             if self.failing:
                 logger.info("%s: works again", self.what)

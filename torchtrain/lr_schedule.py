@@ -38,9 +38,8 @@ class LRSchedule:
         }[self.shape]
         return self.peak * (self.floor + (1 - self.floor) * remaining)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of ``step`` in ``optimizer``, times each group's ``lr_factor``; returns it, without those."""
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Set the rate of ``step`` in ``optimizer``, times each group's ``lr_factor``."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate * group["lr_factor"]
-        return rate

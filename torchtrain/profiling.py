@@ -2,9 +2,7 @@
 
 import pickle
 import warnings
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -15,7 +13,7 @@ WARMUP_STEPS, ACTIVE_STEPS = 1, 1
 MAX_SNAPSHOT_ENTRIES = 100_000
 
 
-class Profiler(AbstractContextManager["Profiler"]):
+class Profiler:
     """Call ``step`` after each training step; writes ``folder/step-N/rank-R.*``. Does nothing unless switched on."""
 
     def __init__(self, config: Profiling, folder: Path, rank: int, device: torch.device, first_step: int):
@@ -36,25 +34,22 @@ class Profiler(AbstractContextManager["Profiler"]):
                 on_trace_ready=self._write_trace,
             )
         self.best_effort = BestEffort("profiling")
-        self.stack = ExitStack()
 
     def __enter__(self) -> "Profiler":
         if self.profile is not None:
-            self.stack.enter_context(self.profile)
+            self.profile.__enter__()  # type: ignore[no-untyped-call]
         if self.snapshots:
             torch.cuda.memory._record_memory_history(max_entries=MAX_SNAPSHOT_ENTRIES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.snapshots:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profile is not None:
             self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
-        self.stack.__exit__(kind, error, trace)
+            self.profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> None:
         """Call it after training step ``number``, which after a rollback is a lower one than before."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
+
 from torchtrain.errors import StorageError, TorchtrainError
 
 T = TypeVar("T")
@@ -18,6 +20,7 @@ T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 MAY_PASS = (errno.EIO, errno.ESTALE)  # of a file system, and not of a full disk or of rights
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
+BLOCK_BYTES = 16 * 2**20  # read, hashed or written at once
 
 
 def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float] = PAUSES_SECONDS) -> T:
@@ -60,6 +63,15 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
 
     return patiently(read, path)
+
+
+def hash_of(path: Path) -> str:
+    """XXH3-128 of what is in the file, in hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def names_in(folder: Path) -> list[str]:

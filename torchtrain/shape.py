@@ -27,8 +27,11 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
     vocab_size = model.vocab_size
     if vocab_size is None:
         vocab_size = (tokenizer or flavor_config(model.name, model.flavor)).vocab_size
-    if tokenizer is not None:
-        check_vocabulary(vocab_size, tokenizer)
+    if tokenizer is not None and vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
+            "ids; raise it, or give the tokenizer of the model by its path"
+        )
     try:
         if model.flavor:
             base = flavor_config(model.name, model.flavor)
@@ -44,15 +47,6 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
     except ValueError as error:
         raise ConfigError(f"[model.shape] on {model.name} {model.flavor}: {error}") from error
     return shape
-
-
-def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
-    """ConfigError where the tokenizer has ids that the model has no row for."""
-    if vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
-            "ids; raise it, or give the tokenizer of the model by its path"
-        )
 
 
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:

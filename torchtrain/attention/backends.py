@@ -30,8 +30,6 @@ def attention_backend_name(
 
     ``documents``: whether a mask keeps them apart; ``split``: whether sequences are split over ranks.
     """
-    if device.type not in ("cpu", "cuda"):
-        return "unknown"
     if documents and device.type == "cuda":
         return "flex"
     q, k = (  # of full size, and in the memory of one head's vector

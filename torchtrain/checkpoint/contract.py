@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, flat
 from torchtrain.errors import CheckpointError
 
 
@@ -80,20 +80,13 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
 
 def _options(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with defaults, also those that depend on other options."""
-    options = {**_flat(to_dict(JobConfig())), **_flat(tomli.loads(text))}  # an older config lacks newer options
+    options = {**flat(to_dict(JobConfig())), **flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
     total = options.setdefault("lr_scheduler.total_steps", options["training.steps"])
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
         del options["lr_scheduler.total_steps"]  # after the warm-up, which is whole, nothing depends on it
     return options
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
 
 
 def check_contract(

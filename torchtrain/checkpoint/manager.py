@@ -6,7 +6,8 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -41,7 +42,8 @@ class Stop(Protocol):
         """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
 
 
-class CheckpointManager:
+@dataclass(eq=False)
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
 
     With ``config.enable`` off, nothing is saved. A save that training does not wait for, on each rank:
@@ -59,34 +61,22 @@ class CheckpointManager:
     ID is that of the claim: each start of the run makes its own (``claim.py``), and an earlier one may not rename.
     """
 
-    def __init__(
-        self,
-        config: Checkpoint,
-        folder: Path,
-        states: Mapping[str, Stateful],
-        config_toml: str,
-        start: Start,
-        stop: Stop | None = None,
-    ) -> None:
-        """
-        Args:
-            config_toml: the resolved config, kept in every checkpoint.
-            stop: whether the run was asked to stop; None: it never is.
-        """
-        self.config = config
-        self.folder = folder
-        self.states = states
-        self.config_toml = config_toml
-        self.stop = stop
-        self.start = start
-        self.group = start.group
+    config: Checkpoint
+    folder: Path
+    states: Mapping[str, Stateful]
+    config_toml: str  # the resolved config, kept in every checkpoint
+    start: Start
+    stop: Stop | None = None  # whether the run was asked to stop; None: it never is
+
+    def __post_init__(self) -> None:
+        self.group = self.start.group
         self.rank = dist.get_rank()
-        self.stager = Stager(overlap=config.async_mode == "async_with_pinned_mem")
+        self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
         self._writer: VerifiedWriter | None = None  # of the save under way, or the last
         self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
         self._newest = -1  # step of the last save that was begun
-        self._resumed_from = -1 if start.step is None else start.step
+        self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
         self._failed_in_a_row = 0
 
@@ -268,9 +258,6 @@ class CheckpointManager:
         while self._thread is not None and self._thread.is_alive() and self._may_wait(began):
             self._thread.join(timeout=POLL_SECONDS)
         dist.destroy_process_group(self.group)
-
-    def __enter__(self) -> "CheckpointManager":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:

@@ -1,7 +1,6 @@
 """A checkpoint's ``manifest.json``: the step and run that it comes from, and size and hash of each file."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 import xxhash
 
 from torchtrain.errors import CheckpointError
-from torchtrain.reading import MISSING, patiently, read_file
+from torchtrain.reading import MISSING, hash_of, patiently, read_file
 
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 16 * 2**20  # read, hashed or written at once
 
 
 @dataclass(frozen=True)
@@ -81,22 +79,13 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     for record in records:
         path = folder / record.name
         try:
-            size_bytes, digest = patiently(lambda: _size_and_hash(path, record.size_bytes), path)  # noqa: B023
+            size_bytes = patiently(lambda: path.stat().st_size, path)  # noqa: B023
+            if size_bytes != record.size_bytes:
+                raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
+            digest = patiently(lambda: hash_of(path), path)  # noqa: B023
         except MISSING as error:
             raise CheckpointError(f"{path} is missing ({error.strerror})") from error
-        if size_bytes != record.size_bytes:
-            raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
         if digest != record.xxh3_128:
             raise CheckpointError(
                 f"{path} does not have the hash that its manifest names: it was damaged after it was written"
             )
-
-
-def _size_and_hash(path: Path, expected_bytes: int) -> tuple[int, str]:
-    size_bytes = os.stat(path).st_size
-    digest = xxhash.xxh3_128()
-    if size_bytes == expected_bytes:  # else there is no need to read it
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-    return size_bytes, digest.hexdigest()

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtrain.checkpoint.manifest import BLOCK_BYTES, MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
+from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
 from torchtrain.errors import CheckpointError
-from torchtrain.reading import MISSING, read_file
+from torchtrain.reading import BLOCK_BYTES, MISSING, read_file
 
 METADATA = ".metadata"
 CONFIG = "config.toml"

@@ -141,8 +141,6 @@ def torchtitan_keys(name: str, value: Any) -> list[str]:
 def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
     """``value`` of a TOML file as the type ``hint``; ConfigError names the key ``name``, the value and the type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return convert(arguments[0], value, name, checked)
     if origin in (types.UnionType, typing.Union):  # X | None, TOML has no None; or X | a list of X
         is_list = isinstance(value, list) and typing.get_origin(arguments[1]) is tuple
         return convert(arguments[is_list], value, name, checked)
@@ -193,9 +191,7 @@ def to_toml(config: JobConfig) -> str:
 def to_dict(config: Any) -> dict[str, Any]:
     """The config, or a section of it, as nested dicts of plain values, without the keys that are None."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items() if item is not None}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in items if value is not None}
 
-    return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
+    return dataclasses.asdict(config, dict_factory=plain)

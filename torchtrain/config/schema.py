@@ -5,8 +5,8 @@ wrong by themselves; ``run_plan.plan_run`` refuses what depends on several secti
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,13 +40,12 @@ def require_at_least(section: Any, name: str, minimum: float, *keys: str) -> Non
     require_each(section, name, ("be a finite number", lambda value: value < math.inf), *keys)
 
 
-def is_option(section: Any, name: str) -> bool:
-    """Whether ``section`` has an option of this name, such as ``lr``, or ``matrices.lr_factor`` of a section in it."""
-    key, _, rest = name.partition(".")
-    if key not in getattr(section, "__dataclass_fields__", ()):
-        return False
-    value = getattr(section, key)
-    return is_option(value, rest) if rest else not hasattr(value, "__dataclass_fields__")
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``: options by full name."""
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        options |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return options
 
 
 @dataclass(frozen=True)
@@ -702,6 +701,6 @@ class JobConfig:
         )
         for name in self.checkpoint.allow_changes:
             require(
-                is_option(self, name),
+                name in flat(asdict(self)),
                 f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
             )

@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class _Read(NamedTuple):
 
 
 @dataclass(eq=False)
-class Loader:
+class Loader(Iterator[Batch]):
     """An iterator of batches. Made by ``build_loader``.
 
     It is endless if the data are repeated. Otherwise it ends, on all ranks at the same step, before the first batch
@@ -85,9 +85,6 @@ class Loader:
         that does not join the all-reduce for that long is taken for dead. All users of ``group`` must be on one thread.
         """
         self._group = group
-
-    def __iter__(self) -> "Loader":
-        return self
 
     def __next__(self) -> Batch:
         if self._background is None:

@@ -21,7 +21,7 @@ import xxhash
 
 from torchtrain.datasets.text import read_again
 from torchtrain.errors import DataError
-from torchtrain.reading import MISSING, patiently, read_file
+from torchtrain.reading import MISSING, hash_of, patiently, read_file
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
@@ -184,14 +184,6 @@ def damaged_file(folder: Path, shard: Shard) -> str | None:
     """Name of a file of ``shard`` that is missing or has another hash; None if all is well."""
     for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
         path = folder / f"{shard.name}.{suffix}"
-        if not path.exists() or patiently(functools.partial(_hash_of, path), path) != expected:
+        if not path.exists() or patiently(functools.partial(hash_of, path), path) != expected:
             return path.name
     return None
-
-
-def _hash_of(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            hasher.update(block)
-    return hasher.hexdigest()

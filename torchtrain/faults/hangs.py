@@ -1,6 +1,7 @@
 """Reports on a step, or a save, that takes too long: what each rank was doing, and who was waiting for whom."""
 
 import faulthandler
+import itertools
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -65,7 +66,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class HangWatch:
+class HangWatch(AbstractContextManager["HangWatch"]):
     """While something is under way longer than ``timeout_seconds``, writes ``folder/WHAT-rank-R.txt`` on every rank.
 
     The file holds the Python stacks of all threads, under a line of JSON that says where the rank is. Soon after, the
@@ -95,9 +96,6 @@ class HangWatch:
             yield
         finally:
             self._set(None)
-
-    def __enter__(self) -> "HangWatch":
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
@@ -234,10 +232,6 @@ def _awaited(place: Place, places: dict[int, Place], world_size: int) -> set[int
 
 def _ranges(ranks: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
+    runs = itertools.groupby(enumerate(ranks), key=lambda at: at[1] - at[0])
+    parts = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,6 @@ from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
 NAMES = ("loss", "gradient norm")
-
-
-class _Verdict(NamedTuple):
-    """What was found about a step, on its way from the device to the host."""
-
-    step: int
-    numbers: Tensor  # as ``settle`` unpacks them, in CPU memory
-    ready: torch.cuda.Event | None  # when they have arrived; None on a CPU
 
 
 class SpikeWindow(Stateful):
@@ -60,7 +52,9 @@ class UpdateGuard:
     def __post_init__(self) -> None:
         self._bad_in_a_row = 0
         self._worst_step = 0
-        self._last: _Verdict | None = None
+        # What was found about a step, on its way to the host: the step, numbers as ``settle`` unpacks them, in CPU
+        # memory, and when they have arrived; None on a CPU.
+        self._last: tuple[int, Tensor, torch.cuda.Event | None] | None = None
 
     @torch.no_grad()
     def judge(self, step: int, loss: TokenLoss, grad_norm: Tensor) -> Tensor:
@@ -91,7 +85,7 @@ class UpdateGuard:
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
         numbers = found.to("cpu", non_blocking=True)
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
-        self._last = _Verdict(step, numbers, ready)
+        self._last = step, numbers, ready
         return bad.float()
 
     def settle(self) -> None:

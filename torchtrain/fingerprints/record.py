@@ -20,9 +20,8 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.fingerprints.judge import Box, Fingerprint, Step, together, whole
-from torchtrain.initialization import full_name
+from torchtrain.initialization import block_held, full_name
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 SAMPLES = 256  # values of a tensor that are kept
 ROWS, SEQUENCE = -1, -2  # in place of a size that is not the model's
@@ -174,13 +173,9 @@ class Fingerprints:
     def add_parameters(self, what: str, tensors: Mapping[str, Tensor]) -> None:
         """Note this rank's part of the parameters ``tensors``, of any layout; ``what``: gradient, update, or none."""
         for name, tensor in tensors.items():
-            offset = (0,) * tensor.ndim
-            if isinstance(tensor, DTensor):
-                mesh, placements = tensor.device_mesh, tensor.placements
-                _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-            held = local(tensor)
-            index = [torch.arange(start, start + size) for start, size in zip(offset, held.shape, strict=True)]
-            self._note(f"{name} {what}".strip(), held, index)
+            held, spans = block_held(tensor)
+            index = [torch.arange(span.start, span.stop) for span in spans]
+            self._note(f"{name} {what}".strip(), local(held), index)
 
     def add_loss(self, total: Tensor) -> None:
         """Note the sum of the losses of this rank's tokens."""

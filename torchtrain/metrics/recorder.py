@@ -12,10 +12,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,20 +75,17 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             self.stragglers = StragglerWatch(
                 config.straggler_freq, config.straggler_factor, self.device, self.side_group, self.record_event
             )
-        self.stack = ExitStack()
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
-            writers = Writers(config, self.folder, self.config_toml, self.first_step)
-            self.writers = self.stack.enter_context(writers)
+            self.writers = Writers(config, self.folder, self.config_toml, self.first_step)
             with BestEffort("the first line of metrics.jsonl"):
                 self.record_event(self.first_step, "start", {"ranks": ranks, **where(self.device)})
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:
             self.stragglers.close()
-        self.stack.__exit__(kind, error, trace)
+        if self.writers is not None:
+            self.writers.close()
 
     def time_waiting(self, loader: Loader) -> Iterator[Batch]:
         """The batches of ``loader``; the time it waited for each counts as waiting for data."""
@@ -97,8 +93,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             self.data_wait_seconds += loader.wait_seconds
             self.waiting_for_step += 1
             if self.stragglers is not None:
-                self.stragglers.waited(loader.wait_seconds)
-                self.stragglers.before_step(self.waiting_for_step)
+                self.stragglers.before_step(self.waiting_for_step, loader.wait_seconds)
             yield batch
 
     def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:

@@ -26,7 +26,7 @@ LEAST_SHARE_OF_STEP = 0.05
 
 @dataclass(eq=False)
 class StragglerWatch:
-    """Call ``waited`` for each batch and ``before_step`` before each step, on all ranks.
+    """Call ``before_step`` before each step, on all ranks.
 
     Every ``freq`` steps the ranks' times are sent around in the background. The first rank looks at them when they have
     arrived, and calls ``report(step, "straggler", values)`` for each rank that takes over ``factor`` times the median.
@@ -49,14 +49,12 @@ class StragglerWatch:
         self.pending: tuple[int, dist.Work, list[Tensor]] | None = None
         probe(self.operand)  # the first one loads kernels
 
-    def waited(self, seconds: float) -> None:
-        """Note that this rank waited so long for its batch."""
-        self.wait_seconds += seconds
+    def before_step(self, step: int, waited_seconds: float) -> None:
+        """``waited_seconds``: how long this rank waited for the batch of ``step``."""
+        self.wait_seconds += waited_seconds
         self.steps += 1
-
-    def before_step(self, step: int) -> None:
         self._look()
-        if step % self.freq or not self.steps:
+        if step % self.freq:
             return
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)

@@ -11,13 +11,13 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from torchtrain.config.schema import Metrics
+from torchtrain.config.schema import Metrics, flat
 from torchtrain.errors import ConfigError
 from torchtrain.log import BestEffort
 from torchtrain.reading import names_in
@@ -65,44 +65,39 @@ class Writer(ABC):
         pass
 
 
-class AppendedFile:
-    """A file that grows by whole pieces: if the disk is full, no part of a piece stays in it.
+def append(path: Path, piece: bytes, after: bytes = b"") -> None:
+    """Add ``piece`` to a file, which is first made to end with the byte ``after``, if one is given.
 
-    Opened anew for each, so that it goes on by itself once a full disk has room or a lost one is back.
+    If the disk is full, no part of the piece stays. The file is opened anew for each, so that it goes on by itself once
+    a full disk has room or a lost one is back.
     """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def append(self, piece: bytes, after: bytes = b"") -> None:
-        """Add ``piece``; what is there already is made to end with the byte ``after``, if one is given."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if after and size and os.pread(descriptor, 1, size - 1) != after:
+            piece = after + piece  # a process was killed while it wrote
         try:
-            size = os.fstat(descriptor).st_size
-            if after and size and os.pread(descriptor, 1, size - 1) != after:
-                piece = after + piece  # a process was killed while it wrote
-            try:
-                while piece:
-                    piece = piece[os.write(descriptor, piece) :]
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class JsonLines(Writer):
     """``metrics.jsonl``: a line is an object. A number that is not finite, which JSON cannot say, is null."""
 
     def __init__(self, path: Path):
-        self.file = AppendedFile(path)
+        self.path = path
 
     def write(self, line: dict[str, Any]) -> None:
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
-        self.file.append(json.dumps(finite).encode() + b"\n", after=b"\n")
+        append(self.path, json.dumps(finite).encode() + b"\n", after=b"\n")
 
 
 def has_validation(path: Path, step: int) -> bool:
@@ -136,14 +131,14 @@ class TensorBoard(Writer):
         earlier = [int(match[1]) for match in map(EVENTS.match, names_in(folder)) if match]
         number = max([round(time.time()), *(number + 1 for number in earlier)])
         name = f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}.0"
-        self.file = AppendedFile(folder / name)
+        self.path = folder / name
         self.counts: dict[str, int] = {}
         self._add(Event(file_version="brain.Event:2"))
         # Steps that an earlier process reached after the checkpoint that this one goes on from are not shown twice.
         self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
         as_text = text("config", f"```toml\n{config_toml}\n```")  # type: ignore[no-untyped-call]
         self._add(Event(step=first_step, summary=as_text))
-        for summary in hparams(flat(tomli.loads(config_toml)), {"loss/average": 0.0}):  # type: ignore[no-untyped-call]
+        for summary in hparams(hyperparameters(config_toml), {"loss/average": 0.0}):  # type: ignore[no-untyped-call]
             self._add(Event(summary=summary))
 
     def _add(self, event: Any) -> None:
@@ -152,7 +147,7 @@ class TensorBoard(Writer):
         event.wall_time = time.time()
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
-        self.file.append(record.getvalue())
+        append(self.path, record.getvalue())
 
     def write(self, line: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -183,7 +178,7 @@ class WeightsAndBiases(Writer):
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             dir=folder,
-            config=flat(tomli.loads(config_toml)),
+            config=hyperparameters(config_toml),
             settings=wandb.Settings(console="off", silent=True),
         )
 
@@ -195,8 +190,8 @@ class WeightsAndBiases(Writer):
         self.run.finish()
 
 
-class Writers(AbstractContextManager["Writers"]):
-    """All writers that the config asks for; a context manager. Only the first rank has any.
+class Writers:
+    """All writers that the config asks for. Only the first rank has any.
 
     One that fails ends nothing: its lines are dropped until it works again.
     """
@@ -217,18 +212,13 @@ class Writers(AbstractContextManager["Writers"]):
                     self.writers[name] = self.open[name]()
                 self.writers[name].write(line)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for name, writer in self.writers.items():
             with self.efforts[name]:
                 writer.close()
 
 
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists become text, which is all that hyperparameters may be."""
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[prefix + key] = str(value) if isinstance(value, list) else value
-    return values
+def hyperparameters(config_toml: str) -> dict[str, Any]:
+    """The options by full name; lists become text, which is all that hyperparameters may be."""
+    options = flat(tomli.loads(config_toml))
+    return {name: str(value) if isinstance(value, list) else value for name, value in options.items()}

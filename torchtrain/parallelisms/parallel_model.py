@@ -35,7 +35,7 @@ class ParallelModel:
     @property
     def has_loss(self) -> bool:
         """Whether this rank computes losses: within a pipeline only the last stage does."""
-        return self.pipeline is None or self.pipeline.has_loss
+        return self.pipeline is None or self.pipeline.last is not None
 
     def begin_gradients(self, rows: int) -> None:
         """Call it before the first ``forward_backward`` of a step. ``rows``: of the batch, on this rank."""

@@ -166,7 +166,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """The sums of the losses alone: (2,), 0 without ``has_loss``.
+        """The sums of the losses alone: (2,), 0 but on the rank of the last stage.
 
         Not by the schedule: those that split the backward have no mode without one.
         """
@@ -182,7 +182,7 @@ class Pipeline:
             output = stage(output, positions, mask, head=head)
             if after != own_rank:
                 dist.send(output.contiguous(), group=group, group_dst=after)
-        return output if self.has_loss else torch.zeros(2, device=self.device)
+        return output if self.last is not None else torch.zeros(2, device=self.device)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
@@ -191,11 +191,6 @@ class Pipeline:
         losses = self.loss(hidden, self.last.output, labels)
         self.losses += exact_nats(losses.detach())
         return losses.sum() / self.global_tokens
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank computes losses."""
-        return self.last is not None
 
     @property
     def copies(self) -> list[nn.Parameter]:

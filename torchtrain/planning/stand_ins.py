@@ -6,13 +6,10 @@ none of the others needs more memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.planning.ledger import StepRecord
 from torchtrain.planning.operations import Operation
-
-if TYPE_CHECKING:
-    from torchtrain.parallelisms.pipeline_llama import Pipeline
 
 Action = tuple[str, int, int]
 """What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch.
@@ -42,7 +39,7 @@ def first_of_each_kind(stages: Sequence[int], ranks: int, schedule: str) -> list
     ]
 
 
-def orders_of(pipeline: "Pipeline | None", count: int) -> Mapping[int, Sequence[Action]]:
+def orders_of(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequence[Action]]:
     """By rank of the pipeline, what it does in one run of ``count`` microbatches."""
     if pipeline is None:
         return {}
