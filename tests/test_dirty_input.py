@@ -171,7 +171,7 @@ def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
         taken.listen()
         there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
         for environment, code, told in (
-            ({"RANK": "a", "WORLD_SIZE": "2"}, 2, "RANK = 'a' in the environment is no number: start by torchrun"),
+            ({"RANK": "a", "WORLD_SIZE": "2"}, 2, "RANK = 'a' in the environment is not a number: use torchrun"),
             ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start by torchrun"),
             (there, 74, "the ranks cannot meet: The server socket has failed to listen"),
         ):

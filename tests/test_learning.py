@@ -182,7 +182,7 @@ def joined(config: JobConfig) -> dict[str, Any]:
         "documents": step.microbatches.document_start == plan.tokenizer.bos_id is not None,
         "schedule": (loop.schedule.peak, loop.schedule.total),
         "tokens": loop.metrics.tokens_per_step,
-        "flops": loop.metrics.flops_per_token == flops_per_token(plan.model, 16),
+        "flops": loop.metrics.flops_per_token == flops_per_token(plan.shape, 16),
     }
     plan.loader.close()
     run.checkpoint.close()
@@ -371,9 +371,9 @@ def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, t
         ("", ("--average", "9"), "the mean of 9 checkpoints was asked for, and .* has 6; give a run's folder"),
         ("checkpoint/step-12", ("--average", "2"), "the mean of 2 checkpoints was asked for, and .* is one"),
         ("", ("--average", "0"), "--average = 0 to be at least 1"),
-        ("hf", ("--weights", "ema"), "has one kind of weights; 'ema' are in the checkpoints of a run"),
-        ("hf", ("--average", "2"), "has one kind of weights"),
-        ("plain", ("--weights", "ema"), "error: .*step-2 has no averaged .* take the trained$"),
+        ("hf", ("--weights", "ema"), "has one set of weights; 'ema' needs the checkpoints of a run"),
+        ("hf", ("--average", "2"), "has one set of weights"),
+        ("plain", ("--weights", "ema"), "error: .*step-2 has no averaged .* take the trained weights$"),
     ],
 )
 def test_convert_says_what_it_cannot_average(

@@ -133,7 +133,7 @@ def check(
         ),
         (
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "document_mask": True},
-            r"two passes, which flex_attention cannot, .*; take the schedule Interleaved1F1B, or switch data.document_",
+            r"two passes, which flex_attention, .*; take the schedule Interleaved1F1B, or switch data.document_",
         ),
         (
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble", "mode": "selective"},

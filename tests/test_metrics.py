@@ -26,7 +26,7 @@ from torchtrain.profiling import Profiler
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
 
-def recorder_in(folder: str, first_step: int = 0, **options: Any) -> MetricsRecorder:
+def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsRecorder:
     return MetricsRecorder(
         Metrics(**{"log_freq": 1, "straggler_freq": 0, **options}),
         Path(folder),
@@ -36,15 +36,15 @@ def recorder_in(folder: str, first_step: int = 0, **options: Any) -> MetricsReco
         tokens_per_step=100,
         flops_per_token=6,
         peak_flops=None,
-        first_step=first_step,
+        start_step=start_step,
         last_step=40,
         config_toml=CONFIG,
     )
 
 
-def record_steps(folder: str, options: dict[str, Any], first_step: int, steps: int) -> None:
-    with recorder_in(folder, first_step, **options) as recorder:
-        for step in range(first_step + 1, steps + 1):
+def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: int) -> None:
+    with recorder_in(folder, start_step, **options) as recorder:
+        for step in range(start_step + 1, steps + 1):
             recorder.record(step, TokenLoss(torch.tensor(3.0 * step), torch.tensor(2)), torch.tensor(0.5), 1e-3)
             if step == 3:
                 recorder.record_event(step, "bad_numbers_skip", {"problem": "not finite", "loss": float("nan")})

@@ -87,7 +87,7 @@ def test_folders(tmp_path: Path) -> None:
 def test_what_is_no_file_in_a_folder_of_texts(tmp_path: Path, make: Callable[[Path], None]) -> None:
     (tmp_path / "a.txt").write_text("coffee")
     make(tmp_path / "b.txt")
-    with pytest.raises(DataError, match=r"b.txt is no file, or a link to none; put back what it names, or remove it"):
+    with pytest.raises(DataError, match=r"b.txt is not a file, or a broken link; restore what it names, or remove it"):
         texts(tmp_path)
 
 
@@ -325,9 +325,7 @@ def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: P
 
     cache = os.environ["HF_DATASETS_CACHE"]
     disk.fail("write", f"{cache}/*", errno.ENOSPC)
-    assert (
-        f"data.path = '{file}' is converted into {cache}, and that failed: No space left on device. Make room" in run(2)
-    )
+    assert f"data.path = '{file}' cannot be converted into {cache}: No space left on device. Make room" in run(2)
     disk.heal()
     disk.fail("write", f"{output}/shard-0003*", errno.ENOSPC)
     assert f"{output} cannot be written: No space left on device. Make room" in run(2)
@@ -349,6 +347,6 @@ def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
             make_loader(Data(path=path))
     make_loader(Data(path=both[0] + "/"))
     (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")
-    with pytest.raises(DataError, match=r"prepared/0 is not prepared to its end; run torchtrain.prepare again"):
+    with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
         make_loader(Data(path=both[0]))
     assert open_prepared(Source(path=file), "data", "", 0) is None

@@ -58,11 +58,11 @@ class Run:
     window: SpikeWindow
     checkpoint: CheckpointManager
     side_group: dist.ProcessGroup  # for small messages in CPU memory, all from the main thread
-    first_step: int  # the last step of the process before, or 0
+    start_step: int  # the step that this process starts after: that of the checkpoint it resumed from, or 0
     step: int  # the last step that is done
 
     def roll_back(self, bad_step: int) -> None:
-        """Go back to the newest good checkpoint before ``bad_step``. The data go on: what was read is skipped.
+        """Go back to the newest good checkpoint before ``bad_step``. Not in the data: the loader goes on where it is.
 
         Raises:
             FaultError: there is none.
@@ -95,19 +95,19 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     if not dist.is_initialized():
         init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
-    model = build_parallel_model(plan.model, mesh, plan.device, config)
+    model = build_parallel_model(plan.shape, mesh, plan.device, config)
     parts = model.parts
     folder = Path(config.job.dump_folder) / "checkpoint"
     config_toml = to_toml(plan.config)
     start = find_start(config.checkpoint, folder, config_toml, plan.loader.identity)
     fill(parts, config, plan, start.step)
-    optimizer = build_optimizer(parts, config.optimizer, mesh, plan.model)
+    optimizer = build_optimizer(parts, config.optimizer, mesh, plan.shape)
     averages = Averages(parts, config.ema) if config.ema.enable else None
-    model_state = ModelState(parts, plan.model.tied_embeddings)
+    model_state = ModelState(parts, plan.shape.tied_embeddings)
     if gathers_float8(config.float8, plan.degrees.fsdp):
         rescale = partial(compute_scales, parts)
         optimizer.register_step_post_hook(rescale)
-        model_state.after_load = rescale  # DCP makes an optimizer step before it loads
+        model_state.after_load = rescale  # not only by the hook: DCP steps the optimizer before it loads the weights
         if averages is not None:
             averages.after_exchange = rescale
     window = SpikeWindow(config.faults, plan.device)
@@ -141,13 +141,13 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
         return
     initialize_buffers(parts, plan.device)
     if step is None:
-        # These change no tensor: a run may begin with others, as for longer sequences.
-        wanted = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
+        # No weight's shape depends on these: [model.shape] may change them, as for longer sequences.
+        may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
         folder = find_weights(Path(initial))
         saved = of_first_rank(lambda: saved_config(folder)).model
-        saved = replace(saved, vocab_size=saved.vocab_size or plan.model.vocab_size)  # None: that of its tokenizer
-        check_same_shape(model_shape(saved, None, plan.model.max_seq_len), plan.model, folder, wanted)
-        load_weights(parts, folder, plan.model)
+        saved = replace(saved, vocab_size=saved.vocab_size or plan.shape.vocab_size)  # None: that of its tokenizer
+        check_same_shape(model_shape(saved, None, plan.shape.max_seq_len), plan.shape, folder, may_differ)
+        load_weights(parts, folder, plan.shape)
         logger.info("starts from the weights in %s", initial)
     elif initial:
         logger.info(f"checkpoint.initial_load_path = {initial!r} is not used: the run resumes from its own step {step}")
@@ -178,9 +178,9 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         loss_group=run.model.mesh.loss.get_group(),
         side_group=run.side_group,
         tokens_per_step=global_batch_size * config.training.seq_len,
-        flops_per_token=flops_per_token(plan.model, config.training.seq_len),
+        flops_per_token=flops_per_token(plan.shape, config.training.seq_len),
         peak_flops=peak_flops(torch.cuda.get_device_name(plan.device)) if plan.device.type == "cuda" else None,
-        first_step=run.first_step,
+        start_step=run.start_step,
         last_step=config.training.steps,
         config_toml=to_toml(config),
     )
@@ -211,14 +211,14 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         must_stop=partial(stop.agree, run.side_group),
         watch=hangs.watch,
     )
-    profiler = Profiler(config.profiling, folder / "traces", rank(), plan.device, run.first_step)
+    profiler = Profiler(config.profiling, folder / "traces", rank(), plan.device, run.start_step)
     if config.compile.enable:
         logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
     return Loop(train_step, schedule, guard, validator, metrics, profiler, hangs)
 
 
 def needs_validation(config: JobConfig, run: Run) -> bool:
-    """Whether no process before has finished a validation after ``run.step``. Collective."""
+    """Whether no process has finished a validation after ``run.step``, due or not; False with none on. Collective."""
     if not (config.validation.enable and run.step):
         return False
     file = Path(config.job.dump_folder) / "metrics.jsonl"

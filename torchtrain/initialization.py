@@ -118,7 +118,7 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=16).digest(), "little")
     row_size = math.prod(shape[1:])
     rows_at_once = max(1, BLOCK * BLOCKS_IN_FLIGHT // row_size)
-    # A process of its own on a machine takes all cores; torchrun's processes have OMP_NUM_THREADS.
+    # Torch's number of threads: all cores for a single process; under torchrun OMP_NUM_THREADS.
     with ThreadPoolExecutor(min(torch.get_num_threads(), os.cpu_count() or 1)) as pool:
         for row in range(0, len(local), rows_at_once):
             rows = min(rows_at_once, len(local) - row)
@@ -131,7 +131,7 @@ def stream(key: int, start: int, stop: int, transform: Transform, pool: ThreadPo
     """Elements ``start`` to ``stop`` of the stream of ``key``, float32, made in whole blocks."""
 
     def block(number: int) -> Tensor:
-        # Four 64-bit words a counter, two values a word; of 23 random bits, so that u + 0.5 is exact and never 0 or 1.
+        # A counter gives four 64-bit words, or 8 values. Of each 23 bits n: (n + 0.5) / 2^23 is exact, never 0 or 1.
         bits = np.random.Philox(key=key, counter=number * (BLOCK // 8)).random_raw(BLOCK // 2).view(np.uint32)
         uniform = torch.from_numpy((bits >> 9).astype(np.float32))
         return transform(uniform.add_(0.5).mul_(2.0**-23))

@@ -18,7 +18,7 @@ from torchtrain.reading import MAY_PASS
 
 logger = logging.getLogger("torchtrain")
 
-# OSErrors that are no mistake of ours: of any output, and of a path that a user or a config names.
+# OSErrors with a cause outside of the program. FULL: of any output. UNUSABLE: of a path that the user or config names.
 FULL = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *MAY_PASS)
 TURN_SECONDS = 2.0
@@ -48,10 +48,10 @@ def is_first_rank() -> bool:
 
 
 def _tell(error: TorchtrainError, *, alone: bool = False) -> None:
-    """Log ``error``, once where all ranks have it. ``alone``: this rank may be the only one also where they have met.
+    """Log ``error``, once for all ranks that have it. ``alone``: even with a process group, only this one may.
 
-    Ranks that have met all have a TorchtrainError, and the first one tells it. Before, this one may be alone: it waits
-    for its turn, because torchrun ends the others of its node as soon as one has told it and ended.
+    With a process group all ranks have the same TorchtrainError, and the first one logs it. Before that this rank may
+    be alone with it. It waits for its turn, since torchrun kills the other ranks of a node when one ends.
     """
     if not is_first_rank():
         dist = sys.modules.get("torch.distributed")  # a config that is refused needs no torch, and all have the same

@@ -16,11 +16,11 @@ MAX_SNAPSHOT_ENTRIES = 100_000
 class Profiler:
     """Call ``step`` after each training step; writes ``folder/step-N/rank-R.*``. Does nothing unless switched on."""
 
-    def __init__(self, config: Profiling, folder: Path, rank: int, device: torch.device, first_step: int):
+    def __init__(self, config: Profiling, folder: Path, rank: int, device: torch.device, start_step: int):
         self.config = config
         self.folder = folder
         self.rank = rank
-        self.step_number = first_step
+        self.step_number = start_step
         self.snapshots = config.enable_memory_snapshot and device.type == "cuda"
         self.profile: torch.profiler.profile | None = None
         if config.enable_memory_snapshot and not self.snapshots:

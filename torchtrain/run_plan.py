@@ -14,7 +14,7 @@ from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.sources import with_revisions
-from torchtrain.distributed.agreement import of_first_rank_in_its_time
+from torchtrain.distributed.agreement import of_first_rank_untimed
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
 from torchtrain.metrics.writers import check_writers
@@ -29,20 +29,20 @@ from torchtrain.tokenizers import Tokenizer, load_tokenizer
 class Plan:
     """What is known of a run before its ranks meet."""
 
-    config: JobConfig  # with the global batch size, and with the revisions of datasets from the hub, in full
+    config: JobConfig  # with global_batch_size as a number, and the revision of each dataset of the hub
     device: torch.device
     degrees: Degrees
-    model: TransformerConfig
+    shape: TransformerConfig
     tokenizer: Tokenizer
     loader: Loader
     validation_loaders: dict[str, Loader]  # by the label of their source
-    document_start: int | None  # the token that begins a document, if attention stops before it
+    document_start: int | None  # id of the token that begins a document; None: attention crosses documents
 
 
 def plan_run(config: JobConfig) -> Plan:
     """Refuse what cannot work, and open the tokenizer and the data: all that can be known before the ranks meet.
 
-    Only for data of the hub they meet here: then one of them asks it for all.
+    With data of the hub the process group is made here already, so that one rank asks the hub for all.
     """
     assert not config.model.hf_folder, "resolve_model comes first"
     device = pick_device(config.job.device)
@@ -61,7 +61,7 @@ def plan_run(config: JobConfig) -> Plan:
     held_out = config.validation.all if config.validation.enable else ()
     if any(source.name for source in (*config.data.all, *held_out)):
         init_process_group(device, config.comm.init_timeout_seconds)
-        ask = of_first_rank_in_its_time
+        ask = of_first_rank_untimed
         config = _with_revisions(config)
     rows_per_part = training.global_batch_size // degrees.batch
     first_row = degrees.batch_rank(rank()) * rows_per_part
@@ -88,8 +88,8 @@ def plan_run(config: JobConfig) -> Plan:
 
 
 def _with_revisions(config: JobConfig) -> JobConfig:
-    """``config`` with the revision of each dataset of the hub: as the run's newest checkpoint has it, or else now."""
-    ask, folder = of_first_rank_in_its_time, Path(config.job.dump_folder) / "checkpoint"
+    """``config`` with the revision of each dataset of the hub: the newest checkpoint's, or else the newest one."""
+    ask, folder = of_first_rank_untimed, Path(config.job.dump_folder) / "checkpoint"
     saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
     data, validation = config.data, config.validation
     data = with_revisions(data, saved.data if saved else None, "data", ask)

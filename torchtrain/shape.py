@@ -50,7 +50,7 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
 
 
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
-    """The token at which a document begins, if attention stops before it; ConfigError where there is none."""
+    """Id of the token that begins a document; None without ``data.document_mask``. ConfigError: there is no bos."""
     if not config.data.document_mask:
         return None
     if tokenizer.bos_id is None:

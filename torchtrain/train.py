@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return train(config)
         except RuntimeError as error:
-            if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # on a GPU; a CPU
+            if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # CUDA, CPU
                 estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(
                     f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: JobConfig) -> int:
     """Train from where the newest checkpoint stands, or from the beginning, to ``training.steps``.
 
-    Returns 0, or the exit code of a run that was asked to stop before.
+    Returns 0, or the exit code of a run that stopped early because it was asked to.
     """
     # Here and not above: --help and a refused option need no torch.
     import torch.distributed as dist
@@ -63,11 +63,11 @@ def train(config: JobConfig) -> int:
     enable_flight_recorder(folder / "hangs")
     stop = StopRequest(config.faults)  # the wall-clock limit is that of the process: what follows may take minutes
     plan = plan_run(config)
-    run = build_run(config, plan, stop)  # a start that is refused leaves the run its config
+    run = build_run(config, plan, stop)  # may refuse to resume: before the run's config.toml is overwritten
     if rank() == 0:
         with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
             file.write(to_toml(config).encode())
-    describe(plan.config, plan.model, plan.device, plan.degrees)
+    describe(plan.config, plan.shape, plan.device, plan.degrees)
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
@@ -76,8 +76,8 @@ def train(config: JobConfig) -> int:
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
     stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
     if not stopped and needs_export(config, run.step, run.side_group):
-        export_hf(config, run.step, run.checkpoint, run.plan.model)
-    at_end = "done" if run.step == steps else "the data end (data.when_exhausted = 'stop')"
+        export_hf(config, run.step, run.checkpoint, run.plan.shape)
+    at_end = "done" if run.step == steps else "the data ended (data.when_exhausted = 'stop')"
     ending = "stopped as asked" if stopped else at_end
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
     dist.destroy_process_group()
@@ -85,9 +85,9 @@ def train(config: JobConfig) -> int:
 
 
 def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", *, validate_first: bool) -> None:
-    """From the step after ``run.step`` to the last, or until the run is asked to stop or the data end.
+    """Train from the step after ``run.step`` to the last, or until the run is asked to stop or the data end.
 
-    ``validate_first``: the validation after ``run.step`` was not finished by the process before, if it is due.
+    ``validate_first``: no process has finished the validation after ``run.step``: do so now, if one is due.
     """
     from torchtrain.build import needs_validation
     from torchtrain.distributed.process_group import set_timeout
@@ -123,7 +123,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, last)
             loop.profiler.step(run.step)
-            if run.step == run.first_step + 1:
+            if run.step == run.start_step + 1:  # the first step, which may compile and connects, is over
                 hangs.timeout_seconds = config.comm.train_timeout_seconds
                 set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[checkpoint.group])
             if run.step % config.training.gc_freq == 0:
@@ -131,7 +131,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
         guard.settle()  # where the run ends before its last step
         if guard.must_roll_back_before is not None:
             run.roll_back(guard.must_roll_back_before)
-        if run.first_step < run.step < steps:
+        if run.start_step < run.step < steps:
             with hangs.watch(f"save of step {run.step}"):
                 checkpoint.maybe_save(run.step, last=True, required=not stop.agreed)
         if run.step < steps and not stop.agreed:  # the data end

@@ -28,7 +28,7 @@ class Kind(Enum):
 KINDS = {
     Kind.HARMLESS: {
         *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
-        # What the steps do to the schedule is compared as lr_scheduler.total_steps, other data by their identity.
+        # training.steps counts by lr_scheduler.total_steps (see _options), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
     },
     Kind.LAYOUT: {

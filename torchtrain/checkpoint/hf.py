@@ -32,11 +32,11 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def check_same_shape(
-    found: TransformerConfig, model: TransformerConfig, folder: Path, wanted: Collection[str] = ()
+    found: TransformerConfig, model: TransformerConfig, folder: Path, may_differ: Collection[str] = ()
 ) -> None:
     """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``.
 
-    ``wanted``: fields of ``model`` that may be others than in ``found``, such as ``rope_scaling``.
+    ``may_differ``: fields that may have another value in ``model`` than in ``found``, such as ``rope_scaling``.
     """
     found = replace(found, max_seq_len=model.max_seq_len)
     if found == model:
@@ -44,7 +44,7 @@ def check_same_shape(
     compared = (field.name for field in fields(model) if field.compare)
     names = [name for name in compared if getattr(found, name) != getattr(model, name)]
     listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
-    if set(names) <= set(wanted):
+    if set(names) <= set(may_differ):
         logger.warning("the weights in %s are of a model with %s, as the config asks for", folder, listed)
         return
     raise CheckpointError(

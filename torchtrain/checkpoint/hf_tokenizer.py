@@ -77,7 +77,7 @@ def _of_pieces(content: bytes) -> dict[str, Any]:
     """
     proto = _PROTO.FromString(content)
     if proto.trainer_spec.model_type == proto.trainer_spec.WORD or proto.trainer_spec.treat_whitespace_as_suffix:
-        logger.warning("this SentencePiece model, of words or with spaces behind them, has other ids in transformers")
+        logger.warning("this SentencePiece model (type WORD, or whitespace as a suffix) has other ids in transformers")
     normal, kinds = proto.normalizer_spec, _PROTO.SentencePiece
     normalizers: list[dict[str, Any]] = []
     if normal.precompiled_charsmap:

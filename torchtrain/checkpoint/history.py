@@ -154,7 +154,7 @@ class History:
             except OSError as error:
                 logger.warning(f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}")
             else:
-                logger.warning(f"checkpoint of step {step} is damaged, now {name}: {problem}")
+                logger.warning(f"checkpoint of step {step} is damaged, and renamed to {name}: {problem}")
 
 
 def set_aside(folder: Path, why: str) -> Path:

@@ -75,7 +75,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._pending: Future[None] | None = None
         self._writer: VerifiedWriter | None = None  # of the save under way, or the last
         self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
-        self._newest = -1  # step of the last save that was begun
+        self._newest = -1  # step that was last saved (or is being saved) or loaded in full; -1: none
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
         self._failed_in_a_row = 0
@@ -229,15 +229,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._delete_old()
 
     def _make_room(self, step: int) -> None:
-        """Rename checkpoints beyond where the run went back to, but for its own: they are of the path that it left.
+        """Rename what the checkpoint of ``step`` replaces: later steps, left by a rollback or an earlier resume.
 
-        SupersededError if they are those of a newer incarnation of the run.
+        Those that this process has saved before ``step`` stay. SupersededError if a newer incarnation saves here.
         """
         self.claim.check(self.folder)
         for later in saved_steps(self.folder):
             if later >= step or (later > self._resumed_from and later not in self._saved):
                 aside = set_aside(step_folder(self.folder, later), "superseded")
-                logger.info(f"the run went back past step {later}: its earlier checkpoint is now {aside.name}")
+                logger.info(f"checkpoint of step {later} is of a path that the run has left: it is now {aside.name}")
 
     def _delete_old(self) -> None:
         if not self.config.keep_latest_k:

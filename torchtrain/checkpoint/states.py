@@ -33,8 +33,8 @@ from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.reading import MISSING, patiently
 
-# Not in the checkpoints of runs without exact sums, averaged weights or a limit of spikes, with which a run may go on
-# that has them.
+# A checkpoint may lack these, and is loaded without them: it is of a run without exact sums, averaged weights, or a
+# limit on spikes.
 OPTIONAL = ("sums.", "ema.", "spikes.")
 STATES = {"trained": "model", "ema": "ema"}
 """The state that holds these weights, under the parameters' names."""
@@ -158,7 +158,7 @@ def load_tensors(
         CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
         StorageError: the file system fails again and again.
     """
-    # DCP would take an error in it for another kind of checkpoint. Only errors are sent: metadata grow with the ranks.
+    # Read here first: DCP would take an error for another format. Only errors are sent, not the large metadata.
     of_all_ranks(lambda: reader.read_metadata() and None, group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
@@ -184,7 +184,7 @@ def load_tensors(
 
     planner = patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
     if unwritten := list(chain.from_iterable(of_all_ranks(planner.unwritten, group))):
-        raise CheckpointError(f"{reader.path} left tensors unwritten: {', '.join(unwritten[:5])}")
+        raise CheckpointError(f"{reader.path} does not hold all of these tensors: {', '.join(unwritten[:5])}")
     return tensors
 
 
@@ -193,7 +193,7 @@ def load_weight_tensors(tensors: Mapping[str, Tensor], weights: str, reader: Ver
     found = load_tensors({f"{STATES[weights]}.{name}": t for name, t in tensors.items()}, reader)
     if len(found) < len(tensors):
         raise CheckpointError(
-            f"{reader.path} has no averaged weights, which a run with ema.enable saves; take the trained"
+            f"{reader.path} has no averaged weights, which a run saves with ema.enable; take the trained weights"
         )
 
 

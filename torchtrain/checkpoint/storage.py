@@ -114,7 +114,7 @@ class VerifiedWriter(FileSystemWriter):
 
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
     commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors; ``manifest`` lacks
-    the files. ``commit`` runs on the committing rank between the last byte and the rename: it makes room for the name.
+    the files. ``before_rename`` runs on that rank between the last byte and the rename: it makes room for the name.
     Two incarnations of a run, of different ``claim``, never write into the same temporary folder.
     """
 
@@ -122,7 +122,7 @@ class VerifiedWriter(FileSystemWriter):
         self,
         folder: Path,
         config_toml: str,
-        commit: Callable[[], None] | None = None,
+        before_rename: Callable[[], None] | None = None,
         claim: str = "0",
         manifest: Manifest | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class VerifiedWriter(FileSystemWriter):
         self.partial = Path(self.path)
         self.folder = folder
         self.config_toml = config_toml
-        self.commit = commit
+        self.before_rename = before_rename
         self.manifest = manifest or Manifest()
         self._now("prepares to write")
 
@@ -182,8 +182,8 @@ class VerifiedWriter(FileSystemWriter):
                 )
         write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        if self.commit is not None:
-            self.commit()
+        if self.before_rename is not None:
+            self.before_rename()
         self.partial.rename(self.folder)
         fsync_folder(self.folder.parent)
 
@@ -234,7 +234,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class _ReadAtOnce(io.BufferedReader):
-    """DCP reads a tensor of it before torch.load sees it, which would turn an OSError into an error of its own."""
+    """Not seekable: so DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own."""
 
     def seekable(self) -> bool:
         return False

@@ -19,13 +19,13 @@ from torchtrain.models.llama.model import TransformerConfig
 
 
 def require_one_kind(folder: Path, weights: str) -> None:
-    """Raise CheckpointError where another kind of weights is asked for than a folder that is no checkpoint has."""
+    """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
     if weights != "trained":
-        raise CheckpointError(f"{folder} has one kind of weights; {weights!r} are in the checkpoints of a run")
+        raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
 
 
 def find_checkpoints(path: Path, count: int) -> list[Path]:
-    """The newest ``count`` checkpoints of one run, whose folder ``path`` is; of one, ``find_checkpoint``."""
+    """The newest ``count`` checkpoints of the run in ``path``; for 1, that of ``find_checkpoint``. CheckpointError."""
     newest = find_checkpoint(path)
     if count == 1:
         return [newest]

@@ -31,8 +31,8 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
         raise ConfigError(f"--against needs transformers: pip install transformers ({error})") from None
     trained, training = load_model(run.path, "cpu", "float32"), run.config.training
     ours = trained.model.requires_grad_(True)
-    others_may = ("norm_eps", "rope_theta", "rope_scaling")
-    check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, others_may)
+    may_differ = ("norm_eps", "rope_theta", "rope_scaling")
+    check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, may_differ)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     except Exception as error:  # of files that are missing or damaged it has many kinds

@@ -67,7 +67,7 @@ class RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """ConfigError where ``path`` is no run's folder, StorageError. Lines that are cut short are passed over."""
+    """Read a run's folder. ConfigError: it is not one; StorageError. Cut lines of metrics.jsonl are passed over."""
     names = names_in(path) if path.is_dir() else []
     if "config.toml" not in names:
         raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
@@ -195,7 +195,7 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
             continue
         bad = {name: how for name, how, alike in found if not alike}
         if not bad:
-            how = f"{len(found)} tensors to rounding, the others bitwise" if found else "bitwise"
+            how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
             yield Said(f"step {step}: alike, {how}", True)
             break
         first = [Said(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
@@ -204,9 +204,9 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
-    """The name of each parameter, moments and average included, that is not bitwise the same; how; if to rounding.
+    """For each parameter whose weights, moments or average are not bitwise alike: name, how, if rounding explains it.
 
-    The last may be the place in the data. CheckpointError: a file is damaged.
+    At the end also for the place in the data. CheckpointError: a file is damaged.
     """
     readers = [VerifiedReader(folder) for folder in folders]
     for folder in folders:

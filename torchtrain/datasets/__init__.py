@@ -7,6 +7,6 @@ The terms, in the order in which text becomes a batch:
 - lane: one of the readers that share a source's units; lane ``l`` of ``n`` reads every ``n``-th unit.
 - window: ``seq_len + 1`` tokens, one row of a batch; the last token is the first of the row's next window.
 - stream: gives a row its windows. A lane of text serves one row, or several neighbors; prepared data serve all rows.
-- turn: how many windows a source has given to all rows before this one; of prepared data it alone names the window.
+- turn: how many windows a source has given to all rows before this one; of prepared data it alone gives the window.
 - place: where a stream goes on: the number of its next unit over all epochs, the document in it, the token in that.
 """

@@ -47,19 +47,19 @@ def build_loader(
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
-    shared = streams_of(config.streams, global_batch_size)
+    streamed_lanes = streams_of(config.streams, global_batch_size)
     streams: list[list[Stream]] = []
     identities: list[Callable[[], str]] = []
     for number, source in enumerate(config.all):
         key = f"{section}.sources[{number}]" if config.sources else section
         seed_of_source = stream_seed("data", seed, number)
         prepared = partial(open_prepared, source, key, tokenizer.content_hash, config.verify_gib * 2**30)
-        opened = patiently(prepared, Path(*source.paths[:1])) or open_text(source, key, shared, ask)
+        opened = patiently(prepared, Path(*source.paths[:1])) or open_text(source, key, streamed_lanes, ask)
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
             streams.append([WindowStream(opened, seq_len, seed_of_source, repeat)] * len(rows))
             continue
-        lanes = shared if isinstance(opened, StreamedText) else global_batch_size
+        lanes = streamed_lanes if isinstance(opened, StreamedText) else global_batch_size
         rows_of_lane = global_batch_size // lanes
         assert rows.start % rows_of_lane == rows.stop % rows_of_lane == 0  # limits/layout.py refuses it
         by_lane = {

@@ -90,7 +90,7 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
         if error.errno in MAY_PASS:
             raise  # whoever opens the data tries again
         raise DataError(
-            f"{label} is converted into {cache}, and that failed: {error.strerror or error}. Make room, or name "
+            f"{label} cannot be converted into {cache}: {error.strerror or error}. Make room, or name "
             "another folder by HF_DATASETS_CACHE, and start again"
         ) from error
     try:
@@ -152,7 +152,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
         if not files:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
         if gone := [file for file in files if not file.is_file()]:  # to open a pipe would wait for ever
-            raise DataError(f"{label}: {gone[0]} is no file, or a link to none; put back what it names, or remove it")
+            raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
     else:
         found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
         files = sorted(file for file in found if file.is_file())

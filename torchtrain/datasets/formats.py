@@ -19,7 +19,7 @@ import zstandard
 from torchtrain.errors import DataError
 
 KINDS = ("jsonl", "json", "csv", "tsv", "txt", "md", "parquet", "arrow")
-PACKINGS = ("", "gz", "zst")
+COMPRESSIONS = ("", "gz", "zst")
 SUFFIXES = ".jsonl, .json, .csv, .tsv, .txt, .md (also .gz or .zst), .parquet or .arrow"
 
 # A text file up to the first size is one document; a larger one is cut at line ends into documents of the second, so
@@ -30,11 +30,11 @@ _BLOCK_BYTES = 1 << 20
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """Of a file's name: one of ``KINDS`` and one of ``PACKINGS``; ("", "") for what is no data file."""
+    """Of a file's name: one of ``KINDS`` and one of ``COMPRESSIONS``; ("", "") if it is not that of a data file."""
     words = name.lower().split(".")
-    packing = words.pop() if words[-1] in PACKINGS else ""
+    compression = words.pop() if words[-1] in COMPRESSIONS else ""
     kind = words[-1] if len(words) > 1 and words[-1] in KINDS else ""
-    return ("", "") if packing and kind in ("", "parquet", "arrow") else (kind, packing)
+    return ("", "") if compression and kind in ("", "parquet", "arrow") else (kind, compression)
 
 
 def documents(
@@ -49,12 +49,12 @@ def documents(
         DataError: it is not what its name says, or has no text in ``column``.
         Exception: any other, from the format's reader, for a damaged file.
     """
-    kind, packing = kind_of(name)
+    kind, compression = kind_of(name)
     if kind == "parquet":
         return _parquet(raw, column, start)
     if kind == "arrow":
         return itertools.islice(_arrow(raw, column), start, None)
-    blocks = _unpacked(raw, packing)
+    blocks = _decompressed(raw, compression)
     if kind in ("txt", "md") and not text_by_line:
         return itertools.islice(_pieces(blocks), start, None)
     block = next(blocks, b"")
@@ -91,10 +91,10 @@ def place_to_cut(block: bytes) -> int:
     return next((place for place, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
 
 
-def _unpacked(raw: BinaryIO, packing: str) -> Iterator[bytes]:
+def _decompressed(raw: BinaryIO, compression: str) -> Iterator[bytes]:
     """The decompressed content in blocks. A compressed file that was cut is an error."""
-    if packing != "zst":
-        file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if packing == "gz" else raw
+    if compression != "zst":
+        file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if compression == "gz" else raw
         yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
         return
     frame = None
@@ -191,7 +191,7 @@ def _table(lines: Iterator[str], column: str, delimiter: str) -> Iterator[str | 
 
 
 def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
-    """The documents of a packed text file."""
+    """The documents of a text file that is read from its beginning, as a compressed one must be."""
     buffer, begin, largest = b"", 0, LARGEST_TEXT_FILE_BYTES
     for block in blocks:
         buffer += block

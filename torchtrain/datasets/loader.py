@@ -62,7 +62,7 @@ class Loader(Iterator[Batch]):
     drop_last: bool
     device: torch.device
     identity: Callable[[], Mapping[str, str]] = dict
-    """For each option that names data, a text that is the same for the same data alone."""
+    """By option that names data, a text that identifies the data: equal for the same data, and for no other."""
 
     def __post_init__(self) -> None:
         self._step = 0
@@ -73,9 +73,9 @@ class Loader(Iterator[Batch]):
         self._group: dist.ProcessGroup | None = None
         self._background: _Background | None = None
         # The next batch, or the error in place of it; neither while it is late.
-        self._found: tuple[_Read | None, BaseException | None] = (None, None)
+        self._next_read: tuple[_Read | None, BaseException | None] = (None, None)
         # What all ranks know of their next batches: the tensor that is summed up, and the all-reduce under way.
-        self._verdict: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._reduction: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
         """From now on fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
@@ -91,14 +91,14 @@ class Loader(Iterator[Batch]):
             self._background = _Background(self._read, self.prefetch, self.device)
         self._background.ask()
         self.wait_seconds = 0.0
-        if self._verdict is None:
-            self._look(ROUND_SECONDS)
+        if self._reduction is None:
+            self._poll(ROUND_SECONDS)
         while True:
             failed, late, targets, ended = self._agreed()
             if failed or not late:
                 break
-            self._look(ROUND_SECONDS)
-        read, error = self._found
+            self._poll(ROUND_SECONDS)
+        read, error = self._next_read
         if failed:
             self.close()
             self._raise_on_all_ranks(error)
@@ -106,30 +106,30 @@ class Loader(Iterator[Batch]):
         if (ended and self.drop_last) or not targets:
             self.close()
             raise StopIteration
-        self._found, self._state = (None, None), read.state
+        self._next_read, self._state = (None, None), read.state
         if self._group is not None and self.prefetch > 0:
-            self._look(0.0)  # at the next batch: its all-reduce runs during this step
+            self._poll(0.0)  # at the next batch: its all-reduce runs during this step
         return read.batch
 
-    def _look(self, timeout_seconds: float) -> None:
+    def _poll(self, timeout_seconds: float) -> None:
         """See whether the next batch is there, and tell the other ranks. Collective."""
-        if self._found[0] is None and self._found[1] is None:
+        if self._next_read[0] is None and self._next_read[1] is None:
             assert self._background is not None
             start = time.perf_counter()
-            self._found = self._background.next(timeout_seconds)
+            self._next_read = self._background.next(timeout_seconds)
             self.wait_seconds += time.perf_counter() - start
-        read, error = self._found
+        read, error = self._next_read
         own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
         values, work = torch.tensor(own, dtype=torch.int64), None
         if self._group is not None:
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._verdict = values, work
+        self._reduction = values, work
 
     def _agreed(self) -> list[int]:
-        """Of the last ``_look`` of all ranks, the maximum of each: whether reading failed, whether the batch is late,
+        """Of the last ``_poll`` of all ranks, the maximum of each: whether reading failed, whether the batch is late,
         the number of labels that are not masked, whether the data ended."""
-        assert self._verdict is not None
-        (values, work), self._verdict = self._verdict, None
+        assert self._reduction is not None
+        (values, work), self._reduction = self._reduction, None
         if work is not None:
             work.wait()
         return values.tolist()
@@ -137,6 +137,7 @@ class Loader(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """``{"rows": int64 tensor (rows, k)}``: where each row goes on after the batch that was returned last.
 
+        Columns: the step; for each source its turn; for each source the state of the row's stream.
         Row ``i`` of the tensor belongs to this rank's ``i``-th row of the batch, so the tensors of all ranks, one
         below the other, are the state of the whole loader, whatever the number of ranks.
         """
@@ -169,7 +170,7 @@ class Loader(Iterator[Batch]):
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._found, self._verdict = (None, None), None
+        self._next_read, self._reduction = (None, None), None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
         columns = [np.tile(np.array([self._step, *self._turns]), (len(self.rows), 1))]

@@ -22,7 +22,7 @@ def stream_seed(*parts: int | str) -> int:
 
 
 def streams_of(most: int, global_batch_size: int) -> int:
-    """Streams that rows of a batch are read from, where data are streamed: neighboring rows share one."""
+    """Lanes of streamed data: the largest divisor of ``global_batch_size`` up to ``most``. Neighbors share one."""
     return max(n for n in range(1, min(most, global_batch_size) + 1) if global_batch_size % n == 0)
 
 
@@ -55,17 +55,17 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Mixture:
-    """Deals places out among sources by weight.
+    """Chooses a source for each row of the batch, by weight.
 
-    Place ``k`` goes to the source in whose share of [0, 1) the fractional part of ``k / golden ratio`` lies. Of all
-    such sequences this one spreads most evenly (Kronecker's, or Weyl's, with the least approximable number): after
-    ``n`` places no source is off by more than the order of log(n).
+    Row ``k``, counted over all steps, goes to the source in whose share of [0, 1) the fractional part of ``k / golden
+    ratio`` lies. Of all such sequences this one spreads most evenly (Kronecker's, or Weyl's, with the least
+    approximable number): after ``n`` rows no source is off by more than the order of log(n).
     """
 
     def __init__(self, weights: Sequence[float]):
         shares = list(itertools.accumulate(Fraction(weight) for weight in weights))
         self._borders = np.array([int(share / shares[-1] * 2**64) for share in shares[:-1]], dtype=np.uint64)
 
-    def choose(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Numbers of the sources that ``places`` go to."""
-        return np.searchsorted(self._borders, places.astype(np.uint64) * _GOLDEN, side="right")
+    def choose(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The source's number for each of ``rows``, counted over all steps."""
+        return np.searchsorted(self._borders, rows.astype(np.uint64) * _GOLDEN, side="right")

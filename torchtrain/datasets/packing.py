@@ -23,7 +23,7 @@ class Stream(Protocol):
     """Windows for one or more rows of the batch."""
 
     state: State
-    """Where the next window begins. Setting it costs the same at every place."""
+    """Where the next window begins; set it to resume there. A streamed file is then read up to that place."""
 
     def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
         """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
@@ -74,7 +74,7 @@ class TextStream:
 
     def _fill(self, window: Tokens) -> int:
         filled, self._begun_at, self._length = 0, self._number, len(window)
-        self._whole: set[int] = set()  # units that the window may have all of
+        self._whole: set[int] = set()  # units read from their first document on for this window
         while filled < len(window):
             if self._tokens is None:
                 self._tokens = next(self._documents, None)
@@ -93,10 +93,11 @@ class TextStream:
         """Tokens of each document that has text, from the state on."""
         units = self._source.units
         while self._repeat or self._number < units:
+            # More than an epoch since ``_fill`` began, and every unit was read in full: the window will never be full.
             if self._number > self._begun_at + self._lanes * units and len(self._whole) == units:
                 raise DataError(
-                    f"{self._source.name} has too little text: all of its {units} documents together do not fill a "
-                    f"window of training.seq_len + 1 = {self._length} tokens"
+                    f"{self._source.name} has too little text: all of it does not fill one window of "
+                    f"training.seq_len + 1 = {self._length} tokens; give more, or lower training.seq_len"
                 )
             epoch, place = divmod(self._number, units)
             unit = int(permute(np.array([place]), units, stream_seed(self._seed, epoch))[0])

@@ -174,8 +174,8 @@ def verify(folder: Path, label: str) -> Manifest:
     for shard in manifest.shards:
         if damaged := damaged_file(folder, shard):
             raise DataError(
-                f"{label}: {damaged} is damaged or missing: it has not the hash that the manifest says; prepare the "
-                "data anew into an empty folder"
+                f"{label}: {damaged} is damaged or missing: its hash is not that of the manifest; prepare the data "
+                "anew into an empty folder"
             )
     return manifest
 

@@ -45,7 +45,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     """
     if any(Path(path, MANIFEST).exists() for path in source.paths):
         raise DataError(
-            f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts that it is of"
+            f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
     documents = open_text(replace(source, download=True), key, lanes=1)

@@ -29,7 +29,7 @@ def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: f
         return opened
     for path in map(Path, source.paths):
         if (path / UNFINISHED).exists():
-            raise DataError(f"{label}: {path} is not prepared to its end; run torchtrain.prepare again, it goes on")
+            raise DataError(f"{label}: {path} is only partly prepared; run torchtrain.prepare again to finish it")
         inner = [path / name for name in names_in(path) if not kind_of(name)[0]] if path.is_dir() else []
         prepared = [str(folder) for folder in (path, *inner) if (folder / MANIFEST).exists()]
         if prepared:

@@ -31,8 +31,8 @@ def read_again(read: Callable[[], T], path: Path) -> T:
 class TextSource(ABC):
     """Documents in units, each of which can be read at any time. ``name`` is for messages.
 
-    ``identity()``: a text that is the same for the same documents alone, whatever their folder and the time of writing;
-    of large local files it looks at parts, with ``whole=True`` at all.
+    ``identity()``: a text that identifies the documents, whatever their folder and time of writing. Of large local
+    files it hashes parts; with ``whole=True`` all.
     """
 
     def __init__(self, units: int, name: str, identity: Callable[..., str]):

@@ -23,7 +23,7 @@ def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) 
     return _value(answers[0])
 
 
-def of_first_rank_in_its_time(ask: Callable[[], T]) -> T:
+def of_first_rank_untimed(ask: Callable[[], T]) -> T:
     """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of collectives."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(_answer, ask) if dist.get_rank() == 0 else None

@@ -33,7 +33,7 @@ class Degrees:
 
     @property
     def batch(self) -> int:
-        """Number of parts that the global batch is divided into."""
+        """Data-parallel degree: number of parts that the global batch is divided into."""
         return self.replicate * self.shard
 
     @property
@@ -80,7 +80,7 @@ class Mesh:
         self.batch: DeviceMesh = self.world["replicate", "shard"]._flatten("batch")
         # Where the loss is summed: ranks of a tensor-parallel group have the same losses, so that axis is left out.
         self.loss: DeviceMesh = self.world["pipeline", "replicate", "shard", "context"]._flatten("loss")
-        # Ranks of a context group hold the same parameters, so FSDP shards over them as over rows of the batch.
+        # A context group would hold the same parameters on each rank, so FSDP shards over it, too.
         shard = self.world["shard", "context"]._flatten("fsdp") if degrees.context > 1 else self.world["shard"]
         self.hsdp = DeviceMesh._concatenate([self.world["replicate"], shard])
         # Where fully_shard works: 1-D, or (replicate, shard) for HSDP.

@@ -26,10 +26,10 @@ def rank() -> int:
 
 
 def of_torchrun(variable: str, default: int) -> int:
-    """A number that torchrun sets in the environment; ConfigError where it is none."""
+    """A number that torchrun sets in the environment, or ``default``; ConfigError where it is not a number."""
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{variable} = {text!r} in the environment is no number: start by torchrun, or unset it")
+        raise ConfigError(f"{variable} = {text!r} in the environment is not a number: use torchrun, or unset it")
     return int(text)
 
 
@@ -53,9 +53,9 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
 
     Raises:
-        ConfigError: this process may not open as many files as the ranks need connections, does not know the others, or
-            is to use a network interface that there is not.
-        StorageError: the others do not answer.
+        ConfigError: the limit on open files is too low for connections to all ranks; a variable of torchrun's is
+            missing; GLOO_SOCKET_IFNAME names no interface of this machine.
+        StorageError: the other ranks do not answer in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
@@ -64,7 +64,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         # NCCL alone: gloo beside it would connect all ranks of each group of the mesh, too. With the device NCCL
         # connects at once, shares connections between groups, and knows the device of a barrier.
         options |= {"backend": "nccl", "device_id": device}
-        # A gloo group of all ranks then connects only those that send to each other.
+        # gloo then connects two ranks when they first exchange a message.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_file_limit(world_size())
     check_interface()
@@ -86,7 +86,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
 
 
 def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
-    """A gloo group for small messages, used from the main thread alone, so in one order. Collective."""
+    """A gloo group for small messages, used from the main thread alone; on CPUs the default group. Collective."""
     world = dist.group.WORLD
     assert world is not None
     return world if device.type == "cpu" else new_gloo_group(timedelta(seconds=timeout_seconds))

@@ -51,7 +51,7 @@ class UpdateGuard:
 
     def __post_init__(self) -> None:
         self._bad_in_a_row = 0
-        self._worst_step = 0
+        self._last_bad_step = 0
         # What was found about a step, on its way to the host: the step, numbers as ``settle`` unpacks them, in CPU
         # memory, and when they have arrived; None on a CPU.
         self._last: tuple[int, Tensor, torch.cuda.Event | None] | None = None
@@ -100,7 +100,7 @@ class UpdateGuard:
         loss, norm, *window, bad, bad_losses, stopping = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
         if not bad:
-            if step > self._worst_step:
+            if step > self._last_bad_step:  # good steps before it, made again after a rollback, do not count
                 self._bad_in_a_row = 0
             return
         if bad_losses:
@@ -122,7 +122,7 @@ class UpdateGuard:
     def _refused(self, step: int, problem: str, numbers: dict[str, float]) -> None:
         policy = self.config.on_bad_numbers
         self._bad_in_a_row += 1
-        self._worst_step = max(self._worst_step, step)
+        self._last_bad_step = max(self._last_bad_step, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         message = f"bad numbers in step {step} ({shown}): {problem}"
         values = {name.replace(" ", "_"): value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from torchtrain.errors import TorchtrainError
 
 FILE = "tensors.safetensors"
-# Rounding explains GAIN times the sum of the dtype's eps and the distance of earlier tensors, and always LEAST.
+# Rounding explains a distance of GAIN * (eps of the dtype + largest distance of earlier tensors), at least of LEAST.
 GAIN, LEAST = 4, 1e-5
 
 Box = list[list[tuple[int, int]]]  # along each dimension the ranges of indices, each a start and a stop

@@ -1,6 +1,6 @@
 """Fingerprints of a step: a few numbers of each tensor of the whole model, the same on every layout.
 
-Of each tensor: dtype, shape, sum, sum of absolutes, largest absolute, and values at places that its name gives. A rank
+Of each tensor: dtype, shape, sum, sum of absolutes, largest absolute, and values at places seeded by its name. A rank
 notes what it holds of each, and where that lies in the whole; the first rank puts the parts of all together.
 """
 
@@ -37,7 +37,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 def watch(modules: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[Any]:
     """Handles of hooks that call ``see(key, tensor)`` for what goes into a module and comes out, if it has a gradient.
 
-    What goes in is a view of its own: its gradient is what this module gives, and no other that reads the same tensor.
+    Each input is replaced by a view, so that its gradient is that through this module alone. Three inputs: q, k, v.
     """
 
     def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -23,11 +23,11 @@ MIN_CHUNK_TOKENS = 256  # with fewer, adding up the gradient of the output matri
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the token losses in nats, a float32 scalar.
 
-    ``logits`` (bs, seq, vocab) of any float dtype, ``labels`` (bs, seq) of int64. The sum, not the mean: it is divided
-    by the number of unmasked tokens in the whole global batch.
+    ``logits`` (bs, seq, vocab) of any float dtype, ``labels`` (bs, seq) of int64. The sum, not the mean: the caller
+    divides it by the number of unmasked tokens in the whole global batch.
 
-    Logits may be a DTensor that is split along vocab, inside of torch's ``loss_parallel()``, forward and backward. It
-    sends three numbers a token, and never the logits; each rank gets the same sum.
+    ``logits`` may be a DTensor sharded along vocab: then forward and backward must run inside torch's
+    ``loss_parallel()``, which sends three numbers a token in place of the logits. Each rank gets the same sum.
     """
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORE_INDEX
@@ -45,16 +45,16 @@ def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tenso
 
 
 def exact_nats(loss: Tensor) -> Tensor:
-    """``loss`` as a float64 multiple of 2^-20 nats: sums of such up to 2^33 nats have the same bits in any order."""
+    """``loss`` rounded to a multiple of 2^-20 nats, float64: sums of these are exact up to 2^33 nats, in any order."""
     return (loss.double() * 2**20).round() / 2**20
 
 
 class TokenLoss(NamedTuple):
-    """Scalars that can be added over microbatches and ranks."""
+    """Scalar tensors that can be added over microbatches and ranks; of a step, those of this rank's rows."""
 
-    total: Tensor  # the sum of the token losses, in nats
-    tokens: Tensor  # their number
-    z: Tensor | None = None  # the sum of the z-losses, which are not in ``total``; None: there is no z-loss
+    total: Tensor  # float64: the sum of the token losses, in nats
+    tokens: Tensor  # int64: their number
+    z: Tensor | None = None  # float64: the sum of the z-losses, which are not in ``total``; None: there is no z-loss
 
 
 class OutputLoss:
@@ -66,7 +66,7 @@ class OutputLoss:
     """
 
     def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
-        """``chunk_tokens``: as ``training.loss_chunk_tokens``."""
+        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1 for what ``MAX_LOGITS_BYTES`` allows, 0 for all."""
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
@@ -74,25 +74,25 @@ class OutputLoss:
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
         """``hidden`` (bs, seq, dim) and ``labels`` (bs, seq) to ``token_losses``. ``output``: a linear layer over dim.
 
-        Call it where ``output.weight`` is whole: within the forward of the module that FSDP has sharded.
+        Call it where FSDP has gathered ``output.weight``: within the forward of the module that holds it.
         """
         weight = output.get_parameter("weight")
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that share the vocabulary
         chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
         if chunks == 1:
-            return self.token_losses(output(hidden), labels)
+            return self._chunk_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):
             # Sequence parallelism splits along seq, as the chunks do: gather the hidden states, but never the logits.
             hidden = hidden.redistribute(placements=[Replicate()])
         if not torch.is_grad_enabled():
             parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
-            return torch.stack([self.token_losses(output(h), some) for h, some in parts]).sum(dim=0)
+            return torch.stack([self._chunk_losses(output(h), some) for h, some in parts]).sum(dim=0)
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, output.weight, output, labels, chunks, self.token_losses
+            hidden, output.weight, output, labels, chunks, self._chunk_losses
         )
         return loss
 
-    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _chunk_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         # The collectives of loss_parallel cannot be compiled.
         function = token_losses if isinstance(logits, DTensor) else self.compiled
         return function(logits, labels, self.z_weight)

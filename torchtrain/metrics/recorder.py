@@ -63,13 +63,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     tokens_per_step: int  # of the global batch
     flops_per_token: int
     peak_flops: float | None  # of one device; None where unknown
-    first_step: int
+    start_step: int
     last_step: int
     config_toml: str
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
-        self.restart(self.first_step)
+        self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and ranks > 1:
             self.stragglers = StragglerWatch(
@@ -77,9 +77,9 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             )
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
-            self.writers = Writers(config, self.folder, self.config_toml, self.first_step)
+            self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
             with BestEffort("the first line of metrics.jsonl"):
-                self.record_event(self.first_step, "start", {"ranks": ranks, **where(self.device)})
+                self.record_event(self.start_step, "start", {"ranks": ranks, **where(self.device)})
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:
@@ -97,8 +97,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             yield batch
 
     def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
-        """Note a finished step. Writes after a process's first step, every ``log_freq`` steps, and after the last."""
-        if step % self.config.log_freq and step not in (self.first_step + 1, self.last_step):
+        """Write a line after a process's first step, every ``log_freq`` steps, and after the last; then collective."""
+        if step % self.config.log_freq and step not in (self.start_step + 1, self.last_step):
             return
         z_loss = torch.zeros_like(loss.total) if loss.z is None else loss.z
         sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))
@@ -153,7 +153,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.since += time.perf_counter() - start
 
     def restart(self, step: int) -> None:
-        """Start measuring again at ``step``, to which the run went back."""
+        """Begin a new measuring interval after ``step``: at the start, after each written line, after a rollback."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.waiting_for_step = step
 

@@ -1,7 +1,7 @@
 """Finds ranks that keep the others waiting.
 
-All ranks are as slow as the slowest, so the time of a step does not tell which one it is. What a rank does by itself
-does: its wait for data, and a fixed computation before the first collective of a step.
+All ranks are as slow as the slowest, so the time of a step does not tell which one it is. What each does alone tells:
+its wait for data, and a fixed computation before the first collective of a step.
 """
 
 import socket

@@ -101,7 +101,7 @@ class JsonLines(Writer):
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Whether the lines of ``path`` have a validation after ``step``, and later no start before it, and no rollback."""
+    """Whether ``path`` (metrics.jsonl) has a validation after ``step``, and then no rollback or earlier start."""
     found = False
     try:
         for text in path.read_bytes().splitlines():
@@ -123,7 +123,7 @@ class TensorBoard(Writer):
     Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
     """
 
-    def __init__(self, folder: Path, config_toml: str, first_step: int):
+    def __init__(self, folder: Path, config_toml: str, start_step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import hparams, text
 
@@ -135,9 +135,9 @@ class TensorBoard(Writer):
         self.counts: dict[str, int] = {}
         self._add(Event(file_version="brain.Event:2"))
         # Steps that an earlier process reached after the checkpoint that this one goes on from are not shown twice.
-        self._add(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         as_text = text("config", f"```toml\n{config_toml}\n```")  # type: ignore[no-untyped-call]
-        self._add(Event(step=first_step, summary=as_text))
+        self._add(Event(step=start_step, summary=as_text))
         for summary in hparams(hyperparameters(config_toml), {"loss/average": 0.0}):  # type: ignore[no-untyped-call]
             self._add(Event(summary=summary))
 
@@ -196,10 +196,10 @@ class Writers:
     One that fails ends nothing: its lines are dropped until it works again.
     """
 
-    def __init__(self, config: Metrics, folder: Path, config_toml: str, first_step: int):
+    def __init__(self, config: Metrics, folder: Path, config_toml: str, start_step: int):
         self.open: dict[str, Callable[[], Writer]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
         if config.enable_tensorboard:
-            self.open["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", config_toml, first_step)
+            self.open["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", config_toml, start_step)
         if config.enable_wandb:
             self.open["Weights & Biases"] = lambda: WeightsAndBiases(folder, config, config_toml)
         self.efforts = {name: BestEffort(name) for name in self.open}

@@ -13,10 +13,10 @@ from torchtrain.distributed.mesh import local
 
 
 class ShardedAdamW(torch.optim.Optimizer):
-    """AdamW on what this rank holds of each parameter: an update of single elements needs nothing else of DTensor.
+    """AdamW on local shards: the update is elementwise, so it needs no DTensor operation.
 
-    Its two means rest in ``state_dtype``. Where that is bfloat16, each update takes them to float32 and back, one
-    parameter at a time.
+    Its two moments are stored in ``state_dtype``. With bfloat16 each update converts them to float32 and back, one
+    parameter at a time to save memory.
     """
 
     step_of_other_rules: Callable[[], None] | None = None
@@ -72,10 +72,10 @@ class ShardedAdamW(torch.optim.Optimizer):
 
 
 def pad(tensor: Tensor) -> Tensor:
-    """On a CPU, a flat copy of ``tensor`` with zeros up to a multiple of 64 elements, if it needs any.
+    """``tensor``, or on a CPU, unless its size is a multiple of 64, a flat copy padded with zeros to one.
 
-    There the fused kernel rounds otherwise what does not fill a vector, and that must not depend on how a parameter is
-    split.
+    The fused CPU kernel rounds the last elements, which do not fill a SIMD vector, differently: without padding the
+    result would depend on how a parameter is sharded.
     """
     missing = -tensor.numel() % 64 if device_kind(tensor.device.type) == "cpu" else 0
     return nn.functional.pad(tensor.flatten(), (0, missing)) if missing else tensor

@@ -21,8 +21,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradient down to ``max_norm`` where its L2 norm over all parameters is above; returns the norm before.
 
-    The parameters are DTensors. ``copies`` are those that another rank counts, under another mesh. The norm, a float32
-    scalar, has the same value on every rank; with ``exact`` the same bits for any number of them that share the rows.
+    The parameters are DTensors. ``copies``: those whose gradient another pipeline stage counts. The norm, a float32
+    scalar, is the same on every rank; with ``exact`` it has the same bits for any number of data-parallel ranks.
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     device = torch.device("cpu")
@@ -33,8 +33,8 @@ def clip_grad_norm(
         assert isinstance(gradient, DTensor)
         device = torch.device(gradient.device_mesh.device_type)
         if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
-            # float32 sums over a large matrix are off by 1e-5 on CPU, and otherwise for each way to split it. Those of
-            # a row are not, and take a quarter of the time of float64 throughout.
+            # A float32 sum over a large matrix is off by 1e-5 on a CPU, by another amount for each layout. So float32
+            # only within a row, and float64 over rows: a quarter of the time of float64 throughout.
             norms.append(row_norms(gradient.to_local(), exact))
     # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
     squares = torch.cat(norms).double().square().to(device)
@@ -43,7 +43,7 @@ def clip_grad_norm(
     else:
         all_reduce(total := squares.sum())
     norm = total.sqrt().float().to(parameters[0].device)
-    # As torch.nn.utils.clip_grads_with_norm_, without DTensor: to plan one product of all gradients takes it seconds.
+    # As torch.nn.utils.clip_grads_with_norm_, but on local tensors: DTensor takes seconds to plan this product.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(parameter.grad) for parameter in parameters], factor)
     return norm
@@ -56,7 +56,7 @@ def row_norms(gradient: Tensor, exact: bool) -> Tensor:
     if not exact or device_kind(gradient.device.type) == "cpu":
         norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
         return norms.flatten()
-    # CUDA's kernel adds in an order that depends on the number of rows. So by elements: half of a row to the other.
+    # CUDA's kernel adds in an order that depends on the number of rows. So halve the rows by elementwise additions.
     norms_of_some = []
     for rows in torch.split(gradient, max(1, FLOAT64_ELEMENTS // gradient.shape[-1])):
         squares = rows.double().square()
@@ -68,13 +68,13 @@ def row_norms(gradient: Tensor, exact: bool) -> Tensor:
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Sum over all ranks of float64 ``values``, none negative and 2^30 at most, with the same bits in any order.
+    """Sum over all ranks of ``values`` (float64, not negative, at most 2^30 in number), bitwise alike in any order.
 
     Each is added as two 64-bit integers, down to 2^-64 of the largest. Infinite if one is infinite or NaN. Collective.
     """
     largest = values.nan_to_num(math.inf, posinf=math.inf).max()
     all_reduce(largest, op=dist.ReduceOp.MAX)
-    scale = (1055 - torch.frexp(largest)[1].long() << 52).view(torch.float64)  # a power of two, made of its bits
+    scale = ((1055 - torch.frexp(largest)[1].long()) << 52).view(torch.float64)  # 2^(32 - exponent), from its bits
     coarse = (values * scale).floor()  # under 2^32
     fine = ((values * scale - coarse) * 2.0**32).round()
     sums = torch.stack((coarse.long().sum(), fine.long().sum()))

@@ -25,13 +25,13 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) -> float:
-    """By which the rate of a parameter of ``model`` is multiplied, and its decay divided, for its width and depth.
+    """Factor on a parameter's learning rate, by width and depth over the base model's; its decay is divided by it.
 
-    muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rate for the blocks' matrices falls as 1 / width. The norm
-    of Muon's update, of the same root mean square, grows as the square root of the width alone: so does its rate fall.
-    The gain of the last norm begins at 1 / width and learns as slowly: it is muP's multiplier of the logits, in a place
-    that tied embeddings and exports have, too. What writes to the residual stream has CompleteP's 1 / depth
-    (https://arxiv.org/abs/2505.01618), likewise in the matrices and not beside them.
+    muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rates of the blocks' matrices are divided by width, Muon's
+    by sqrt(width): at the same root mean square, the largest singular value of its update grows only so fast.
+    muP's multiplier of the logits, 1 / width, is in the gain of the last norm (its first value and its rate), and
+    CompleteP's 1 / depth of each residual branch (https://arxiv.org/abs/2505.01618) is in wo and w2: so tied
+    embeddings and exported models need no multipliers.
     """
     width, depth = model.over_base
     if name == "norm.weight":
@@ -47,7 +47,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
 
-    ``model``: their shape, where hyperparameters may be those of a smaller one.
+    ``model``: their config, for ``transfer_factor``; None: no factors.
 
     Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
     by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
@@ -86,7 +86,7 @@ def build_optimizer(
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
-    """``optimizer.step()``, unless ``refused``, a float32 scalar that all ranks know, is 1.
+    """``optimizer.step()``, unless ``refused``, a float32 scalar alike on all ranks, is 1.
 
     The contract of a refused update, which every rule keeps: parameters and states stay as they are, to the bit,
     although gradients may be infinite or NaN. With the fused implementation the step is made, and the rule obeys

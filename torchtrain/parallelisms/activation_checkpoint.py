@@ -20,8 +20,8 @@ EXPENSIVE_OPS = {
     inductor_compiled_code,  # flex_attention in a block that is not compiled
 }
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-# Every second product of a block is kept, since all save the same work for a byte. Not the last one: nothing in the
-# block takes its result.
+# Every second product of a block is kept: each saves about the same work for a byte. The last one, w2, never is: no
+# backward needs its result.
 PRODUCTS_PER_BLOCK = len(TransformerBlock.PRODUCTS)
 KEPT_PRODUCTS = range(1, PRODUCTS_PER_BLOCK, 2)
 

@@ -25,7 +25,7 @@ def local_sequence(whole: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def whole_sequence(gathered: Tensor) -> Tensor:
-    """The inverse, for ``gathered`` (n, ..., seq / n, dim) from n ranks: (..., seq, dim)."""
+    """Inverse of ``local_sequence``: ``gathered`` (n, ..., seq / n, dim), the parts of n ranks, to (..., seq, dim)."""
     heads, tails = gathered.chunk(2, dim=-2)
     return torch.cat((*heads.unbind(), *tails.flip(0).unbind()), dim=-2)
 

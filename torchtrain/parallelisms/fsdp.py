@@ -37,8 +37,8 @@ def apply_fsdp(
     blocks = list(model.layers.values()) if by_block else []
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for i, block in enumerate(blocks):
-        # Backward starts with the last block: one that is freed after forward is gathered twice. On one rank nothing
-        # is gathered, and a block that is freed is cast twice.
+        # Backward starts with the last block: freed after forward, it would be gathered again at once. On one rank
+        # nothing is gathered, but a freed block would be cast to param_dtype again.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
@@ -59,9 +59,9 @@ def apply_fsdp(
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:
-    """Before a backward: whether it is of the last microbatch, and how those accumulate (``Parallelism``)."""
+    """Call it before each backward. ``accumulation``: ``parallelism.fsdp_gradient_accumulation``."""
     if accumulation == "unsharded":
         model.set_requires_gradient_sync(is_last)
     else:
-        # Each is reduced over the shards; over the replicas of HSDP their sum is.
+        # Every microbatch is reduce-scattered over the shards; HSDP's all-reduce over replicas waits for the last.
         model.set_requires_all_reduce(is_last)

@@ -16,7 +16,7 @@ from torchtrain.parallelisms.context_parallel import local_sequence
 
 
 class Microbatch(NamedTuple):
-    """Of seq tokens, this rank has those that context parallelism leaves to it."""
+    """int64 tensors on the device. seq: this rank's part of a row, training.seq_len / context_parallel_degree."""
 
     tokens: Tensor  # (local_batch_size, seq)
     labels: Tensor  # (local_batch_size, seq)

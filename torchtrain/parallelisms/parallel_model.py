@@ -41,17 +41,17 @@ class ParallelModel:
         """Call it before the first ``forward_backward`` of a step. ``rows``: of the batch, on this rank."""
         if self.sums is not None:
             degrees = self.mesh.degrees
-            self.sums.begin(rows * degrees.batch * degrees.context)  # were each row a microbatch
+            self.sums.begin(rows * degrees.batch * degrees.context)  # at most: one row a microbatch
 
     def finish_gradients(self) -> bool:
-        """Call it after the last one. False where the gradients are not good, and the step must be made again."""
+        """Call it after the last one. False where exact sums have overflowed: the step must be computed again."""
         return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
-        """Add the gradient of the microbatch's loss, divided by ``global_tokens``; returns the sums of its losses.
+        """Add the gradient of the microbatch's loss, divided by ``global_tokens``, to that of the step.
 
-        ``is_last``: of the microbatches of a step, after which gradients are those of all ranks. The sums, as those of
-        ``token_losses``, are 0 without ``has_loss``.
+        ``is_last``: whether it is the step's last microbatch, whose backward completes the reduction over all ranks.
+        Returns the two sums of ``token_losses``, (2,); zeros without ``has_loss``.
         """
         tokens, labels, positions, mask = microbatch
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
@@ -94,7 +94,7 @@ def build_parallel_model(
 
 
 def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
-    """Fill what no checkpoint holds, on ``device``: under CPU offload parameters stay behind, but not buffers."""
+    """Compute the buffers, which no checkpoint holds, on ``device``, where CPU offload leaves them, too."""
     for part in parts:
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):

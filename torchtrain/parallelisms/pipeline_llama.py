@@ -51,9 +51,9 @@ def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: b
 
 
 class Stage(PipelineStage):
-    """A stage of torch's whose first exchange leaves out what is for this rank itself: gloo sends no such message.
+    """torch's stage without messages to this rank itself in the first exchange: gloo cannot send them.
 
-    A rank of the V-shaped schedule has neighboring stages. Torch 2.11 alone makes this exchange.
+    With the V-shaped schedule a rank holds neighboring stages. Only torch 2.11 makes this exchange.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -68,8 +68,8 @@ class ReducingStage(Stage):
 
     def __init__(self, stage: Transformer, *args: Any, **options: Any):
         super().__init__(stage, *args, **options)
-        self.is_last_run = True
-        self._is_last = False
+        self.is_last_run = True  # of the schedule in this step
+        self._is_last = False  # whether the backward under way is the last one of the run
         stage.set_requires_gradient_sync = self._set_accumulation  # type: ignore[assignment]
 
     def _set_accumulation(self, requires_gradient_sync: bool) -> None:
@@ -149,7 +149,7 @@ class Pipeline:
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
-        """As ``ParallelModel.forward_backward``. The schedule cuts ``microbatch`` once more, along the sequences."""
+        """As ``ParallelModel.forward_backward``. The schedule splits the rows of ``microbatch`` once more."""
         tokens, labels, positions, mask = microbatch
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -166,9 +166,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """The sums of the losses alone: (2,), 0 but on the rank of the last stage.
+        """The sums of the losses, (2,), without a backward; zeros but on the rank of the last stage.
 
-        Not by the schedule: those that split the backward have no mode without one.
+        Not by torch's schedule: one that splits the backward cannot run the forward alone.
         """
         tokens, labels, positions, mask = microbatch
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()

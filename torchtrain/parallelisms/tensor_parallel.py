@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: each matrix is split over the ranks of a group.
 
 Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https://arxiv.org/abs/2205.05198), written as
-DTensor placements. Between the matrices the residual stream (bs, seq, dim) is split along seq.
+DTensor placements. Outside attention and feed-forward, activations (bs, seq, dim) are sharded along seq.
 """
 
 from typing import Any

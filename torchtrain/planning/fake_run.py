@@ -64,7 +64,7 @@ class RankRecord:
 
 
 class _Guard(UpdateGuard):
-    """Judges as always; nobody reads what was found."""
+    """An ``UpdateGuard`` whose results are never read: fake tensors have no values."""
 
     def settle(self) -> None:
         pass
@@ -171,7 +171,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
 
 
 def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
-    """In place of a vote by messages, whose result would have to be read."""
+    """In place of ``_warmup_p2p``, where ranks vote on whether shapes are static: fake messages cannot be read."""
     from torchtrain.torch_internals import InferenceMode  # since torch 2.13
 
     for stage in stages:
@@ -192,7 +192,7 @@ def rehearse(
 
     Args:
         capability: of the GPU that is planned for; None for a run on CPUs.
-        max_microbatches: of a step that are run; by default all. Of a pipeline: runs of its schedule.
+        max_microbatches: how many microbatches of a step to run at most (with a pipeline: runs of its schedule).
         device: of the fake tensors; by default the CPU, which any torch can differentiate on, and which stands in for
             the GPU.
     """

@@ -7,24 +7,24 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and its place in a cluster; rates are a second's."""
+    """A GPU and its place in a cluster. Rates, FLOP/s and bytes/s, are per GPU; so are all ``*_bytes``."""
 
     memory_gib: float
-    """That a process can have."""
+    """What a process can allocate of its memory."""
     flops_bfloat16: float
     """Peak of dense matrix products."""
     flops_float8: float
     flops_float32: float
     memory_bytes: float
-    """Bandwidth of its memory."""
+    """Bandwidth of its memory, bytes/s."""
     link_bytes: float
-    """To the other GPUs of its machine, in one direction."""
+    """Bandwidth to the other GPUs of its machine, bytes/s in one direction."""
     network_bytes: float
-    """Its share of the machine's network cards, in one direction; clusters differ."""
+    """Its share of the machine's network bandwidth, bytes/s in one direction; clusters differ."""
     host_bytes: float
-    """To the memory of its host, in one direction."""
+    """Bandwidth to the memory of its host, bytes/s in one direction."""
     host_memory_bytes: float
-    """Its share of the bandwidth of that memory."""
+    """Its share of the bandwidth of the host's memory, bytes/s."""
     capability: tuple[int, int]
     source: str
 

@@ -38,7 +38,7 @@ class StepRecord:
     microbatches: list[int] = field(default_factory=list)
     """The number of operations before each of them."""
     chunks: list[tuple[int, str, int, int]] = field(default_factory=list)
-    """The same of a pipeline's computations, with what they are, of which stage and which microbatch of a run."""
+    """Of each computation of a pipeline: number of operations before it, name, stage, microbatch of the run."""
     timeline: list[Sizes] = field(default_factory=list)
     """Live bytes whenever they changed."""
     peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class StepRecord:
     kept: dict[str, int] = field(default_factory=dict)
     """Live bytes by kind at the end of the step."""
     allocations: int = 0
-    """Length of the ledger's ``allocations`` then."""
+    """Length of ``Ledger.allocations`` at the end of the step."""
 
     @property
     def peak(self) -> Sizes:
@@ -104,6 +104,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> str:
+        """forward, loss, backward, recompute (of activation checkpointing) or update."""
         if self.part != "forward":
             return self.part
         if torch._C._current_autograd_node() is None:
@@ -136,6 +137,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._look(entry.stream)
 
     def _see(self, tensor: Tensor, kind: str = "") -> None:
+        """Count the storage of ``tensor`` until it is freed. By default its kind follows from the phase."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.storages or tensor.device.type != self.device_type:
@@ -173,6 +175,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look(entry.stream)
 
     def _look(self, stream: int) -> None:
+        """Record the live bytes in the timeline, and as the peak of this phase and module if they are it."""
         sizes, record = tuple(self.live[kind] for kind in KINDS), self.record
         record.timeline.append(sizes)
         place = self.phase, self.module

@@ -49,7 +49,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
 
 
 def flops_of(func: Any, name: str, args: tuple[Any, ...]) -> tuple[int, float]:
-    """Of a matrix product or attention; and which share of them its kernel computes.
+    """FLOPs of a matrix product or attention, 0 of others; and the share of them that its kernel computes.
 
     Of attention: the two products over all pairs, forward, or the five of the backward. The share is that of a causal
     mask, aligned with the last key, whatever else is masked.
@@ -74,7 +74,7 @@ LOOKUPS = ("embedding", "gather", "index", "nll_loss_forward")
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """That ``func`` reads and writes: an argument that it only overwrites is not read."""
+    """Bytes of device memory that ``func`` reads and writes; an argument that it only overwrites is not read."""
     name = func._opname
     if name in LOOKUPS:  # of a table they read as much as they write
         return 2 * nbytes(outputs)
@@ -99,7 +99,7 @@ def times_moved(func: Any) -> tuple[bool, list[tuple[str, int]]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """In tuples, lists and dicts, however deep."""
+    """The tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

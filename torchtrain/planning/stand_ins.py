@@ -75,17 +75,17 @@ def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action],
     """
     shift = ranks[number] - ranks[first]
     found = StepRecord()
-    found.operations += moved(step.operations[: step.microbatches[0]], shift)
+    found.operations += shifted(step.operations[: step.microbatches[0]], shift)
     for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
         found.microbatches.append(len(found.operations))
         head, parts, tail = parts_of(step, range(start, stop), ranks[first], len(ranks))
         for operations in (head, *(parts[action] for action in order), tail):
-            found.operations += moved(operations, shift)
+            found.operations += shifted(operations, shift)
     return found
 
 
-def moved(operations: Sequence[Operation], shift: int) -> list[Operation]:
-    """By ``shift`` ranks, but for groups that go through all stages."""
+def shifted(operations: Sequence[Operation], shift: int) -> list[Operation]:
+    """``operations`` with ``shift`` added to their ranks, except in groups that span all stages."""
     found = []
     for operation in operations:
         if operation.peer is not None:
@@ -113,9 +113,9 @@ def parts_of(
     for i in run:
         operation = step.operations[i]
         if i in marks:
-            # What comes between, such as gathering parameters, belongs to the computation after it.
-            parts[marks[i]] = current = tail if current is tail else []
-            tail = []
+            # What came since the last message, such as gathering parameters, belongs to this computation.
+            current = tail if current is tail else []
+            parts[marks[i]], tail = current, []
         if operation.peer is not None:
             parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
             current = tail

@@ -23,8 +23,8 @@ from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
 from torchtrain.planning.timing import Clock, replay
 
 INTERVAL = 0.15  # of throughput, either way: docs/estimate.md compares with published runs
-MICROBATCHES = 3  # of a step, that are rehearsed: the first, the last, and one for all between
-LAYERS = 2  # of the smallest pipeline stage, and once more with another: all others do what the last of them does
+MICROBATCHES = 3  # rehearsed of a step at most: the first, the last, and one in place of all between
+LAYERS = 2  # rehearsed in the smallest stage, then one more in each: the difference stands for each further one
 
 LAYER = re.compile(r"layers\.(\d+)")
 Place = tuple[str, str]  # phase and module
@@ -44,7 +44,7 @@ class RankFigures:
     by_stream: dict[int, dict[Place, float]]
     """By stream and place, the most live bytes."""
     scattered: float = 0.0
-    """That the allocator reserves beside the most that each stream needs."""
+    """Bytes lost to fragmentation: what the allocator reserves beyond ``needed``."""
 
     @property
     def needed(self) -> float:
@@ -80,7 +80,7 @@ class Figures:
     """A step's: by phase what the busiest rank computes, by axis what it waits for, and the whole."""
 
     def extended(self, more: "Figures", times: float) -> "Figures":
-        """``times`` times as far from these to ``more`` as that is."""
+        """Linear extrapolation: these figures plus ``times`` times the difference of ``more`` from them."""
         found: Figures = extend(self, more, times)
         # Holes between blocks come and go with their sizes, which are the same for any number of layers.
         ranks = [
@@ -91,7 +91,10 @@ class Figures:
 
 
 def extend(first: Any, second: Any, times: float) -> Any:
-    """What has no name in ``first`` is 0 there; a place that only one of them has is left out."""
+    """``first + times * (second - first)``, number by number, in figures, dicts, lists and tuples.
+
+    A key that only ``second`` has counts as 0 in ``first``; a ``Place`` that only one of them has is left out.
+    """
     if isinstance(second, Figures | RankFigures):
         return type(second)(**{key: extend(value, vars(second)[key], times) for key, value in vars(first).items()})
     if isinstance(second, dict):
@@ -172,9 +175,9 @@ class Estimate:
 def figures_of(
     records: Sequence[RankRecord], steps: Mapping[int, StepRecord], clock: Clock, microbatches: int
 ) -> Figures:
-    """Of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most.
+    """The figures of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most.
 
-    ``steps``: their last ones, and those of the ranks that they stand for.
+    ``records``: of the rehearsed ranks. ``steps``: by rank, the last step of these, and of the ranks they stand for.
     """
     ranks = [rank_figures(record) for record in records]
 

@@ -73,14 +73,14 @@ def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int,
     """Times of the ranks whose operations are ``traces``, which send to and receive from each other."""
     arrivals: Arrivals = defaultdict(list)
     times = {rank: StepTime() for rank in traces}
-    waiting = {rank: run(rank, trace, clock, arrivals, times[rank]) for rank, trace in traces.items()}
-    while waiting:
+    unfinished = {rank: run(rank, trace, clock, arrivals, times[rank]) for rank, trace in traces.items()}
+    while unfinished:  # each goes on until it waits for a message that is not sent yet
         sent = sum(map(len, arrivals.values()))
-        ended = [rank for rank, progress in waiting.items() if next(progress, None) is None]
+        ended = [rank for rank, progress in unfinished.items() if next(progress, None) is None]
         for rank in ended:
-            del waiting[rank]
+            del unfinished[rank]
         if not ended and sum(map(len, arrivals.values())) == sent:
-            raise AssertionError(f"ranks {sorted(waiting)} wait for messages that nobody sends")
+            raise AssertionError(f"ranks {sorted(unfinished)} wait for messages that nobody sends")
     longest = max(time.seconds for time in times.values())
     for time in times.values():
         time.waiting["end of the step"] += longest - time.seconds
@@ -91,7 +91,7 @@ def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int,
 def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals, time: StepTime) -> Iterator[bool]:
     """Fill in the ``time`` of one rank; yield where a message is waited for that is not sent yet.
 
-    Its streams are computing, and FSDP's collectives; the host issues to both.
+    It has two streams, one for computation and one for FSDP's collectives; the host issues to both.
     """
     device = host = stream = copied_out = reduced = 0.0
     gathered: dict[str, float] = {}

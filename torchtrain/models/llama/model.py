@@ -69,7 +69,7 @@ class TransformerConfig:
 
     @property
     def over_base(self) -> tuple[float, float]:
-        """Width and number of layers over those of the base."""
+        """dim and n_layers, each divided by that of the base model (muP); 1.0 where there is none."""
         return self.dim / (self.base_dim or self.dim), self.n_layers / (self.base_layers or self.n_layers)
 
 
@@ -202,11 +202,11 @@ class Transformer(nn.Module):
     def init_weights(self) -> None:
         """Fill every parameter and buffer anew.
 
-        Matrices: normal of standard deviation 0.02, cut at three of them; those that write to the residual stream, of
-        0.02 / sqrt(2 * depth), so that the stream's variance grows slowly with depth; the output, of 1 / sqrt(dim), so
-        that the first logits have unit variance. Norms: ones. Biases: zeros.
+        Matrices: normal of standard deviation 0.02, truncated at three standard deviations. wo and w2, which write to
+        the residual stream: 0.02 / sqrt(2 * layer), layers counted from 1, so that the stream's variance grows slowly
+        with depth. Output: 1 / sqrt(dim), so that the first logits have unit variance. Norms: ones. Biases: zeros.
 
-        With a base (muP) they are smaller, as the table in docs/recipes.md says.
+        With a base model (muP) they are those of the table in docs/recipes.md.
         """
         self.tie_weights()
         width, depth = self.config.over_base
@@ -256,8 +256,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (bs, seq, vocab) for ``tokens`` (bs, seq); for a pipeline stage, what its children compute of that.
 
-        A stage takes hidden states (bs, seq, dim), of a floating-point dtype, in place of tokens, and returns them
-        where it has no ``output``.
+        A stage after the first takes hidden states (bs, seq, dim), floating-point, in place of tokens (integers). A
+        stage without ``output`` returns hidden states.
         ``positions``, integers of shape (1 or bs, seq), default to 0, 1, ...; ``mask`` goes to each inner attention.
         With ``head`` the result is ``head(h, output)``, for the last hidden states ``h`` (bs, seq, dim) and the output
         layer: a loss that need not have all logits at once.
@@ -267,7 +267,7 @@ class Transformer(nn.Module):
         else:
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (1 or bs, seq, 1, head_dim / 2)
-        h = tokens  # or hidden states, also where tied embeddings are on the last pipeline stage, too
+        h = tokens  # later stages get hidden states; the last one may hold the tied embedding and must not apply it
         if self.tok_embeddings is not None and not tokens.is_floating_point():
             h = self.tok_embeddings(tokens)
         for block in self.layers.values():

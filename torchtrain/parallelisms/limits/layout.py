@@ -11,7 +11,7 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 
 MOST_TOKENS = 2**25
-"""On a rank, in a step: twice as many as Llama 3 had on all ranks at most (https://arxiv.org/abs/2407.21783)."""
+"""Limit for a rank in a step: twice what Llama 3 had on all ranks together (https://arxiv.org/abs/2407.21783)."""
 
 
 def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
@@ -45,8 +45,8 @@ def resolve_global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     tokens = wanted // ranks * config.training.seq_len
     if tokens > MOST_TOKENS:
         raise ConfigError(
-            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step, "
-            f"of {MOST_TOKENS} at most; it counts sequences of training.seq_len tokens, not tokens: try "
+            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step; "
+            f"the limit is {MOST_TOKENS}. It counts sequences of training.seq_len tokens, not tokens: try "
             f"{max(1, wanted // config.training.seq_len)}"
         )
     if wanted % at_once:
@@ -105,10 +105,12 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
     schedule = config.parallelism.pipeline_parallel_schedule
     given = f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes"
     if config.compile.enable:
-        raise ConfigError(f"{given}, which compiled blocks cannot; switch compile.enable off, or take Interleaved1F1B")
+        raise ConfigError(
+            f"{given}, which compiled blocks do not support; switch compile.enable off, or take Interleaved1F1B"
+        )
     if has_flex_attention:
         raise ConfigError(
-            f"{given}, which flex_attention cannot, the compiled kernel for data.document_mask on a GPU; take the "
+            f"{given}, which flex_attention, the kernel for data.document_mask on a GPU, does not support; take the "
             "schedule Interleaved1F1B, or switch data.document_mask off"
         )
     if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_option == "op":
@@ -123,8 +125,8 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
         )
     if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
         raise ConfigError(
-            f"{given}, which a loss in chunks cannot with torch {torch.__version__}; set training.loss_chunk_tokens = "
-            "0, or take torch 2.13 or later, or the schedule Interleaved1F1B"
+            f"{given}, which a loss in chunks does not support in torch {torch.__version__}; set "
+            "training.loss_chunk_tokens = 0, or take torch 2.13 or later, or the schedule Interleaved1F1B"
         )
 
 
