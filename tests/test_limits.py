@@ -157,7 +157,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     split: dict[str, Any] = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    with pytest.raises(ConfigError, match=r"with torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.13"):
+    with pytest.raises(ConfigError, match=r"in torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.13"):
         check(**split)
     check(**split, training={"loss_chunk_tokens": 0})
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))

@@ -49,7 +49,7 @@ def launch(ranks: int, *arguments: str) -> "subprocess.Popen[str]":
 
 def run(ranks: int, *arguments: str) -> str:
     process = launch(ranks, *arguments)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
     return output
 
@@ -61,7 +61,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_step(step: int, folder: Path, is_alive: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not any(line["step"] >= step for line in lines(folder)):
         assert is_alive()
         assert time.monotonic() < deadline
@@ -169,7 +169,7 @@ def bad_files(tmp_path: Path) -> Path:
         ("--data.path {}/other.jsonl", "body"),
         (
             "--training.global_batch_size 4194304",
-            "it counts sequences of training.seq_len tokens, not tokens: try 2048",
+            "It counts sequences of training.seq_len tokens, not tokens: try 2048",
         ),
         ("--training.global_batch_size 12", "global_batch_size = 12 must be a multiple of local_batch_size = 8"),
         ("--parallelism.data_parallel_replicate_degree 2", "the number of ranks, 1"),

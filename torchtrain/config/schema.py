@@ -246,7 +246,8 @@ class Training:
     seed: int = 0
     """Seed of the initial weights and of the data order, which are the same on every layout."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of parameters and activations in forward and backward; master weights are float32."""
+    """dtype of parameters and activations in forward and backward; master weights are float32. A CPU that cannot
+    multiply in bfloat16 computes products in float32 and rounds them."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """dtype in which gradients are reduced over ranks."""
     sums: Literal["fast", "exact"] = "fast"

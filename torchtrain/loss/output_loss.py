@@ -80,19 +80,19 @@ class OutputLoss:
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that share the vocabulary
         chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
         if chunks == 1:
-            return self._chunk_losses(output(hidden), labels)
+            return self.chunk_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):
             # Sequence parallelism splits along seq, as the chunks do: gather the hidden states, but never the logits.
             hidden = hidden.redistribute(placements=[Replicate()])
         if not torch.is_grad_enabled():
             parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
-            return torch.stack([self._chunk_losses(output(h), some) for h, some in parts]).sum(dim=0)
+            return torch.stack([self.chunk_losses(output(h), some) for h, some in parts]).sum(dim=0)
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, output.weight, output, labels, chunks, self._chunk_losses
+            hidden, output.weight, output, labels, chunks, self.chunk_losses
         )
         return loss
 
-    def _chunk_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def chunk_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         # The collectives of loss_parallel cannot be compiled.
         function = token_losses if isinstance(logits, DTensor) else self.compiled
         return function(logits, labels, self.z_weight)
