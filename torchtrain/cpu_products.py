@@ -50,7 +50,8 @@ def replace_products(library: torch.library.Library, dtypes: Collection[torch.dt
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
         for name in PRODUCTS:
             for overload in (name, f"{name}.out"):
-                library.impl(overload, _kernel(name, overload, dtypes), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+                kernel = _kernel(name, overload, dtypes)
+                library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def _kernel(name: str, overload: str, dtypes: Collection[torch.dtype]) -> Any:
