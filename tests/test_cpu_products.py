@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.library import _scoped_library
 
 from torchtrain import cpu_products, trained_model
-from torchtrain.config.schema import JobConfig, Training
+from torchtrain.config.schema import JobConfig, Optimizer, Training
 from torchtrain.cpu_products import apply_float32_products, replace_products
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.trained_model import load_model
 
@@ -23,10 +24,14 @@ CPU = torch.device("cpu")
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
 
 
+# A product in float64 that is computed in float32 shows it on every CPU; one in bfloat16 may be the same.
+DTYPES = (torch.bfloat16, torch.float64)
+
+
 @pytest.fixture
 def replaced() -> Iterator[None]:
     with _scoped_library("aten", "IMPL") as library:
-        replace_products(library, [torch.bfloat16])
+        replace_products(library, DTYPES)
         yield
 
 
@@ -48,14 +53,16 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_in_bfloat16_is_that_in_float32_rounded_once(name: str, replaced: None) -> None:  # noqa: ARG001
+def test_a_product_is_that_in_float32_rounded_once(name: str, dtype: torch.dtype) -> None:
     product = PRODUCTS[name]
     torch.manual_seed(0)
-    inputs = [torch.randn(shape).bfloat16() for shape in ((3, 20, 70), (3, 30, 70), (30,))]
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((3, 20, 70), (3, 30, 70), (30,))]
     result = product(*inputs)
-    assert result.dtype is torch.bfloat16
-    assert torch.equal(result, product(*(x.float() for x in inputs)).bfloat16())
+    assert result.dtype is dtype
+    assert torch.equal(result, product(*(x.float() for x in inputs)).to(dtype))
 
 
 def test_other_dtypes_have_the_kernels_that_they_had() -> None:
@@ -68,14 +75,16 @@ def test_other_dtypes_have_the_kernels_that_they_had() -> None:
     assert all(map(torch.equal, before, after))
 
 
-def test_gradients_are_products_in_float32_too(replaced: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_products_in_float32_too(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight, grad = torch.randn(2, 10, 70), torch.randn(30, 70), torch.randn(2, 10, 30)
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((2, 10, 70), (30, 70), (2, 10, 30))]
     gradients = []
-    for rounded in (torch.Tensor.bfloat16, lambda value: value.bfloat16().float()):
-        leaves = [rounded(value).requires_grad_() for value in (x, weight)]
-        result = torch.nn.functional.linear(*leaves)
-        gradients.append([g.bfloat16() for g in torch.autograd.grad(result, leaves, rounded(grad))])
+    for x, weight, grad in (inputs, [value.float() for value in inputs]):
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        found = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
+        gradients.append([g.to(dtype) for g in found])
     assert all(map(torch.equal, *gradients))
 
 
@@ -115,7 +124,8 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_training_in_bfloat16_asks_for_it(asked: list[None], process_group: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("process_group")
+def test_training_in_bfloat16_asks_for_it(asked: list[None]) -> None:
     for dtype in ("float32", "bfloat16"):
         assert not asked
         config = JobConfig(training=Training(mixed_precision_param=dtype))
@@ -125,11 +135,16 @@ def test_training_in_bfloat16_asks_for_it(asked: list[None], process_group: None
     assert asked
 
 
+def test_muon_in_bfloat16_asks_for_it(asked: list[None]) -> None:
+    for dtype in ("auto", "bfloat16"):
+        assert not asked
+        build_optimizer([Transformer(TINY)], Optimizer(name="muon", muon_dtype=dtype))
+    assert asked
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_model_loaded_in_bfloat16_asks_for_it(
-    trained_run: Path,
-    asked: list[None],
-    process_group: None,  # noqa: ARG001
-    monkeypatch: pytest.MonkeyPatch,
+    trained_run: Path, asked: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained_model, "init_process_group", lambda *_: None)
     load_model(trained_run)

@@ -386,6 +386,17 @@ def test_bad_numbers_are_skipped(tmp_path: Path) -> None:
     assert tensors["optimizer.norm.weight.step"].item() == STEPS - 1
 
 
+def nan_in_the_first_two_steps() -> Any:
+    return patched_loss(lambda call, loss: loss * float("nan") if call <= 2 * MICROBATCHES else loss)
+
+
+def test_a_save_before_the_first_update_counts_none(tmp_path: Path) -> None:
+    options = ["--optimizer.implementation", "foreach", "--checkpoint.interval", "2", "--training.steps", "4"]
+    finish(tmp_path, *options, "--checkpoint.keep_latest_k", "0", hook=nan_in_the_first_two_steps)
+    assert saved_tensors(tmp_path, 2)["optimizer.norm.weight.step"].item() == 0
+    assert saved_tensors(tmp_path, 4)["optimizer.norm.weight.step"].item() == 2
+
+
 def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path) -> None:
     finish(tmp_path, "--faults.on_bad_numbers", "rollback", hook=nan_in_step_5_of_rank_1)
     steps = [(line["step"], line.get("event")) for line in lines(tmp_path)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.config.schema import Optimizer
+from torchtrain.cpu_products import apply_float32_products
 from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Degrees, Mesh, local
 
@@ -102,6 +103,7 @@ class Muon:
         device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.options)).device
         auto = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
         dtype = getattr(torch, auto if config.muon_dtype == "auto" else config.muon_dtype)
+        apply_float32_products(dtype, device)
         self.nothing = torch.empty(0, dtype=dtype, device=device)
         assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.options)
         self.buckets = deal(list(self.options), self.ranks, dtype.itemsize)
