@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -341,6 +342,45 @@ def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest
         while not stop.pending and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stop.signal_name == "SIGUSR1"
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("SIGUSR1", 290), ("SIGTERM", 30)])
+def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, name: str, seconds: float
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 300))
+    with StopRequest(Faults()) as stop:
+        signal.raise_signal(signal.Signals[name])
+        deadline = time.monotonic() + 5
+        while not stop.pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.seconds_left == pytest.approx(seconds, abs=3)
+
+
+def all_steps_are_long() -> Any:
+    from torchtrain.faults import update_guard
+
+    return patch.object(update_guard, "LONG_STEP_SECONDS", 0.0)
+
+
+def test_where_steps_are_long_a_stop_does_not_wait_for_another_one(tmp_path: Path, undisturbed: Path) -> None:
+    run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=third_step_is_asked_to_stop)
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [3]
+    finish(tmp_path, hook=all_steps_are_long)
+    assert_same_end(tmp_path, undisturbed)
+
+
+@contextmanager
+def third_step_is_asked_to_stop() -> Any:
+    def ask(call: int, loss: Any) -> Any:
+        if call == 2 * MICROBATCHES + 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # it is heard
+        return loss
+
+    with all_steps_are_long(), patched_loss(ask):
+        yield
 
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_
     cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, forked_ranks, folder)
+    job = submit(cluster, forked_ranks, folder, sbatch=("--time=10",))
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scancel", "--signal=USR1", job)
     # Before it starts again the job is pending, and then not the one that was signaled.
@@ -93,7 +93,9 @@ def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
-    assert "SIGUSR1 received" in output
+    warned = re.search(r"SIGUSR1 received: .* in (\d+) s at most", output)
+    assert warned
+    assert 200 < int(warned[1]) < 590
     assert "srun ended with 75" in output
     assert "resumed from" in output
     assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output

@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return train(config)
         except RuntimeError as error:
-            if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # CUDA, CPU
+            names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises its own
+            if "OutOfMemoryError" in names or "can't allocate memory" in str(error):  # CUDA, CPU
                 estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(
                     f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
@@ -109,7 +110,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                     break
                 run.step += 1
                 loss, grad_norm = loop.train_step(run.step, batch)
-                if last or checkpoint.is_due(run.step):
+                if last or checkpoint.is_due(run.step) or guard.steps_are_long:
                     guard.settle()  # no checkpoint, and no end, at a step that is not known to be good
             if guard.must_roll_back_before is not None:
                 run.roll_back(guard.must_roll_back_before)

@@ -538,8 +538,8 @@ class Faults:
     wall_clock_limit_minutes: float = 0.0
     """Save and stop so that this process ends within so many minutes. 0: no limit."""
     stop_grace_seconds: int = 30
-    """Time between SIGTERM or SIGUSR1 and being killed, and the time before the wall-clock limit at which to stop. A
-    checkpoint is saved if earlier ones took less."""
+    """Time between a signal and being killed, and the time before the wall-clock limit at which to stop: a save that
+    takes longer is given up. After SLURM's warning, SIGUSR1, there is time until the job's limit, if that is more."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "faults", 0, "max_bad_steps", "spike_threshold")

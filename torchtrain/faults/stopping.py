@@ -17,6 +17,7 @@ from torchtrain.log import logger
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # One request can arrive twice: from SLURM itself, and passed on by torchrun.
 ECHO_SECONDS = 3.0
+EXIT_SECONDS = 10.0  # in which all processes of a SLURM job end and it is requeued
 
 
 class StopRequest:
@@ -33,7 +34,7 @@ class StopRequest:
         self.signal_name: str | None = None
         self.agreed = False
         """Whether all ranks know that one of them was asked."""
-        self._signal_time = 0.0
+        self._signal_time, self._grace_end = 0.0, float("inf")
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
         self._before: dict[signal.Signals, Any] = {}
@@ -60,8 +61,11 @@ class StopRequest:
                 continue
             name, now = signal.Signals(received[0]).name, time.monotonic()
             if self.signal_name is None:
-                self.signal_name, self._signal_time = name, now
-                logger.warning("%s received: stopping after this step; a second signal stops at once", name)
+                seconds = self._grace_seconds(name)
+                self._signal_time, self._grace_end = now, now + seconds
+                self.signal_name = name
+                message = "%s received: stopping after this step, in %.0f s at most; a second signal stops at once"
+                logger.warning(message, name, seconds)
             elif now - self._signal_time > ECHO_SECONDS:
                 os._exit(128 + received[0])
         self._reader.close()
@@ -74,8 +78,15 @@ class StopRequest:
     @property
     def seconds_left(self) -> float:
         """Time until whoever asked is expected to kill the process; infinite where nobody did."""
-        grace_end = self._signal_time + self.config.stop_grace_seconds if self.signal_name else float("inf")
-        return min(grace_end, self._clock_deadline) - time.monotonic()
+        return min(self._grace_end, self._clock_deadline) - time.monotonic()
+
+    def _grace_seconds(self, name: str) -> float:
+        """Time from the signal ``name`` on until the process is expected to be killed."""
+        seconds = float(self.config.stop_grace_seconds)
+        end = os.environ.get("SLURM_JOB_END_TIME")  # in seconds since the epoch (train.slurm)
+        if name == "SIGUSR1" and end:  # SLURM's warning (--signal), minutes before the time limit
+            seconds = max(seconds, float(end) - time.time() - EXIT_SECONDS)
+        return seconds
 
     def may_wait(self, began: float) -> bool:
         """Whether to go on waiting for what began at ``began``, by ``time.monotonic()``.

@@ -1,6 +1,7 @@
 """No update from bad numbers: a loss or gradient norm that is not finite, or is far above those of the last steps."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
 NAMES = ("loss", "gradient norm")
+LONG_STEP_SECONDS = 10.0
 
 
 class SpikeWindow(Stateful):
@@ -38,8 +40,8 @@ class UpdateGuard:
     """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
 
     The result stays on the device, where it skips the update, so that the host does not wait. The host reads it when
-    the next step is judged: it calls ``record_event(step, event, values)`` and sets ``must_roll_back_before`` and
-    ``stop.agreed``, on which the loop acts.
+    the next step is judged, or, where ``steps_are_long``, at once (``settle``): it calls ``record_event(step, event,
+    values)`` and sets ``must_roll_back_before`` and ``stop.agreed``, on which the loop acts.
     """
 
     config: Faults
@@ -48,8 +50,11 @@ class UpdateGuard:
     record_event: Callable[[int, str, dict[str, Any]], None]
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must go back, if it must."""
+    steps_are_long: bool = field(default=False, init=False)
+    """Whether waiting for a step costs less than a stop that comes a step later; the same on all ranks."""
 
     def __post_init__(self) -> None:
+        self._judged_at = math.nan  # the step before
         self._bad_in_a_row = 0
         self._last_bad_step = 0
         # What was found about a step, on its way to the host: the step, numbers as ``settle`` unpacks them, in CPU
@@ -67,14 +72,17 @@ class UpdateGuard:
                 to stop.
         """
         self.settle()
+        now = time.monotonic()
+        seconds, self._judged_at = now - self._judged_at, now
         window, device = self.window.values, self.window.values.device
         grad_norm = grad_norm.to(device).double()
         not_finite = ~loss.total.isfinite()
         # torch.full with a number is a kernel on the device: there is no copy to wait for.
-        stopping = torch.full((), float(self.stop.pending), dtype=torch.float64, device=device)
-        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping))
+        of_host = (float(self.stop.pending), float(seconds > LONG_STEP_SECONDS))
+        stopping, is_long = (torch.full((), value, dtype=torch.float64, device=device) for value in of_host)
+        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping, is_long))
         all_reduce(flags)
-        total, tokens, bad_losses, stopping_ranks = flags.unbind()
+        total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
         means, deviations = window.mean(dim=1), window.std(dim=1, correction=0)
         bad = (bad_losses > 0) | ~grad_norm.isfinite()
@@ -82,7 +90,7 @@ class UpdateGuard:
             bad = bad | (values > means + self.config.spike_threshold * deviations).any()
         shifted = torch.cat((window[:, 1:], values[:, None]), dim=1)
         self.window.values = torch.where(bad, window, shifted)  # another tensor: the old one may be in a save
-        found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, stopping_ranks))))
+        found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, *of_ranks))))
         numbers = found.to("cpu", non_blocking=True)
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
         self._last = step, numbers, ready
@@ -96,9 +104,11 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # recorded a step ago: it is done, or nearly so
-        # Of ``NAMES``, and of each its mean and deviation over the window; is it bad, and on how many ranks.
-        loss, norm, *window, bad, bad_losses, stopping = numbers.tolist()
+        # Of ``NAMES``, and of each its mean and deviation over the window; is it bad; and numbers of ranks: with bad
+        # losses, asked to stop, for which the step took long.
+        loss, norm, *window, bad, bad_losses, stopping, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
+        self.steps_are_long = is_long > 0
         if not bad:
             if step > self._last_bad_step:  # good steps before it, made again after a rollback, do not count
                 self._bad_in_a_row = 0
