@@ -100,7 +100,7 @@ def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def in_eager_mode(_: OutputLoss, logits: Tensor, labels: Tensor) -> Tensor:
-    return output_loss.cross_entropy_sum(logits, labels)
+    return output_loss.token_losses(logits, labels)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def their_policies(row: Row) -> Iterator[None]:
         if row.holds_logits:
             stack.enter_context(patch.object(output_loss, "cross_entropy_sum", holding))
         if not row.compiled_loss:
-            stack.enter_context(patch.object(OutputLoss, "token_losses", in_eager_mode))
+            stack.enter_context(patch.object(OutputLoss, "chunk_losses", in_eager_mode))
         yield
 
 

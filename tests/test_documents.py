@@ -109,6 +109,7 @@ def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_flex_attention_on_cuda_gives_the_logits_of_the_dense_mask() -> None:
     torch.manual_seed(0)
     config = replace(TINY, dim=256, max_seq_len=512)

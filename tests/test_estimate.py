@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import validate_estimate
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of
 from torch.profiler import ProfilerActivity, profile
@@ -415,14 +416,17 @@ def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> N
 # The doors
 
 
-@pytest.mark.parametrize("device", ["GPU", "CPU"])
+@pytest.mark.parametrize("device", ["GPU", "GPU of a pipeline", "CPU"])
 def test_a_device_that_runs_out_of_memory_names_the_command(
     device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: JobConfig) -> int:
         if device == "CPU":
             torch.empty(1 << 60)
-        raise torch.OutOfMemoryError("CUDA out of memory. You tried to allocate 2.00 GiB.")
+        full = torch.OutOfMemoryError("CUDA out of memory. You tried to allocate 2.00 GiB.")
+        if device == "GPU of a pipeline":  # as torch.distributed.pipelining reports it
+            raise RuntimeError("[Stage 1] failed to run forward: you tried to allocate") from full
+        raise full
 
     monkeypatch.setattr(trainer, "train", full)
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -472,8 +476,29 @@ def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], A
 HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens a second and GPU")
 
 
+CONFIGS = pytest.mark.parametrize(
+    "path", sorted((ROOT / "train_configs").glob("llama*.toml")), ids=lambda path: path.stem
+)
+
+
+@pytest.mark.parametrize("changes", [{}, validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["", "plain", "old"])
+def test_what_published_runs_did_in_another_way_is_rehearsed(changes: dict[str, Any]) -> None:
+    row = replace(validate_estimate.ROWS[0], **changes)
+    with patch.object(validate_estimate, "model_shape", lambda *_: replace(TINY, max_seq_len=8192)):
+        assert validate_estimate.trace(row).active > 0
+
+
+@CONFIGS
+def test_a_step_of_a_config_that_takes_long_is_not_reported_as_a_hang(path: Path) -> None:
+    told, config = HEAD.search(path.read_text()), parse(["--job.config_file", str(path)])
+    assert told, path
+    tokens = config.training.global_batch_size * config.training.seq_len
+    slowest_seconds = tokens / int(told[1]) / float(told[3].replace(",", ""))
+    assert 4 * slowest_seconds < config.comm.train_timeout_seconds
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("llama*.toml")), ids=lambda path: path.stem)
+@CONFIGS
 def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
     told = HEAD.search(path.read_text())
     assert told, path

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from rehearsal import Report
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.models.llama.model import attend
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import fake_run
@@ -269,6 +272,38 @@ def item_in_the_step() -> AbstractContextManager[Any]:
     return patch.object(TrainStep, "__call__", waiting)
 
 
+class Names(TorchDispatchMode):
+    """Of the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def attention_kernels(dtype: torch.dtype, masked: bool) -> list[str]:
+    """That two heads of queries for each head of keys take."""
+    with FakeTensorMode(), Names() as names:
+        q, k = (torch.empty(1, heads, 16, 8, dtype=dtype, device="cuda") for heads in (4, 2))
+        mask = torch.ones(16, 16, dtype=torch.bool, device="cuda") if masked else None
+        attend(q, k, k, mask)
+    return [name for name in names.called if "attention" in name]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "kernel"),
+    [(torch.bfloat16, False, "flash"), (torch.bfloat16, True, "efficient"), (torch.float32, False, "efficient")],
+)
+def test_grouped_heads_take_a_fused_kernel(
+    gpu: fake_cuda.Worker, dtype: torch.dtype, masked: bool, kernel: str
+) -> None:
+    """In the math kernel all scores would exist at once."""
+    assert gpu.run(attention_kernels, dtype, masked) == [f"_scaled_dot_product_{kernel}_attention"]
+
+
 def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:
     report = debug(gpu, 8, {}, shape=ONE_LAYER, fault=item_in_the_step)
     assert report.readbacks == ["item in forward", "item in forward"]
@@ -289,7 +324,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
     report = debug(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
-    assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 32 bytes"]
+    assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 40 bytes"]
 
 
 def one_more_on_the_last_rank() -> AbstractContextManager[Any]:

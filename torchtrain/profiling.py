@@ -44,7 +44,8 @@ class Profiler:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.snapshots:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
+            cause = error and error.__cause__  # a pipeline's stage raises an error of its own
+            if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profile is not None:

@@ -6,7 +6,6 @@ the sequence is cut in 2 n chunks, and rank r of n takes chunk r and chunk 2 n -
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -70,7 +69,7 @@ def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True)
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return attend(q, k, v, mask)
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
