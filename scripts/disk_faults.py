@@ -12,11 +12,12 @@ import mmap
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from types import TracebackType
 
 SOURCE = Path(__file__).with_suffix(".c")
-COMPILER = shutil.which("cc") or shutil.which("gcc")
+COMPILER = (shutil.which("cc") or shutil.which("gcc")) if sys.platform == "linux" else None
 RULES = 16
 RULE = struct.Struct("16s224siiii")
 OPERATIONS = ("open", "create", "read", "write", "fsync", "stat", "rename", "mkdir", "list")

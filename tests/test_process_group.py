@@ -18,7 +18,7 @@ from parity import joinery_of
 from torchtrain.build import build_run
 from torchtrain.checkpoint.start import GROUP_TIMEOUT
 from torchtrain.config.schema import Comm, Data, Job, JobConfig, Parallelism, Training
-from torchtrain.distributed.connections import OTHER_FILES, new_gloo_group, raise_file_limit
+from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
 from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.errors import ConfigError
 from torchtrain.faults.hangs import REPORT_SECONDS
@@ -78,8 +78,10 @@ def refusal(ranks: int, hard: int) -> str:
 
 
 def test_the_limit_on_open_files_is_raised_or_refused(gloo: GlooPool) -> None:
-    assert gloo.run(1, limits_after, 512, 1024, 4096) == [(OTHER_FILES + 3 * 512, 4096)]
-    assert gloo.run(1, limits_after, 4, 1024, 4096) == [(1024, 4096)]
+    assert gloo.run(1, limits_after, 4, 1024, 20000) == [(ENOUGH_FILES, 20000)]
+    assert gloo.run(1, limits_after, 4096, 1024, 20000) == [(OTHER_FILES + 3 * 4096, 20000)]
+    assert gloo.run(1, limits_after, 4, 12000, 20000) == [(12000, 20000)]
+    assert gloo.run(1, limits_after, 4, 256, 4096) == [(4096, 4096)]  # macOS begins with 256
     (message,) = gloo.run(1, refusal, 1024, 2048)
     assert "1024 ranks may need 3328 open files and connections each, and the system allows 2048" in message
     assert "ulimit -n 3328" in message

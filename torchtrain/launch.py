@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A store of its own for each restart, not one with the addresses of dead ranks in it. Alone a node does without
         # (init_process_group): the port of such a store is chosen seconds before it is bound, and may be taken then.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if arguments.max_restarts == 0:  # else it may wait for nodes that join again
+    # With restarts it may wait for nodes that join again. On macOS Python has waitid since 3.13.
+    if arguments.max_restarts == 0 and hasattr(os, "waitid"):
         threading.Thread(target=end_when_lonely, daemon=True).start()
     try:
         run(arguments)  # type: ignore[no-untyped-call]

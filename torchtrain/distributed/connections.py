@@ -12,23 +12,26 @@ from torchtrain.errors import ConfigError
 
 GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
 OTHER_FILES = 256  # data, checkpoints, logs, libraries
+ENOUGH_FILES = 10240  # for all connections, and 256 files of each of many sources; macOS takes no more
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Let this process open as many files as it may need connections to ``ranks``; ConfigError where it may not.
+    """Let this process open many files, as ``ENOUGH_FILES``; ConfigError where ``ranks`` need more than it may open.
 
     At worst, as for the first rank, one to each rank for each of ``GROUPS_OF_ALL_RANKS`` and for the store where they
     meet (docs/cluster.md).
     """
     needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
+    enough = max(needed, ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < enough:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ConfigError(
                 f"{ranks} ranks may need {needed} open files and connections each, and the system allows {hard}; raise "
                 f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
             )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        soft = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def check_interface() -> None:
