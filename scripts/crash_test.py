@@ -17,6 +17,7 @@ All rounds but the kills need Linux and a C compiler.
 """
 
 import argparse
+import atexit
 import errno
 import json
 import os
@@ -102,6 +103,7 @@ class Processes:
                 )
                 for rank in range(RANKS)
             ]
+        atexit.register(self.end)
 
     def wait(self) -> list[int]:
         try:
@@ -313,6 +315,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to make crash_test anew")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the ranks
     rng = random.Random(options.seed)
     folder = options.folder.absolute() / "crash_test"
     shutil.rmtree(folder, ignore_errors=True)

@@ -50,7 +50,11 @@ def read_run(path: Path) -> Run:
         fail(f"{path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model")
     by_step: dict[int, dict[str, Any]] = {}
     restarts, faults = [], []
-    for number, text in enumerate(file.read_bytes().splitlines(), 1):
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror}")
+    for number, text in enumerate(content.splitlines(), 1):
         try:
             line = json.loads(text)
         except ValueError:

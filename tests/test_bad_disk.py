@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -25,6 +26,8 @@ from disk_faults import DiskFaults
 from forked_door import checked_door, run_door
 from forked_run import TINY, ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
+from json_tokenizers import save_tokenizer
+from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
 from torchtrain import convert, generate, reading
@@ -163,15 +166,19 @@ def test_a_read_that_fails_is_no_damage(
 
 
 @pytest.mark.parametrize(
-    ("operation", "path", "told"),
-    [("mkdir", "away/run", "away/run' cannot be used"), ("create", "away/run/checkpoint/*", "json cannot be written")],
+    ("operation", "path", "error", "told"),
+    [
+        ("mkdir", "away/run", errno.EIO, "away/run' cannot be used"),
+        ("mkdir", "away/run", errno.ENOTCONN, "away/run' cannot be used"),  # a mount whose server is gone
+        ("create", "away/run/checkpoint/*", errno.EIO, "json cannot be written"),
+    ],
 )
 def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
-    disk: DiskFaults, tmp_path: Path, operation: str, path: str, told: str
+    disk: DiskFaults, tmp_path: Path, operation: str, path: str, error: int, told: str
 ) -> None:
-    disk.fail(operation, tmp_path / path, errno.EIO)
+    disk.fail(operation, tmp_path / path, error)
     output = run_ends_with(74, tmp_path / "log", "--job.dump_folder", str(tmp_path / "away/run"))
-    assert f"{told}: Input/output error. Start again when the file system answers" in output
+    assert f"{told}: {os.strerror(error)}. Start again when the file system answers" in output
 
 
 @pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
@@ -475,6 +482,35 @@ def test_data_that_changed_are_noticed(tmp_path: Path) -> None:
     options[1] = write_prepared(tmp_path / "prepared", str(data))
     refused = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
     assert "whether each is text or prepared, must stay" in refused
+
+
+def in_a_folder_that_is_gone() -> None:
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+
+
+def test_a_working_folder_that_is_gone_is_told() -> None:
+    found = run_door("torchtrain.train", "--job.config_file", "none.toml", hook=in_a_folder_that_is_gone)
+    assert found.returncode == 2
+    told = "error: this folder, or that for temporary files (TMPDIR), cannot be used: No such file or directory\n"
+    assert found.stderr.endswith(told)
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_another_tokenizer_under_the_same_name_is_noticed(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    text = tmp_path / "text.txt"
+    text.write_text("Words That Are No News\n" * 500)
+    options = ["--model.tokenizer_path", str(tokenizer), "--data.path", str(text), "--training.steps"]
+    finish(tmp_path / "run", *options, "4", ranks=1)
+    library = Tokenizer.from_file(str(tokenizer))
+    library.normalizer = normalizers.Lowercase()
+    library.save(str(tokenizer))
+    refused = run_ends_with(2, tmp_path / "run", *options, "6")
+    assert "would not go on with the same run: model.tokenizer_path = 'SHA-256 " in refused
+    allowed = finish(tmp_path / "run", *options, "6", "--checkpoint.allow_changes", "model.tokenizer_path", ranks=1)
+    assert "resumed from" in allowed
 
 
 def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]:

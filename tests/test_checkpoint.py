@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from logging import ERROR
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
 from torchtrain.checkpoint.start import find_start
-from torchtrain.checkpoint.states import ModelState, OptimizerState
+from torchtrain.checkpoint.states import ModelState, OptimizerState, save_tensors
 from torchtrain.checkpoint.storage import VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.errors import CheckpointError, SupersededError
@@ -586,3 +587,40 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     loaded = Run(tmp_path, seed=1)
     loaded.manager.load(3)
     assert_bitwise_equal(loaded.tensors(), at_save)
+
+
+def test_files_that_lie_on_another_node_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = VerifiedWriter.finish
+
+    def elsewhere(writer: VerifiedWriter, metadata: Metadata, results: Any) -> None:
+        next(writer.partial.glob("*.distcp")).unlink()
+        finish(writer, metadata, results)
+
+    monkeypatch.setattr(VerifiedWriter, "finish", elsewhere)
+    with pytest.raises(CheckpointError, match="is not seen by this one: the dump folder must lie on a file system"):
+        Run(tmp_path).manager.maybe_save(1, last=True)
+    assert saved_steps(tmp_path / "checkpoint") == []
+
+
+def test_what_was_rolled_back_is_saved_again_with_its_place_in_the_data(tmp_path: Path) -> None:
+    run = Run(tmp_path).train(1, 3)
+    run.manager.load(2, only=("model", "optimizer"))
+    run.manager.maybe_save(2, last=True)  # asked to stop just then
+    resumed = Run(tmp_path, seed=1)
+    resumed.manager.load(2)
+    assert resumed.place.row == run.place.row == 6
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_load_or_a_save_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run(tmp_path).train(1, 2)
+    monkeypatch.setattr(storage.VerifiedReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path).manager.load(2)
+    monkeypatch.setattr(VerifiedWriter, "write_data", interrupted)
+    tensors = {"a": torch.ones(2)}
+    with pytest.raises(KeyboardInterrupt):
+        save_tensors(tensors, tensors.__getitem__, VerifiedWriter(tmp_path / "b", ""), tmp_path / "b")

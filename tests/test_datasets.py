@@ -9,7 +9,7 @@ import torch
 import zstandard
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl
 
-from torchtrain.config.schema import Data
+from torchtrain.config.schema import Data, Source
 from torchtrain.datasets.sources import open_text
 from torchtrain.errors import DataError
 
@@ -196,3 +196,13 @@ def test_documents_come_from_all_over_the_source(jsonl):
     tokens = take(loader(Data(path=jsonl), range(16), batch=16, seq_len=8), 1)[0]
     numbers = [int(TOKENIZER.decode(row.tolist()).split()[1]) for row in tokens]
     assert np.abs(np.diff(numbers)).mean() > 8
+
+
+def test_the_identity_of_a_mixture_is_that_of_all_sources_and_of_the_tokenizer(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n:]) for n in range(2)]
+    config = Data(sources=tuple(Source(path=path) for path in paths), prefetch=0)
+    before = loader(config).identity()
+    assert before.keys() == {"data.sources", "model.tokenizer_path"}
+    assert TOKENIZER.content_hash[:16] in before["model.tokenizer_path"]
+    write_jsonl(tmp_path / "1.jsonl", DOCUMENTS[2:])
+    assert loader(config).identity()["data.sources"] != before["data.sources"]

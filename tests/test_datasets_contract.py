@@ -9,6 +9,8 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
 from torchtrain.config.schema import Data, Source
+from torchtrain.datasets.order import stream_seed
+from torchtrain.datasets.packing import WindowStream
 
 KINDS = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
 STEPS = 50
@@ -142,3 +144,18 @@ def test_stop_when_a_source_is_exhausted(tmp_path: Path) -> None:
     steps = sum(1 for _ in make_loader(Data(sources=sources, when_exhausted="stop")))
     # Half of each batch is from the small source.
     assert steps == windows // 4
+
+
+def test_the_order_of_windows_does_not_depend_on_the_blocks(
+    configs: dict[str, Data], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(configs["prepared"], prefetch=0)
+    whole = take(make_loader(config), STEPS)
+    monkeypatch.setattr(WindowStream, "_BLOCK", 7)
+    assert torch.equal(take(make_loader(config), STEPS), whole)
+
+
+def test_each_source_has_an_order_of_its_own(configs: dict[str, Data]) -> None:
+    twice = Source(path=configs["prepared"].path)
+    loader = make_loader(Data(sources=(twice, twice), prefetch=0))
+    assert [streams[0]._seed for streams in loader.streams] == [stream_seed("data", 0, n) for n in range(2)]

@@ -1,5 +1,6 @@
 """What goes wrong while data are read: counted, tried again, or the same error at once on every rank."""
 
+import _thread
 import errno
 import gzip
 import json
@@ -27,7 +28,8 @@ from torchtrain.datasets import formats, hub, text
 from torchtrain.datasets.loader import Loader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.sources import open_text
-from torchtrain.errors import DataError, StorageError
+from torchtrain.distributed.agreement import of_first_rank_untimed
+from torchtrain.errors import DataError, StorageError, TorchtrainError
 
 
 class Windows:
@@ -252,3 +254,34 @@ def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
                 make_loader(other).load_state_dict(saved)
     with pytest.raises(DataError, match="is not one of 2 streams"):
         make_loader(Data(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
+
+
+class Unanswered(Windows):
+    def fill(self, *_: object) -> list[int]:
+        raise StorageError("the hub does not answer")
+
+
+def exit_code_of_a_failure() -> int:
+    rank = dist.get_rank()
+    try:
+        next(loader_of(Unanswered() if rank == 1 else Windows(), rank, prefetch=0))
+    except TorchtrainError as error:
+        return error.exit_code
+    return 0
+
+
+def test_a_failure_of_the_network_ends_all_ranks_with_its_exit_code(gloo: GlooPool) -> None:
+    assert gloo.run(2, exit_code_of_a_failure) == [74, 74]
+
+
+def ask_for_ever_and_press_ctrl_c() -> float:
+    began = time.monotonic()
+    threading.Timer(1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        of_first_rank_untimed(lambda: time.sleep(30))
+    return time.monotonic() - began
+
+
+def test_ctrl_c_does_not_wait_for_an_answer(gloo: GlooPool) -> None:
+    (seconds,) = gloo.run(1, ask_for_ever_and_press_ctrl_c)
+    assert seconds < 10

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from torchtrain.datasets.order import permute
+from torchtrain.datasets.order import Mixture, permute, stream_seed
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 4097])
@@ -33,3 +33,11 @@ def test_huge_counts():
     assert len(set(images)) == 1000
     assert images.min() >= 0
     assert images.max() < count
+
+
+def test_the_order_is_that_of_earlier_versions():
+    """Else a run that goes on after an update would read some data twice, and others never."""
+    assert stream_seed("data", 0, 0) == 12012452065450895447
+    assert permute(np.arange(10), 10, 7).tolist() == [7, 3, 0, 4, 2, 6, 8, 1, 5, 9]
+    assert permute(np.array([0, 1, 999_999]), 1_000_000, 7).tolist() == [435550, 73221, 647871]
+    assert Mixture([2, 1]).choose(np.arange(9)).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1]

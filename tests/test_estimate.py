@@ -22,18 +22,19 @@ from torchtrain import estimate as door
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
 from torchtrain.config.schema import Data, JobConfig
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse, two_steps
-from torchtrain.planning.hardware import GIB, GPUS
+from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.stand_ins import stand_in
-from torchtrain.planning.summary import estimate
+from torchtrain.planning.summary import Estimate, Figures, RankFigures, estimate
+from torchtrain.planning.timing import Clock
 from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
 
@@ -615,3 +616,41 @@ def test_without_time_a_search_rehearses_the_layout_as_it_is(
     assert int(told[3]) == int(told[1]) - 1  # all but this one, which is among them
     parallelism = parse(["--job.config_file", str(tmp_path / "best.toml")]).parallelism
     assert (parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree) == (2, 2)
+
+
+def test_durations_are_those_of_closed_forms() -> None:
+    e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
+    clock = Clock(GPUS["h100-80"], 8, e, JobConfig())
+    product = Operation("mm", "forward", "", flops=10**12, dtype=torch.bfloat16)
+    for operation, seconds in (
+        (product, 1e12 / 989e12 / e.matrices),
+        (replace(product, dtype=torch.float8_e4m3fn), 1e12 / 1979e12 / e.float8),
+        (replace(product, dtype=torch.float32), 1e12 / 67e12 / e.matrices),
+        (replace(product, name="flash_attention", share=0.5), 0.5e12 / 989e12 / e.attention),
+        (Operation("add", "forward", "", bytes=10**9), 1e9 / 3.35e12 / e.memory),
+    ):
+        assert clock.compute(operation) == pytest.approx(seconds)
+    near, far = 450e9 * e.link, 50e9 * e.network
+    for name, ranks, peer, seconds in (
+        ("allgather_base", range(8), None, 7e9 / near),
+        ("allreduce", range(8), None, 14e9 / near),
+        ("allgather_base", range(16), None, 7.5e9 / (8 * far)),
+        ("allreduce", (0, 8), None, 8e9 / far),
+        ("send", (0, 8), 8, 8e9 / far),
+    ):
+        sent = Operation(name, "forward", "", bytes=8 * 10**9, axis="shard", ranks=tuple(ranks), peer=peer)
+        assert clock.communicate(sent) == pytest.approx(seconds)
+
+
+def test_what_follows_from_a_step_and_from_the_rank_with_the_most() -> None:
+    place = ("forward", "")
+    small = RankFigures(0, 0.0, 0.0, 0.0, [{place: (1.0,) * 6}] * 2, {0: {place: 6.0}})
+    streams = {0: {place: 50.0 * GIB}, 1: {place: 8.0 * GIB}}
+    large = replace(small, rank=1, by_stream=streams, scattered=2.0 * GIB)
+    figures = Figures([large, small], [], {}, {"step": 0.5})
+    found = Estimate(GPUS["h100-80"], Degrees(shard=4), figures, 4000, 172_800, 10**9, [])
+    assert found.tokens_per_second_per_gpu == 2000
+    assert found.mfu == pytest.approx(1e9 * 2000 / 989e12)
+    assert (found.days, found.as_dict()["gpu_hours"]) == (1.0, 96.0)
+    assert (found.peak_reserved_gib, found.fits) == (60.0, True)
+    assert not replace(found, gpu=replace(found.gpu, memory_gib=59.0)).fits

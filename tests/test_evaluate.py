@@ -5,12 +5,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from forked_door import checked_door, run_door
 
-from torchtrain.errors import ConfigError
+from torchtrain.errors import CheckpointError, ConfigError, TokenizerError
+from torchtrain.tokenizers import load_tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -45,7 +49,7 @@ task: complete
 output_type: generate_until
 doc_to_text: "{{context}}"
 doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
+generation_kwargs: {until: ["0"], max_gen_toks: 12, do_sample: false}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """,
@@ -102,7 +106,7 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
                 assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
                 assert on_two_ranks["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
     assert ours["samples"]["complete"] == theirs["samples"]["complete"]
-    assert len(set(map(str, ours["samples"]["complete"]))) > 1
+    assert any(text for (text,) in ours["samples"]["complete"])
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
         assert [float(likelihood) for likelihood, _ in own] == pytest.approx([float(x) for x, _ in other], rel=1e-4)
         assert [greedy for _, greedy in own] == [greedy for _, greedy in other]
@@ -228,3 +232,69 @@ def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_p
     assert found.returncode == 2
     assert "the model was trained on sequences of 64: take a task with shorter answers" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_of_a_long_context_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtrain import evaluate as door
+
+    given: list[Any] = []
+
+    class Eight:
+        config = SimpleNamespace(max_seq_len=8)
+
+        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+            given.extend(tokens.tolist())
+            return torch.zeros(*tokens.shape, 100)
+
+    model = door.HarnessModel.__new__(door.HarnessModel)
+    model.batch_size = 2
+    model.trained = SimpleNamespace(model=Eight(), tokenizer=load_tokenizer(), device=torch.device("cpu"))
+    model._loglikelihood_tokens([(None, list(range(20)), [50, 51])], disable_tqdm=True)
+    assert given == [[*range(13, 20), 50]]
+    given.clear()
+    monkeypatch.setattr(door, "generate", lambda _, prompts, *__, **___: given.extend(prompts) or iter(()))
+    text = " ".join(map(str, range(30)))
+    model._complete([text], {"max_gen_toks": 3, "until": []}, 0)
+    assert given == [model.tok_encode(text)[-5:]]
+
+
+def test_the_weights_and_the_tokenizer_that_are_asked_for_are_used(trained_run: Path) -> None:
+    from torchtrain.evaluate import HarnessModel
+
+    with pytest.raises(TokenizerError, match="nowhere"):
+        HarnessModel(checkpoint=str(trained_run), device="cpu", tokenizer_path="nowhere")
+    try:
+        with pytest.raises(CheckpointError, match="has no averaged weights"):
+            HarnessModel(checkpoint=str(trained_run), device="cpu", weights="ema")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("option", [["--output_path", "{}/file/x"], ["-o={}/file/x.json"], ["--output_path={}/file/x"]])
+def test_a_place_for_results_that_cannot_be_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    from torchtrain import evaluate as door
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(door, "cli_evaluate", lambda: pytest.fail("begun"))
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--tasks", "x", *(word.format(tmp_path) for word in option)])
+    assert door.main() == 2
+    assert "; name another folder" in capsys.readouterr().err
+
+
+def test_results_that_could_not_be_saved_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.loggers import EvaluationTracker
+
+    from torchtrain import evaluate as door
+
+    def evaluated() -> None:
+        # Its samples are something that is no JSON, on a disk that fails in some way.
+        EvaluationTracker("/proc/nowhere").save_results_aggregated({"results": {}}, {})
+
+    monkeypatch.setattr(door, "cli_evaluate", evaluated)
+    monkeypatch.setattr(sys, "argv", ["evaluate"])
+    assert door.main() == 2
+    assert "error: Could not save results aggregated; make room" in capsys.readouterr().err

@@ -190,3 +190,13 @@ def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_pa
         return tokens
 
     assert [write(trained_run), write(export)] == [out, out]
+
+
+def test_results_do_not_replace_the_prompts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    output = f"{tmp_path}/../{tmp_path.name}/prompts.txt"
+    found = generate_door("nowhere", "--prompts_file", str(prompts), "--output_file", output)
+    assert found.returncode == 2
+    assert "is the file of the prompts; name another one" in found.stderr
+    assert prompts.read_text() == "one\n"

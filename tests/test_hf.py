@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import sentencepiece
+import tomli
 import torch
 import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
@@ -32,7 +33,7 @@ from torchtrain.checkpoint.hf import check_same_shape, files_by_size, save_hf, w
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
-from torchtrain.conversion import convert
+from torchtrain.conversion import Weights, convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
@@ -631,3 +632,8 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers() -> None:
     ours = hf.config_from_hf(there)
     assert (ours.norm_eps, ours.max_seq_len, ours.tied_embeddings) == tuple(getattr(config, key) for key in keys)
     assert ours.rope_theta == config.rope_parameters["rope_theta"]
+
+
+def test_a_converted_checkpoint_says_how_long_its_sequences_were() -> None:
+    config = tomli.loads(Weights(LLAMA2, {}, lambda _: TOKENS, "").config_toml())
+    assert config["training"]["seq_len"] == LLAMA2.max_seq_len == 64

@@ -306,3 +306,11 @@ def test_a_run_without_network_ends_with_74_on_all_ranks(hub: Hub, tmp_path: Pat
     assert "next attempt in 0.1 s: " in run.output()
     assert "503 Service Unavailable" in run.output()
     assert "Traceback" not in run.output()
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_another_revision_is_other_data(hub: Hub, download: bool) -> None:
+    config = replace(LAYOUTS["fineweb"][1], download=download, prefetch=0)
+    first, second = (hub.add(config.name, fineweb(d)) for d in (DOCUMENTS, DOCUMENTS[::-1]))
+    a, b, again = (make_loader(replace(config, revision=r)).identity() for r in (first, second, first))
+    assert a == again != b

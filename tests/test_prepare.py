@@ -415,3 +415,42 @@ def test_a_disk_that_fails_is_waited_for(prepared: Path, monkeypatch: pytest.Mon
         os.truncate(shard, 2)
     with pytest.raises(DataError, match=r"shard-\d+.tokens is shorter than when the run began"):
         take(batches, 1)
+
+
+def test_tokens_of_four_bytes_are_read_from_their_place(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
+    manifest = Manifest("hash", 128_256, "", "", (Shard("shard-00000", 100, 1, 0, 0, "", ""),))
+    (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
+    opened, out = PreparedTokens(tmp_path, "hash", 0, ""), np.empty(20, dtype=np.int64)
+    for start in (0, 1, 63, 80):
+        opened.read([start], [out])
+        assert out.tolist() == list(range(70_000 + start, 70_020 + start))
+
+
+@pytest.mark.parametrize("errors", ["full", "closed"])
+def test_prepare_goes_on_where_nobody_sees_how_far_it_is(tmp_path: Path, errors: str) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    code = (
+        "import os, sys\n"
+        f"os.dup2({theirs} if {errors == 'closed'} else os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "from torchtrain.prepare import main\n"
+        f"sys.exit(main(['--data.path', {texts!r}, '--prepare.output', {str(tmp_path / 'out')!r}]))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], pass_fds=[theirs], check=False)
+    os.close(theirs)
+    assert found.returncode == 0
+    assert (tmp_path / "out/manifest.json").exists()
+
+
+def test_what_shards_were_made_from_is_removed_when_the_manifest_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[int] = []
+    monkeypatch.setattr(
+        preparing, "fsync_folder", lambda folder, _: records.append(len(list(folder.glob("shard-*.json"))))
+    )
+    prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", 1)
+    assert records == [len(list((tmp_path / "out").glob("*.tokens")))]
+    assert not list((tmp_path / "out").glob("shard-*.json"))

@@ -130,3 +130,23 @@ def test_cuda_gets_nccl_alone_its_device_and_lazy_gloo(monkeypatch: pytest.Monke
     assert init.call_args.kwargs["backend"] == "nccl"
     assert init.call_args.kwargs["device_id"] == device
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+
+
+def test_a_limit_on_open_files_that_cannot_be_raised_matters_where_it_is_too_low(gloo: GlooPool) -> None:
+    assert gloo.run(1, limits_that_cannot_be_raised, 1) == ["no error"]
+    (message,) = gloo.run(1, limits_that_cannot_be_raised, 4000)
+    assert "the limit of " in message
+    assert " cannot be raised: not in this sandbox; start fewer ranks" in message
+
+
+def limits_that_cannot_be_raised(ranks: int) -> str:
+    error = PermissionError("not in this sandbox")
+    with (
+        patch("resource.setrlimit", side_effect=error),
+        patch("resource.getrlimit", lambda _: (1024, resource.RLIM_INFINITY)),
+    ):
+        try:
+            raise_file_limit(ranks)
+        except ConfigError as told:
+            return str(told)
+    return "no error"

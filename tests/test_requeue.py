@@ -10,19 +10,29 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SRUN = """#!/bin/bash
 set -- $(head -n 1 "$STEPS"); sed -i 1d "$STEPS"  # the exit code, and the step of a checkpoint that is saved before
+echo "$SLURM_JOB_END_TIME" >"$STEPS.end"
 [ -z "$2" ] || mkdir -p "$FOLDER/checkpoint/step-$2"
 exit "$1"
 """
 SCONTROL = """#!/bin/bash
 case $1 in
   requeue) echo "$2" >>"$REQUEUED" ;;
-  *) [ "$2" = node ] && echo "NodeName=a NodeAddr=localhost Port=1" || echo a ;;
+  *)
+    case $2 in
+      node) echo "NodeName=a NodeAddr=localhost Port=1" ;;
+      job) [ -n "$JOB" ] || exit 1; printf "$JOB" ;;
+      *) echo a ;;
+    esac
+    ;;
 esac
 """
 PYTHON = f"""#!/bin/bash
 [ "$1" != -c ] || {{ echo "$FOLDER"; exit; }}
 exec {sys.executable} "$@"
 """
+
+
+ENDS = "EndTime=2030-01-01T00:00:10"
 
 
 class Job:
@@ -43,6 +53,7 @@ class Job:
             "REQUEUED": str(self.requeued),
             "FOLDER": str(self.run),
             "SLURM_JOB_ID": "7",
+            "JOB": "",
             "SLURM_JOB_NUM_NODES": "1",
             "SLURM_JOB_NODELIST": "a",
             "SLURM_CPUS_ON_NODE": "1",
@@ -107,6 +118,22 @@ def test_storage_of_the_run_that_does_not_answer_is_waited_for(job: Job, tmp_pat
     (tmp_path / "sleep").chmod(0o755)
     assert job.ends("74") == (0, True)
     assert (job.run / "logs/7.tries").read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "end"),
+    [
+        (f"JobId=7 Name=a StartTime=2030-01-01T00:00:00 {ENDS} Nodes=a\\n", "1893456010"),
+        (f"JobId=8 Name=a EndTime=2031-01-01T00:00:00 Nodes=a\\nJobId=7 Name=a {ENDS} Nodes=a\\n", "1893456010"),
+        ("JobId=7 JobName=a EndTime=Unknown NodeList=a\\n", ""),
+        ("JobId=7\\n", ""),
+        ("", ""),  # scontrol fails
+    ],
+)
+def test_the_ranks_are_told_when_the_job_ends(job: Job, told: str, end: str) -> None:
+    job.environment |= {"JOB": told, "TZ": "UTC"}
+    assert job.ends("0") == (0, False)
+    assert job.steps.with_name("steps.end").read_text() == f"{end}\n"
 
 
 def test_a_job_without_gpus_has_one_rank(job: Job) -> None:

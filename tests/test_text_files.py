@@ -23,7 +23,7 @@ from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import Data, Source
-from torchtrain.datasets import files
+from torchtrain.datasets import files, formats
 from torchtrain.datasets.files import open_files
 from torchtrain.datasets.preparing import prepare
 from torchtrain.datasets.sources import open_prepared, open_text
@@ -91,12 +91,13 @@ def test_what_is_no_file_in_a_folder_of_texts(tmp_path: Path, make: Callable[[Pa
         texts(tmp_path)
 
 
-def test_a_converted_copy_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_converted_copy_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     texts(file)
     (copy,) = (tmp_path / "cache").rglob("*.arrow")
-    os.truncate(copy, 0)  # as after a loss of power
+    os.truncate(copy, int(left * copy.stat().st_size))  # as after a loss of power
     with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
         texts(file)
     copy.unlink()
@@ -295,10 +296,10 @@ def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
 ) -> None:
     works, failures = getattr(files, where), [errno.EIO, errno.ESTALE]
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         if failures:
             raise OSError(failures.pop(), "does not answer")
-        return works(*arguments)
+        return works(*arguments, **options)
 
     source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     monkeypatch.setattr(files, where, fail)
@@ -350,3 +351,21 @@ def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
         make_loader(Data(path=both[0]))
     assert open_prepared(Source(path=file), "data", "", 0) is None
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])
+def test_a_file_is_read_from_any_document_on(kind: str) -> None:
+    lines = [f"document {n}" for n in range(600)]
+    table, out = pyarrow.table({"text": lines}), io.BytesIO()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, out, row_group_size=500)  # in more than one batch of rows
+    elif kind == "arrow":
+        with pyarrow.ipc.new_file(out, table.schema) as file:
+            file.write_table(table)
+    elif kind == "json":
+        out.write(json.dumps([{"text": line} for line in lines]).encode())
+    else:
+        out.write("\n".join([*(["text"] if kind == "csv" else []), *lines]).encode())
+    for start in (0, 255, 256, 300, 500, 599):
+        raw = io.BytesIO(out.getvalue())
+        assert list(formats.documents(raw, f"a.{kind}", "text", start, text_by_line=True)) == lines[start:]

@@ -171,3 +171,16 @@ def test_files_beside_that_do_not_fit_are_refused(tmp_path: Path, name: str, con
     (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=told):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_file_that_cuts_and_pads_gives_all_of_a_text_and_no_more(tmp_path: Path) -> None:
+    """As a tokenizer is saved after use with texts of one length."""
+    whole = load_tokenizer(str(save_tokenizer(tmp_path)))
+    file = tmp_path / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.enable_truncation(8)
+    library.enable_padding(length=64)
+    library.save(str(file))
+    ours = load_tokenizer(str(tmp_path))
+    for text in ("a", "import os and much more than eight tokens of text"):
+        assert ours.encode(text) == whole.encode(text)

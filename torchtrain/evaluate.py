@@ -6,6 +6,8 @@ Arguments of the model: checkpoint, dtype, tokenizer_path and weights, as for to
 ranks share the model.
 """
 
+import argparse
+import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtrain.errors import ConfigError, StorageError
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.generation import Sampling, generate
 from torchtrain.log import is_first_rank, run_door
+from torchtrain.outputs import require_folder
 from torchtrain.trained_model import load_model
 
 try:
@@ -25,6 +28,7 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.loggers import EvaluationTracker
     from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
@@ -37,6 +41,13 @@ def main() -> int:
     """Run the harness; returns the exit code of the process."""
 
     def run() -> int:
+        given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        given.add_argument("--output_path", "-o", default="")
+        if path := given.parse_known_args()[0].output_path:
+            folder = Path(path).parent if path.endswith(".json") else Path(path)
+            require_folder(folder, f"--output_path = {path!r}")
+        unsaved: list[str] = []  # the harness only logs it
+        logging.getLogger(EvaluationTracker.__module__).addFilter(lambda record: _note_unsaved(record, unsaved))
         try:
             cli_evaluate()
         except ValueError as error:
@@ -50,9 +61,17 @@ def main() -> int:
             ) from None
         if dist.is_initialized():
             dist.destroy_process_group()
+        if unsaved:
+            raise TorchtrainError(f"{unsaved[0]}; make room, or name another --output_path")
         return 0
 
     return run_door(run)
+
+
+def _note_unsaved(record: logging.LogRecord, unsaved: list[str]) -> bool:
+    if (message := record.getMessage()).startswith("Could not save"):
+        unsaved.append(message)
+    return True
 
 
 @register_model("torchtrain")

@@ -91,6 +91,9 @@ def run(argv: Sequence[str] | None) -> int:
 
     if options.output_file:
         check_output(Path(options.output_file))
+    files = [Path(file).resolve() for file in (options.output_file, options.prompts_file) if file]
+    if len(files) == 2 and files[0] == files[1]:
+        raise ConfigError(f"--output_file = {options.output_file!r} is the file of the prompts; name another one")
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
     # A lone surrogate, which JSON can spell and Python makes of an argument's bytes that are no UTF-8.
     prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + error.sigval.value
     except OSError as error:
         # Of a path, such as a full /tmp or a --log-dir that is a file; else of the network.
-        if not error.filename and not isinstance(error, NotADirectoryError):
+        if not error.filename and not isinstance(error, (NotADirectoryError, FileNotFoundError)):
             raise
         logger.error("error: %s", error)
         return 2

@@ -87,10 +87,12 @@ def run_door(run: Callable[[], int]) -> int:
             logger.error("stopped by Ctrl-C")
         return 128 + signal.SIGINT
     except OSError as error:
-        if error.errno not in FULL and not (error.filename and error.errno in UNUSABLE):
+        nowhere = isinstance(error, FileNotFoundError) and not error.filename  # of os.getcwd and tempfile
+        if error.errno not in FULL and not nowhere and not (error.filename and error.errno in UNUSABLE):
             raise
         what = "written" if error.errno in FULL else "used"
-        message = f"{error.filename or 'the output'} cannot be {what}: {error.strerror}"
+        name = "this folder, or that for temporary files (TMPDIR)," if nowhere else error.filename or "the output"
+        message = f"{name} cannot be {what}: {error.strerror}"
         passes = error.errno in MAY_PASS
         told = StorageError(f"{message}. Start again when it answers") if passes else TorchtrainError(message)
         _tell(told, alone=True)

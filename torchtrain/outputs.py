@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,13 +63,34 @@ def writing(path: str, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Any]:
-    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own."""
+def written_whole(path: Path, *, flush: bool = False) -> Iterator[Any]:
+    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own.
+
+    ``flush``: to disk before, for one that would pass for whole if a loss of power cut it.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb", buffering=1 << 20) as file:
             yield file
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         partial.rename(path)
     except BaseException:  # as on a full disk, which should not stay full of it
         partial.unlink(missing_ok=True)
         raise
+
+
+def fsync_folder(folder: Path, *files: str) -> None:
+    """Flush ``files`` in a folder, and its entries, to disk: names of new files and renames are not safe before."""
+    with ThreadPoolExecutor(len(files) + 1) as pool:
+        # One commit of the file system's journal serves all that ask for it at the same time.
+        list(pool.map(_fsync, [folder, *(folder / file for file in files)]))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -18,7 +18,8 @@ from torchtrain.errors import StorageError, TorchtrainError
 T = TypeVar("T")
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-MAY_PASS = (errno.EIO, errno.ESTALE)  # of a file system, and not of a full disk or of rights
+# Of a file system, and not of a full disk or of rights.
+MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 BLOCK_BYTES = 16 * 2**20  # read, hashed or written at once
 

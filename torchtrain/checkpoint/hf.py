@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
 from torchtrain.checkpoint.states import parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, fsync_folder
+from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.outputs import fsync_folder
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold

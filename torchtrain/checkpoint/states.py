@@ -177,6 +177,8 @@ def load_tensors(
             dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
         except CheckpointException as error:
             cause, words = _first_failure(error)
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             if isinstance(cause, OSError) and not isinstance(cause, MISSING):
                 raise cause from error
             raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
@@ -218,7 +220,7 @@ def save_tensors(
         if isinstance(writer, VerifiedWriter) and dist.get_rank(group) == 0:
             writer.remove()  # all ranks have ended their part
         for cause, _ in error.failures.values():
-            if isinstance(cause, (SupersededError, ConfigError)):
+            if isinstance(cause, (SupersededError, ConfigError, KeyboardInterrupt)):
                 raise cause from None
         raise CheckpointError(f"{folder} could not be written: {_first_failure(error)[1]}") from error
 

@@ -11,7 +11,6 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from torch.futures import Future
 
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
 from torchtrain.errors import CheckpointError
+from torchtrain.outputs import fsync_folder
 from torchtrain.reading import BLOCK_BYTES, MISSING, read_file
 
 METADATA = ".metadata"
@@ -190,21 +190,6 @@ class VerifiedWriter(FileSystemWriter):
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
         shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def fsync_folder(folder: Path, *files: str) -> None:
-    """Flush ``files`` in a folder, and its entries, to disk: names of new files and renames are not safe before."""
-    with ThreadPoolExecutor(len(files) + 1) as pool:
-        # One commit of the file system's journal serves all that ask for it at the same time.
-        list(pool.map(_fsync, [folder, *(folder / file for file in files)]))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _DCP = "torch.distributed.checkpoint"

@@ -68,6 +68,11 @@ def build_loader(
         }
         streams.append([by_lane[row // rows_of_lane] for row in rows])
     option = "sources" if config.sources else "name" if config.name else "path"
+
+    def identity() -> dict[str, str]:
+        data = "; ".join(of_source() for of_source in identities)
+        return {f"{section}.{option}": data, "model.tokenizer_path": f"SHA-256 {tokenizer.content_hash[:16]}"}
+
     return Loader(
         streams,
         Mixture([source.weight for source in config.all]),
@@ -77,5 +82,5 @@ def build_loader(
         prefetch=config.prefetch,
         drop_last=drop_last,
         device=device,
-        identity=lambda: {f"{section}.{option}": "; ".join(identity() for identity in identities)},
+        identity=identity,
     )

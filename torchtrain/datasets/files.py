@@ -80,7 +80,7 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not path.exists():
-                with written_whole(path) as output, pyarrow.ipc.new_stream(output, schema) as writer:
+                with written_whole(path, flush=True) as output, pyarrow.ipc.new_stream(output, schema) as writer:
                     texts = itertools.chain.from_iterable(_documents_of(file, column) for file in files)
                     while rows := list(itertools.islice(texts, _ROWS)):
                         # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
@@ -95,7 +95,9 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
         ) from error
     try:
         return datasets.Dataset.from_file(str(path))
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error

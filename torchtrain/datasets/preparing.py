@@ -11,10 +11,11 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -30,7 +31,7 @@ from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, 
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.outputs import written_whole
+from torchtrain.outputs import fsync_folder, written_whole
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -69,6 +70,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             if not any(shard.documents for shard in written):
                 raise DataError(f"{documents.name} has no text in its {documents.units} documents")
             _write_json(folder / MANIFEST, replace(plan, shards=written))
+            fsync_folder(folder, MANIFEST)  # before what it was made from is removed
         for path in (folder / UNFINISHED, *(folder / f"{name}.json" for name in shards)):
             path.unlink(missing_ok=True)
     return Manifest.read(folder / MANIFEST, str(folder))
@@ -142,9 +144,25 @@ def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folde
             worker.join()
 
 
+class _Stderr:
+    """stderr, whose errors are suppressed: the work goes on where nobody sees how far it is."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> None:
     """Show how far the workers are, until all have ended."""
-    with tqdm(desc=str(folder), total=documents, unit=" documents", dynamic_ncols=True) as progress:
+    bar = {"desc": str(folder), "unit": " documents", "dynamic_ncols": True, "file": _Stderr()}
+    with tqdm(total=documents, **bar) as progress:
         while workers:
             for pipe in wait(list(workers)):
                 assert isinstance(pipe, Connection)

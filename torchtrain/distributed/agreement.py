@@ -3,8 +3,9 @@
 A file system may show ranks different things at the same time, and may fail for one rank alone.
 """
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,13 +26,22 @@ def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) 
 
 def of_first_rank_untimed(ask: Callable[[], T]) -> T:
     """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of collectives."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_answer, ask) if dist.get_rank() == 0 else None
-        done_and_answer: list[Any] = [False, None]
-        while not done_and_answer[0]:
-            if future is not None and wait([future], ROUND_SECONDS).done:
-                done_and_answer = [True, future.result()]
-            dist.broadcast_object_list(done_and_answer)
+    future: Future[Any] = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(_answer(ask))
+        except BaseException as error:
+            future.set_exception(error)
+
+    is_first = dist.get_rank() == 0
+    if is_first:
+        threading.Thread(target=answer, daemon=True).start()  # a daemon: Ctrl-C does not wait for it
+    done_and_answer: list[Any] = [False, None]
+    while not done_and_answer[0]:
+        if is_first and wait([future], ROUND_SECONDS).done:
+            done_and_answer = [True, future.result()]
+        dist.broadcast_object_list(done_and_answer)
     value: T = _value(done_and_answer[1])
     return value
 

@@ -30,8 +30,15 @@ def raise_file_limit(ranks: int) -> None:
                 f"{ranks} ranks may need {needed} open files and connections each, and the system allows {hard}; raise "
                 f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
             )
-        soft = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        wanted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:  # a sandbox, or a system with another limit
+            if soft < needed:
+                raise ConfigError(
+                    f"{ranks} ranks may need {needed} open files and connections each, and the limit of {soft} cannot "
+                    f"be raised: {error}; start fewer ranks, or raise it (ulimit -n {needed})"
+                ) from None
 
 
 def check_interface() -> None:

@@ -84,7 +84,7 @@ class StopRequest:
         """Time from the signal ``name`` on until the process is expected to be killed."""
         seconds = float(self.config.stop_grace_seconds)
         end = os.environ.get("SLURM_JOB_END_TIME")  # in seconds since the epoch (train.slurm)
-        if name == "SIGUSR1" and end:  # SLURM's warning (--signal), minutes before the time limit
+        if name == "SIGUSR1" and end and end.isdecimal():  # SLURM's warning (--signal), minutes before the limit
             seconds = max(seconds, float(end) - time.time() - EXIT_SECONDS)
         return seconds
 
