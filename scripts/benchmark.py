@@ -1,8 +1,9 @@
 """Measure the trainer beside what others do: ``python scripts/benchmark.py [--gpu] [--only GROUP ...]``.
 
 Each entrant is a process of its own that sets itself up, warms up, and then trains for a few steps whenever its turn
-comes, so that what else the machine does falls on all of a group alike. A ratio is the median over the turns; that of
-CPU seconds, best with ``--threads 1``, holds on a busy machine, where clocks measure the neighbors. Ours is
+comes, so that what else the machine does falls on all of a group alike. On a GPU, whose memory may be too small for
+two, one ends before the next begins. A ratio is the median over the turns; that of CPU seconds, best with
+``--threads 1``, holds on a busy machine, where clocks measure the neighbors. Ours is
 the real trainer in its real loop and the environment of its launcher, with tokenizing, metrics and collection of
 garbage; the others get random tokens, ready made. The bare loop's model has our attention, and all logits at once.
 ``pip install -e '.[bench]'`` brings transformers' Trainer and litgpt; what is not installed is left out.
@@ -56,7 +57,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Group:
-    """Entrants that take turns; ratios are to the first."""
+    """Entrants that take turns on a CPU, and run one after the other on a GPU; ratios are to the first."""
 
     name: str
     entrants: tuple[Entrant, ...]
@@ -408,9 +409,8 @@ def measure(group: Group, processes: int, rounds: int, threads: int) -> list[dic
     """Rows of the table: the first entrant, and the others beside it."""
     results = {entrant: Result() for entrant in group.entrants if is_installed(entrant)}
     for _ in range(processes):
-        # On a CPU in turn, since others compute there, too. A GPU's memory may be too small for two.
-        alone = group.entrants[0].device == "cuda"
-        for together in [[entrant] for entrant in results] if alone else [list(results)]:
+        one_by_one = group.entrants[0].device == "cuda"
+        for together in [[entrant] for entrant in results] if one_by_one else [list(results)]:
             workers = [Worker(entrant, results[entrant], group.steps_per_turn, threads) for entrant in together]
             for _ in range(rounds):
                 for worker in workers:

@@ -38,6 +38,7 @@ from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import StorageError
+from torchtrain.log import run_door as run_in_this_process
 from torchtrain.models.llama import Transformer
 from torchtrain.reading import patiently
 
@@ -496,6 +497,14 @@ def test_a_working_folder_that_is_gone_is_told() -> None:
     told = "error: this folder, or that for temporary files (TMPDIR), cannot be used: No such file or directory\n"
     assert found.stderr.endswith(told)
     assert len(found.stderr.splitlines()) == 1
+
+
+def test_what_another_library_says_of_a_missing_file_is_kept() -> None:
+    def missing() -> int:
+        raise FileNotFoundError("Config file not found: a.yaml")
+
+    with pytest.raises(FileNotFoundError, match=r"not found: a\.yaml"):
+        run_in_this_process(missing)
 
 
 def test_another_tokenizer_under_the_same_name_is_noticed(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
-from torchtrain.parallelisms.reductions.stand_ins import NoReduceScatter
+from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
 
 MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
 
@@ -279,3 +279,35 @@ def test_the_largest_model_on_all_axes_at_once(rank: int) -> None:
             assert local == pytest.approx(sum(p.numel() for p in parameters) / (4 * 2 * 8), rel=1e-3)
     finally:
         dist.destroy_process_group()
+
+
+def _norms_around_clipping() -> tuple[int, list[float]]:
+    (model,) = build(config_of()).parts
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return elements, [clip_grad_norm([model], limit).item() for limit in (3.0, 5.0, math.inf)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_is_scaled_down_to_the_limit_and_never_up(gloo: GlooPool, ranks: int) -> None:
+    for elements, norms in gloo.run(ranks, _norms_around_clipping):
+        assert norms == pytest.approx([math.sqrt(elements), 3.0, 3.0], rel=1e-5)
+
+
+def _dtypes_of_sums(config: JobConfig) -> set[torch.dtype]:
+    seen, reduce = set(), AllToAllReduceScatter.reduce
+
+    def noted(self: AllToAllReduceScatter, output: Any, summands: torch.Tensor, group: Any) -> None:
+        seen.add(summands.dtype)
+        reduce(self, output, summands, group)
+
+    with patch.object(AllToAllReduceScatter, "reduce", noted):
+        train(config, steps=1)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(gloo: GlooPool, dtype: str) -> None:
+    config = config_of(training={"mixed_precision_param": "bfloat16", "mixed_precision_reduce": dtype})
+    assert gloo.run(2, _dtypes_of_sums, config) == [{getattr(torch, dtype)}] * 2

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -275,10 +276,12 @@ def test_a_failure_of_the_network_ends_all_ranks_with_its_exit_code(gloo: GlooPo
 
 
 def ask_for_ever_and_press_ctrl_c() -> float:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     began = time.monotonic()
     threading.Timer(1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         of_first_rank_untimed(lambda: time.sleep(30))
+    signal.signal(signal.SIGINT, before)
     return time.monotonic() - began
 
 

@@ -297,4 +297,4 @@ def test_results_that_could_not_be_saved_are_an_error(
     monkeypatch.setattr(door, "cli_evaluate", evaluated)
     monkeypatch.setattr(sys, "argv", ["evaluate"])
     assert door.main() == 2
-    assert "error: Could not save results aggregated; make room" in capsys.readouterr().err
+    assert "error: Could not save results aggregated: FileNotFoundError(" in capsys.readouterr().err

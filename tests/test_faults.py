@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.config.schema import Faults
 from torchtrain.errors import StoppedError
-from torchtrain.faults import hangs
+from torchtrain.faults import hangs, stopping
 from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 
@@ -344,11 +345,14 @@ def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest
         assert stop.signal_name == "SIGUSR1"
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("SIGUSR1", 290), ("SIGTERM", 30)])
+@pytest.mark.parametrize(
+    ("name", "left", "seconds"),
+    [("SIGUSR1", 300, 290), ("SIGUSR1", 20, 30), ("SIGUSR1", 36000, 30), ("SIGTERM", 300, 30)],
+)
 def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
-    monkeypatch: pytest.MonkeyPatch, name: str, seconds: float
+    monkeypatch: pytest.MonkeyPatch, name: str, left: int, seconds: float
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 300))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
     with StopRequest(Faults()) as stop:
         signal.raise_signal(signal.Signals[name])
         deadline = time.monotonic() + 5
@@ -667,3 +671,27 @@ def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: 
     tensors, compared = crash_test.compare(run, undisturbed, steps)
     assert tensors > 50
     assert compared > 10
+
+
+def test_a_run_stops_a_grace_before_its_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    stop = StopRequest(Faults(wall_clock_limit_minutes=10, stop_grace_seconds=60))
+    now += 539
+    assert not stop.pending
+    now += 2
+    assert stop.pending
+    assert stop.seconds_left == pytest.approx(59)
+
+
+def test_a_report_of_an_earlier_attempt_at_a_step_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(logger, "propagate", True)
+    old = tmp_path / "step-4-rank-0.txt"
+    old.write_text(json.dumps(asdict(hangs.Place("a.py:1 (b)", "", {}, {}, ""))) + "\n")
+    os.utime(old, (0, 0))
+    with hangs.HangWatch(tmp_path, 1, 2, 1000, doing=str) as watch:
+        watch._report("step 4")
+    assert "ranks 0 sent no report" in caplog.messages[-1]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from forked_door import checked_door, run_door
 from test_llama import SHAPES, reference_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torchtrain.generate as command
 from torchtrain.generation import Sampling, choose, generate
 from torchtrain.models.llama import Transformer
+from torchtrain.tokenizers import load_tokenizer
 
 PROMPTS = [[5, 9, 3, 250, 17, 8], [7], [100, 4, 4, 12]]
 
@@ -200,3 +203,43 @@ def test_results_do_not_replace_the_prompts(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert "is the file of the prompts; name another one" in found.stderr
     assert prompts.read_text() == "one\n"
+
+
+class Enough(Exception):
+    pass
+
+
+def test_the_command_uses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def load(*place: Any) -> Any:
+        given.append(place)
+        model = SimpleNamespace(config=SimpleNamespace(max_seq_len=100))
+        return SimpleNamespace(tokenizer=load_tokenizer(""), model=model)
+
+    def complete(*arguments: Any) -> Any:
+        given.append(arguments[3:5])
+        raise Enough
+
+    monkeypatch.setattr("torchtrain.trained_model.load_model", load)
+    monkeypatch.setattr(command, "complete", complete)
+    options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
+    with pytest.raises(Enough):
+        command.run(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
+    assert given == [(Path("run"), "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), 5)]
+
+
+def test_what_ended_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, given = load_tokenizer(""), []
+    before, eos = tokenizer.encode("ab", bos=True), tokenizer.eos_id
+    token = before[-1]
+
+    def steps(*_: Any, eos_id: int, **__: Any) -> Any:
+        given.append(eos_id)
+        return iter([[token, token], [eos, token]])
+
+    monkeypatch.setattr("torchtrain.generation.generate", steps)
+    trained: Any = SimpleNamespace(tokenizer=tokenizer, model=None)
+    found = command.complete(trained, ["ab"] * 2, [before] * 2, Sampling(), 2, 0, None)
+    assert [(line["ended_by"], line["tokens"]) for line in found] == [("eos", [token, eos]), ("length", [token] * 2)]
+    assert given == [eos]

@@ -30,12 +30,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from torchtrain import convert as convert_door
 from torchtrain import generate
 from torchtrain.checkpoint.hf import check_same_shape, files_by_size, save_hf, write_hf_config
+from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
+from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, Ema, Job, JobConfig, Parallelism, Training
 from torchtrain.conversion import Weights, convert
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.export import NOTE, _origin, needs_export
 from torchtrain.log import logger
 from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
@@ -637,3 +639,22 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers() -> None:
 def test_a_converted_checkpoint_says_how_long_its_sequences_were() -> None:
     config = tomli.loads(Weights(LLAMA2, {}, lambda _: TOKENS, "").config_toml())
     assert config["training"]["seq_len"] == LLAMA2.max_seq_len == 64
+
+
+def test_another_checkpoint_and_other_options_are_exported_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.export.of_first_rank", lambda ask, _: ask())
+    saving = Checkpoint(enable=True, last_save_in_hf=True)
+    config = JobConfig(job=Job(dump_folder=str(tmp_path)), ema=Ema(enable=True), checkpoint=saving)
+    for step in (2, 4):
+        (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
+        (tmp_path / f"checkpoint/step-{step}" / MANIFEST).write_text(str(step))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / NOTE).write_text(json.dumps(_origin(config, 2)))
+    group: Any = None
+    assert not needs_export(config, 2, group)
+    assert needs_export(config, 4, group)
+    for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
+        changed: Any = replace(saving, **changes)
+        assert needs_export(replace(config, checkpoint=changed), 2, group)

@@ -109,3 +109,14 @@ def test_depth_and_residual_outputs_set_the_standard_deviation() -> None:
             assert weight.std().item() == pytest.approx(cut * std, rel=0.02)
     assert model.output is not None
     assert model.output.weight.std().item() == pytest.approx(cut / math.sqrt(config.dim), rel=0.02)
+
+
+def test_a_parameter_that_is_filled_piece_by_piece_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = filled(0)
+    monkeypatch.setattr("torchtrain.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at once
+    assert torch.equal(filled(0), whole)
+
+
+def test_blocks_share_no_values() -> None:
+    blocks = filled(0, 4, BLOCK)
+    assert len(blocks.unique()) > 0.95 * blocks.numel()  # of 2^23 that there are, a few come twice

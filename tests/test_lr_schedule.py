@@ -39,3 +39,10 @@ def test_a_short_run_keeps_the_rates_of_a_long_one() -> None:
 
 def test_a_warm_up_longer_than_the_run_is_cut() -> None:
     assert rates(LRScheduler(warmup_steps=200), 4, training_steps=4) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_the_decay_is_a_share_of_the_whole_schedule_and_begins_after_the_warm_up() -> None:
+    config = LRScheduler(warmup_steps=5, decay_type="linear", decay_ratio=0.4)
+    assert rates(config, 10, 10) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    config = LRScheduler(warmup_steps=2, decay_type="linear", decay_ratio=1.0)
+    assert rates(config, 6, 6) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])

@@ -2,9 +2,11 @@
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +20,9 @@ from torchtrain.config.schema import Metrics, Profiling
 from torchtrain.devices import peak_flops
 from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
-from torchtrain.metrics.recorder import MetricsRecorder, duration, readable
+from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, readable
 from torchtrain.metrics.stragglers import StragglerWatch
-from torchtrain.metrics.writers import has_validation
+from torchtrain.metrics.writers import WeightsAndBiases, has_validation
 from torchtrain.profiling import Profiler
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
@@ -277,3 +279,39 @@ def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
             if step % 3 == 0:
                 kept.append(len(profiler.profile.events() or ()))
     assert kept == [kept[0]] * 3
+
+
+def watch_waits() -> list[tuple[int, float, float]]:
+    found: list[tuple[int, float, float]] = []
+    with patch.object(stragglers, "probe", lambda _: 0.001):
+        watch = StragglerWatch(
+            4,
+            2.0,
+            torch.device("cpu"),
+            dist.group.WORLD,
+            lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
+        )
+        for step in range(1, 9):
+            watch.before_step(step, 0.3 if dist.get_rank() == 2 else 0.02)
+        watch.close()
+    return found
+
+
+def test_the_wait_of_a_slow_rank_is_that_of_a_step(gloo: GlooPool) -> None:
+    first, second = gloo.run(3, watch_waits)[0]
+    assert first == pytest.approx((4, 0.3, 0.02))
+    assert second == pytest.approx((8, 0.3, 0.02))
+
+
+def test_memory_is_told_in_gib() -> None:
+    assert 0.03 < peak_memory_gib(torch.device("cpu")) < 4096  # torch alone takes more than 32 MiB
+
+
+def test_a_resumed_run_goes_on_in_the_same_one_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        WeightsAndBiases(tmp_path, Metrics(wandb_project="mine"), CONFIG)
+    assert given[0] == given[1]
+    assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")

@@ -88,12 +88,13 @@ def test_updates_are_those_of_torch(dtype: Any) -> None:
     torch.manual_seed(0)
     shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer heads of keys and values
     model = Transformer(shape)
-    config = Optimizer(name="muon", lr=1e-2, muon_dtype=dtype, matrices=ParameterGroup(lr_factor=0.5))
+    half = ParameterGroup(lr_factor=0.5)
+    config = Optimizer(name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, matrices=half)
     optimizer = build_optimizer([model], config)
     matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "matrices"}
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
     reference = torch.optim.Muon(
-        plain.values(), lr=5e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        plain.values(), lr=5e-3, weight_decay=0.1, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw"
     )
     as_float32 = patch.object(Tensor, "bfloat16", Tensor.clone)  # torch's own iteration is in bfloat16 alone
     for step in range(5):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity import TINY
+from torch import nn
 
 from torchtrain.config.schema import LRScheduler, Optimizer, ParameterGroup
 from torchtrain.errors import ConfigError
@@ -67,3 +68,17 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
 def test_values_that_no_group_can_have() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.vectors.lr_factor = -1.0 must be at least 0"):
         Optimizer(vectors=ParameterGroup(lr_factor=-1.0))
+
+
+def test_betas_and_epsilon_are_those_of_plain_adamw() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    plain = nn.Parameter(model.weight.detach().clone())
+    optimizer = build_optimizer([model], Optimizer(lr=1e-2, beta1=0.5, beta2=0.7, eps=0.1, weight_decay=0.2))
+    reference = torch.optim.AdamW([plain], lr=1e-2, betas=(0.5, 0.7), eps=0.1, weight_decay=0.2)
+    for _ in range(3):
+        model.weight.grad = torch.randn(8, 8)
+        plain.grad = model.weight.grad.clone()
+        update(optimizer, torch.tensor(0.0))
+        reference.step()
+    torch.testing.assert_close(model.weight, plain, rtol=0, atol=1e-6)

@@ -93,7 +93,7 @@ def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
-    warned = re.search(r"SIGUSR1 received: .* in (\d+) s at most", output)
+    warned = re.search(r"SIGUSR1 received: .* with (\d+) s for a save", output)
     assert warned
     assert 200 < int(warned[1]) < 590
     assert "srun ended with 75" in output

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,8 @@ from torchtrain.attention.backends import (
 )
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
 from torchtrain.build import build_run
-from torchtrain.config.schema import Float8, JobConfig, Optimizer
+from torchtrain.compilation import apply_compile
+from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Optimizer
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, local, resolve_degrees
 from torchtrain.errors import ConfigError
@@ -355,3 +357,22 @@ def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> in
 def test_selective_checkpointing_keeps_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_products_of_a_step(True, monkeypatch) == matrix_products_of_a_step(False, monkeypatch) - 2
     assert torch.ops.higher_order.flex_attention in activation_checkpoint.EXPENSIVE_OPS  # in a compiled block
+
+
+@pytest.mark.parametrize(("recipe", "granularity"), [("tensorwise", "TENSORWISE"), ("rowwise", "AXISWISE")])
+def test_float8_has_the_scales_of_its_recipe(recipe: Any, granularity: str) -> None:
+    pytest.importorskip("torchao")
+    with torch.device("meta"):
+        model = Transformer(TINY)
+    apply_float8(model, Float8(recipe=recipe), shards=1, emulate=True)
+    linear: Any = model.layers["0"].get_submodule("attention.wq")
+    assert linear.config.cast_config_weight.scaling_granularity.name == granularity
+
+
+def test_the_memory_budget_reaches_the_compiler() -> None:
+    from torch._functorch import config
+
+    model: Any = SimpleNamespace(layers={})
+    with config.patch(activation_memory_budget=1.0):
+        apply_compile(model, ActivationCheckpoint(mode="memory_budget", memory_budget=0.3))
+        assert config.activation_memory_budget == 0.3

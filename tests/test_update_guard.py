@@ -70,9 +70,37 @@ def test_a_refused_update_leaves_no_trace(name: Any, implementation: Any, state_
         update(optimizer, torch.tensor(refused))
 
     step(1.0, refused=0.0)
+    dtypes = {value.dtype for key, value in optimizer.state[model.weight].items() if key != "step"}
+    assert dtypes == {getattr(torch, state_dtype)}
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     step(float("nan"), refused=1.0)
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
     step(1.0, refused=0.0)
     assert not torch.equal(model.weight, before[0]["weight"])
     assert model.weight.isfinite().all()
+
+
+def _roll_back_again_and_again(steps: list[tuple[int, float]], settled: bool) -> None:
+    faults = Faults(on_bad_numbers="rollback", max_bad_steps=1)
+    window = SpikeWindow(faults, torch.device("cpu"))
+    guard = UpdateGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
+    for _ in range(3):
+        for step, loss in steps:
+            guard.judge(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
+        if settled:
+            guard.settle()
+        assert guard.must_roll_back_before == 5
+        guard.rolled_back()
+
+
+@pytest.mark.parametrize(
+    ("steps", "settled"),
+    [
+        ([(4, 1.0), (5, float("nan"))], True),  # a good step that is made again
+        ([(5, float("nan")), (6, 1.0)], False),  # one under way when the news comes
+        ([(5, float("nan")), (6, 1.0)], True),  # the same, and a checkpoint of it is due
+    ],
+)
+def test_rollbacks_that_do_not_get_past_a_step_are_counted(gloo: GlooPool, steps: Any, settled: bool) -> None:
+    with pytest.raises(AssertionError, match="that is 2 in a row"):
+        gloo.run(1, _roll_back_again_and_again, steps, settled)

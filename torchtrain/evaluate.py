@@ -46,8 +46,10 @@ def main() -> int:
         if path := given.parse_known_args()[0].output_path:
             folder = Path(path).parent if path.endswith(".json") else Path(path)
             require_folder(folder, f"--output_path = {path!r}")
-        unsaved: list[str] = []  # the harness only logs it
-        logging.getLogger(EvaluationTracker.__module__).addFilter(lambda record: _note_unsaved(record, unsaved))
+        unsaved: list[str] = []  # the harness only logs that it failed, and then the error
+        tracker = logging.getLogger(EvaluationTracker.__module__)
+        tracker.setLevel(logging.INFO)  # whatever is to be shown
+        tracker.addFilter(lambda record: _note_unsaved(record, unsaved))
         try:
             cli_evaluate()
         except ValueError as error:
@@ -62,15 +64,15 @@ def main() -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
         if unsaved:
-            raise TorchtrainError(f"{unsaved[0]}; make room, or name another --output_path")
+            raise TorchtrainError(f"{': '.join(unsaved[:2])}; make room, or name another --output_path")
         return 0
 
     return run_door(run)
 
 
 def _note_unsaved(record: logging.LogRecord, unsaved: list[str]) -> bool:
-    if (message := record.getMessage()).startswith("Could not save"):
-        unsaved.append(message)
+    if unsaved or record.getMessage().startswith("Could not save"):
+        unsaved.append(record.getMessage())
     return True
 
 

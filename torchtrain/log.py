@@ -87,7 +87,7 @@ def run_door(run: Callable[[], int]) -> int:
             logger.error("stopped by Ctrl-C")
         return 128 + signal.SIGINT
     except OSError as error:
-        nowhere = isinstance(error, FileNotFoundError) and not error.filename  # of os.getcwd and tempfile
+        nowhere = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
         if error.errno not in FULL and not nowhere and not (error.filename and error.errno in UNUSABLE):
             raise
         what = "written" if error.errno in FULL else "used"

@@ -66,7 +66,7 @@ def writing(path: str, option: str) -> Iterator[None]:
 def written_whole(path: Path, *, flush: bool = False) -> Iterator[Any]:
     """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own.
 
-    ``flush``: to disk before, for one that would pass for whole if a loss of power cut it.
+    ``flush``: write it to disk before it gets its name, so that a loss of power leaves no cut file under that name.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return train(config)
         except RuntimeError as error:
-            names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises its own
+            names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises another one from it
             if "OutOfMemoryError" in names or "can't allocate memory" in str(error):  # CUDA, CPU
                 estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
                 logger.error(

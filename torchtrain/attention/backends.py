@@ -32,11 +32,13 @@ def attention_backend_name(
     """
     if documents and device.type == "cuda":
         return "flex"
+    # ``attend`` repeats the keys of grouped heads for a GPU in float32.
+    kv_heads = model.n_heads if device.type == "cuda" and dtype is torch.float32 else model.n_kv_heads
     q, k = (  # of full size, and in the memory of one head's vector
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
-        for heads in (model.n_heads, model.n_kv_heads)
+        for heads in (model.n_heads, kv_heads)
     )
-    gqa = model.n_heads != model.n_kv_heads
+    gqa = model.n_heads != kv_heads
     try:
         choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=gqa))
     except RuntimeError:

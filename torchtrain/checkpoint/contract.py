@@ -98,7 +98,7 @@ def check_contract(
 ) -> list[str]:
     """What to log about the config of a run that resumes: one line for each kind of difference.
 
-    ``saved_data`` and ``current_data``: the identity of the data by option; older checkpoints do not have it.
+    ``saved_data`` and ``current_data``: the identity of data and tokenizer by option; older checkpoints lack it.
 
     Raises:
         CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
@@ -109,7 +109,7 @@ def check_contract(
     changed = {difference.key for difference in found[Kind.CHANGES]}
     for key, saved in saved_data.items():
         current = current_data.get(key, saved)  # another option names the data now: a difference of the config
-        if current != saved and key not in changed:
+        if current != saved and (key not in changed or key == "model.tokenizer_path"):
             found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
@@ -119,10 +119,10 @@ def check_contract(
     allowed = list(allow_changes)
     refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
     if refused:
-        keys = [difference.key for difference in refused]
+        keys = list(dict.fromkeys(difference.key for difference in refused))
         raise CheckpointError(
-            f"resuming would not go on with the same run: {_joined(refused)}. Set the old value again, or, if this is "
-            f"what you want, add it to the config: checkpoint.allow_changes = {allowed + keys}"
+            f"resuming would not go on with the same run: {_joined(refused)}. Set the old value again, put files back, "
+            f"or, if this is what you want, add it to the config: checkpoint.allow_changes = {allowed + keys}"
         )
     return [
         f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]

@@ -31,7 +31,7 @@ class Manifest:
     run: str | None = None
     """Id of the run, the same through all its starts."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The identity of its data by option (``TextSource.identity``)."""
+    """The identity of its data and tokenizer by option (``Loader.identity``)."""
     files: Sequence[FileRecord] = ()
 
 

@@ -30,7 +30,7 @@ class Start:
     claim: Claim | None = None
     """None where checkpoints are off."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """Identity of the run's data by option."""
+    """Identity of the run's data and tokenizer by option."""
 
 
 def find_start(
@@ -43,7 +43,7 @@ def find_start(
 
     Args:
         config_toml: the resolved config of this start.
-        data: gives the identity of the run's data by option; called on the first rank alone.
+        data: gives the identity of the run's data and tokenizer by option; called on the first rank alone.
 
     Raises:
         CheckpointError: there are checkpoints, but none is good; ``load_step`` is missing or damaged; the contract

@@ -62,7 +62,7 @@ class Loader(Iterator[Batch]):
     drop_last: bool
     device: torch.device
     identity: Callable[[], Mapping[str, str]] = dict
-    """By option that names data, a text that identifies the data: equal for the same data, and for no other."""
+    """By option that names data or the tokenizer, a text that identifies it: equal for the same, and for no other."""
 
     def __post_init__(self) -> None:
         self._step = 0

@@ -12,14 +12,14 @@ from torchtrain.errors import ConfigError
 
 GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
 OTHER_FILES = 256  # data, checkpoints, logs, libraries
-ENOUGH_FILES = 10240  # for all connections, and 256 files of each of many sources; macOS takes no more
+ENOUGH_FILES = 10240  # for many sources, of which each may hold 256 files open; macOS allows no more
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Let this process open many files, as ``ENOUGH_FILES``; ConfigError where ``ranks`` need more than it may open.
+    """Raise the limit on open files to ``ENOUGH_FILES``, or to what connections to ``ranks`` need, if that is more.
 
-    At worst, as for the first rank, one to each rank for each of ``GROUPS_OF_ALL_RANKS`` and for the store where they
-    meet (docs/cluster.md).
+    They need at worst, on the first rank, one connection to each rank for each of ``GROUPS_OF_ALL_RANKS``, and one for
+    the store where they meet (docs/cluster.md). Where the system allows less than that: ConfigError.
     """
     needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,6 +17,7 @@ from torchtrain.log import logger
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # One request can arrive twice: from SLURM itself, and passed on by torchrun.
 ECHO_SECONDS = 3.0
+WARNING_SECONDS = 3600.0  # SLURM's warning comes at most so long before the limit; an earlier SIGUSR1 is none
 EXIT_SECONDS = 10.0  # in which all processes of a SLURM job end and it is requeued
 
 
@@ -64,7 +65,7 @@ class StopRequest:
                 seconds = self._grace_seconds(name)
                 self._signal_time, self._grace_end = now, now + seconds
                 self.signal_name = name
-                message = "%s received: stopping after this step, in %.0f s at most; a second signal stops at once"
+                message = "%s received: stopping after this step, with %.0f s for a save; a second signal stops at once"
                 logger.warning(message, name, seconds)
             elif now - self._signal_time > ECHO_SECONDS:
                 os._exit(128 + received[0])
@@ -84,8 +85,9 @@ class StopRequest:
         """Time from the signal ``name`` on until the process is expected to be killed."""
         seconds = float(self.config.stop_grace_seconds)
         end = os.environ.get("SLURM_JOB_END_TIME")  # in seconds since the epoch (train.slurm)
-        if name == "SIGUSR1" and end and end.isdecimal():  # SLURM's warning (--signal), minutes before the limit
-            seconds = max(seconds, float(end) - time.time() - EXIT_SECONDS)
+        if name == "SIGUSR1" and end and end.isdecimal():
+            left = float(end) - time.time() - EXIT_SECONDS
+            seconds = max(seconds, left) if left < WARNING_SECONDS else seconds
         return seconds
 
     def may_wait(self, began: float) -> bool:

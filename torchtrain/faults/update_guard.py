@@ -51,10 +51,11 @@ class UpdateGuard:
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must go back, if it must."""
     steps_are_long: bool = field(default=False, init=False)
-    """Whether waiting for a step costs less than a stop that comes a step later; the same on all ranks."""
+    """Whether the last step took over ``LONG_STEP_SECONDS`` on any rank; the same on all. Its result is then read at
+    once: to wait for it costs less than a stop that comes a step later."""
 
     def __post_init__(self) -> None:
-        self._judged_at = math.nan  # the step before
+        self._judged_at = math.nan  # time.monotonic() when the step before was judged
         self._bad_in_a_row = 0
         self._last_bad_step = 0
         # What was found about a step, on its way to the host: the step, numbers as ``settle`` unpacks them, in CPU
@@ -72,6 +73,9 @@ class UpdateGuard:
                 to stop.
         """
         self.settle()
+        if self.steps_are_long and grad_norm.is_cuda:
+            # The step is launched, not done: a stop that is asked for while it runs is to count, too.
+            torch.cuda.current_stream().synchronize()
         now = time.monotonic()
         seconds, self._judged_at = now - self._judged_at, now
         window, device = self.window.values, self.window.values.device
@@ -103,14 +107,15 @@ class UpdateGuard:
         step, numbers, ready = self._last
         self._last = None
         if ready is not None:
-            ready.synchronize()  # recorded a step ago: it is done, or nearly so
+            ready.synchronize()  # called by ``judge``: recorded a step ago, so it is done, or nearly so
         # Of ``NAMES``, and of each its mean and deviation over the window; is it bad; and numbers of ranks: with bad
         # losses, asked to stop, for which the step took long.
         loss, norm, *window, bad, bad_losses, stopping, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
         self.steps_are_long = is_long > 0
         if not bad:
-            if step > self._last_bad_step:  # good steps before it, made again after a rollback, do not count
+            # Good steps before it, made again after a rollback, do not count, nor one after it that a rollback undoes.
+            if step > self._last_bad_step and self.must_roll_back_before is None:
                 self._bad_in_a_row = 0
             return
         if bad_losses:

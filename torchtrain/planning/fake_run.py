@@ -154,7 +154,9 @@ def fused_rms_norm() -> Iterator[None]:
 def kernels_of_a_gpu() -> Iterator[None]:
     """For tensors that claim to lie on a CPU, the kernels that a GPU would take."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:  # noqa: ARG001
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
+        if attn_mask is None and q.dtype is torch.float32:  # as ``attend`` on a GPU; a mask stands for flex_attention
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
 
     def document_mask(numbers: Tensor, _: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
         flex = compiled_flex_attention() if alone else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)  # type: ignore[no-any-return]
     if gqa and q.is_cuda and (mask is not None or q.dtype is torch.float32):
-        # There the fused kernel that takes a mask, or float32, takes no grouped heads: all scores would exist at once.
+        # The only fused kernel there for a mask, or for float32, takes no grouped heads; others keep all scores.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         gqa = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
