@@ -494,7 +494,7 @@ def in_a_folder_that_is_gone() -> None:
 def test_a_working_folder_that_is_gone_is_told() -> None:
     found = run_door("torchtrain.train", "--job.config_file", "none.toml", hook=in_a_folder_that_is_gone)
     assert found.returncode == 2
-    told = "error: this folder, or that for temporary files (TMPDIR), cannot be used: No such file or directory\n"
+    told = "error: the working folder, or the one of TMPDIR, cannot be used: No such file or directory\n"
     assert found.stderr.endswith(told)
     assert len(found.stderr.splitlines()) == 1
 

@@ -49,7 +49,7 @@ task: complete
 output_type: generate_until
 doc_to_text: "{{context}}"
 doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["0"], max_gen_toks: 12, do_sample: false}
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
 """,
@@ -92,12 +92,27 @@ def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int =
     return {"scores": scores, "samples": samples}
 
 
-def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def fluent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that goes on with each prompt in another way, on every version of Python."""
+    folder = tmp_path_factory.mktemp("fluent")
+    (folder / "text.txt").write_text(
+        "".join(f"def name{n}(self):\n    return {n * n} + self.value{n % 7}\n\n\n" for n in range(3000))
+    )
+    checked_door(
+        *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
+        *("--data.path", str(folder / "text.txt"), "--training.steps", "12", "--training.seq_len", "64"),
+        *("--training.local_batch_size", "4", "--training.mixed_precision_param", "float32"),
+    )
+    return folder
+
+
+def test_scores_equal_those_of_the_exported_model(fluent_run: Path, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     export = tmp_path / "hf"
-    checked_door("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
+    checked_door("torchtrain.convert", str(fluent_run), str(export), "--dtype", "float32")
     with ThreadPoolExecutor(2) as both:
-        models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={trained_run}"}
+        models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={fluent_run}"}
         theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
     on_two_ranks = evaluate("torchtrain", models["torchtrain"], tmp_path, tmp_path / "two", ranks=2)
     for task in TASKS:
@@ -106,7 +121,7 @@ def test_scores_equal_those_of_the_exported_model(trained_run: Path, tmp_path: P
                 assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
                 assert on_two_ranks["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
     assert ours["samples"]["complete"] == theirs["samples"]["complete"]
-    assert any(text for (text,) in ours["samples"]["complete"])
+    assert len(set(map(str, ours["samples"]["complete"]))) > 1
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
         assert [float(likelihood) for likelihood, _ in own] == pytest.approx([float(x) for x, _ in other], rel=1e-4)
         assert [greedy for _, greedy in own] == [greedy for _, greedy in other]
@@ -291,7 +306,6 @@ def test_results_that_could_not_be_saved_are_an_error(
     from torchtrain import evaluate as door
 
     def evaluated() -> None:
-        # Its samples are something that is no JSON, on a disk that fails in some way.
         EvaluationTracker("/proc/nowhere").save_results_aggregated({"results": {}}, {})
 
     monkeypatch.setattr(door, "cli_evaluate", evaluated)

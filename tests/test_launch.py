@@ -113,13 +113,19 @@ def fill_tmp() -> None:
     tempfile.mkdtemp = fail  # type: ignore[assignment]
 
 
+def have_no_tmp() -> None:
+    tempfile._candidate_tempdir_list = lambda: ["/proc"]  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+
+
 def test_folders_that_torchrun_cannot_use(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for options, told in (
-        ([], "[Errno 28] No space left on device: '/tmp/torchelastic_0'"),
-        (["--log-dir", str(tmp_path / "file")], f"log_dir: {tmp_path}/file is a file"),
+    for options, hook, told in (
+        ([], fill_tmp, "[Errno 28] No space left on device: '/tmp/torchelastic_0'"),
+        ([], have_no_tmp, "[Errno 2] No usable temporary directory found in ['/proc']"),
+        (["--log-dir", str(tmp_path / "file")], fill_tmp, f"log_dir: {tmp_path}/file is a file"),
     ):
-        found = run_door("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=fill_tmp)
+        found = run_door("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=hook)
         assert found.returncode == 2
         assert found.stderr.endswith(f"error: {told}\n")
         assert "Traceback" not in found.stderr
@@ -165,3 +171,34 @@ def test_the_script_starts_a_rank_for_each_gpu_that_cuda_may_use(
     started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     module = f"torchtrain.launch --nproc-per-node {ranks}" if ranks > 1 else "torchtrain.train"
     assert started.startswith(f"-m {module} ")
+
+
+@pytest.mark.parametrize(
+    ("system", "gpus", "ranks", "environment"),
+    [
+        ("Linux", 0, 2, "OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME="),
+        ("Linux", 4, 4, "OMP_NUM_THREADS=2 GLOO_SOCKET_IFNAME="),  # the host computes, too: initial weights, offloading
+        ("Linux", 0, 16, "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="),
+        ("Darwin", 0, 2, "OMP_NUM_THREADS=3 GLOO_SOCKET_IFNAME=lo0"),  # of six fast cores
+    ],
+)
+def test_the_script_deals_out_cores_and_names_an_interface_on_a_mac(
+    tmp_path: Path, system: str, gpus: int, ranks: int, environment: str
+) -> None:
+    programs = {
+        "nvidia-smi": f"for i in $(seq {gpus}); do echo GPU $i; done",
+        "uname": f"echo {system}",
+        "nproc": "echo 8" if system == "Linux" else "exit 127",
+        "sysctl": '[ "$2" = hw.perflevel0.physicalcpu ] && echo 6',
+        "python": 'echo "OMP_NUM_THREADS=$OMP_NUM_THREADS GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-}"; echo "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NGPU": str(ranks)}
+    environ = {key: value for key, value in os.environ.items() if key not in unset} | own
+    command = [str(ROOT / "run_llama_train.sh")]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[0] == environment
+    assert "--local-addr localhost" in told[1]

@@ -1,5 +1,6 @@
 """scripts/plot.py draws what metrics.jsonl says."""
 
+import errno
 import importlib.util
 import json
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from disk_faults import DiskFaults
+from forked_door import run_door
 
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("matplotlib")
@@ -58,3 +61,11 @@ def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
         result.stderr
         == f"error: {tmp_path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model\n"
     )
+
+
+def test_a_file_that_cannot_be_read_is_told(disk: DiskFaults, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [numbers(1, 8.0)])
+    disk.fail("open", run / "metrics.jsonl", errno.EIO)
+    found = run_door("scripts/plot.py", str(run))
+    assert found.returncode == 2
+    assert found.stderr == f"error: {run}/metrics.jsonl cannot be read: Input/output error\n"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+from forked_door import run_door
 
 from torchtrain import prepare as door
 from torchtrain.config.schema import Data, Source
@@ -427,20 +429,21 @@ def test_tokens_of_four_bytes_are_read_from_their_place(tmp_path: Path) -> None:
         assert out.tolist() == list(range(70_000 + start, 70_020 + start))
 
 
-@pytest.mark.parametrize("errors", ["full", "closed"])
-def test_prepare_goes_on_where_nobody_sees_how_far_it_is(tmp_path: Path, errors: str) -> None:
+def errors_on_a_full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+
+def errors_that_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
+@pytest.mark.parametrize("errors", [errors_on_a_full_disk, errors_that_nobody_reads])
+def test_prepare_goes_on_where_nobody_sees_how_far_it_is(tmp_path: Path, errors: Callable[[], None]) -> None:
     texts = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    ours, theirs = os.pipe()
-    os.close(ours)
-    code = (
-        "import os, sys\n"
-        f"os.dup2({theirs} if {errors == 'closed'} else os.open('/dev/full', os.O_WRONLY), 2)\n"
-        "from torchtrain.prepare import main\n"
-        f"sys.exit(main(['--data.path', {texts!r}, '--prepare.output', {str(tmp_path / 'out')!r}]))\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], pass_fds=[theirs], check=False)
-    os.close(theirs)
-    assert found.returncode == 0
+    options = ("--data.path", texts, "--prepare.output", str(tmp_path / "out"))
+    assert run_door("torchtrain.prepare", *options, hook=errors).returncode == 0
     assert (tmp_path / "out/manifest.json").exists()
 
 

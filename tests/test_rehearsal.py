@@ -15,11 +15,13 @@ import pytest
 import rehearsal
 import torch
 import torch.distributed as dist
+from parity import TINY
 from rehearsal import Report
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrain.attention.backends import attention_backend_name
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.models.llama.model import attend
 from torchtrain.parallelisms import activation_checkpoint
@@ -293,6 +295,11 @@ def attention_kernels(dtype: torch.dtype, masked: bool) -> list[str]:
     return [name for name in names.called if "attention" in name]
 
 
+def attention_kernel_in_the_log(dtype: torch.dtype) -> str:
+    with FakeTensorMode():
+        return attention_backend_name("auto", TINY, dtype, torch.device("cuda"))
+
+
 @pytest.mark.parametrize(
     ("dtype", "masked", "kernel"),
     [(torch.bfloat16, False, "flash"), (torch.bfloat16, True, "efficient"), (torch.float32, False, "efficient")],
@@ -302,6 +309,7 @@ def test_grouped_heads_take_a_fused_kernel(
 ) -> None:
     """In the math kernel all scores would exist at once."""
     assert gpu.run(attention_kernels, dtype, masked) == [f"_scaled_dot_product_{kernel}_attention"]
+    assert masked or gpu.run(attention_kernel_in_the_log, dtype) == kernel
 
 
 def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:

@@ -91,7 +91,7 @@ def run_door(run: Callable[[], int]) -> int:
         if error.errno not in FULL and not nowhere and not (error.filename and error.errno in UNUSABLE):
             raise
         what = "written" if error.errno in FULL else "used"
-        name = "this folder, or that for temporary files (TMPDIR)," if nowhere else error.filename or "the output"
+        name = "the working folder, or the one of TMPDIR," if nowhere else error.filename or "the output"
         message = f"{name} cannot be {what}: {error.strerror}"
         passes = error.errno in MAY_PASS
         told = StorageError(f"{message}. Start again when it answers") if passes else TorchtrainError(message)
