@@ -245,6 +245,18 @@ def test_revisions(hub: Hub) -> None:
     assert differences(to_toml(old), to_toml(new)) == []
 
 
+@pytest.mark.parametrize("open_it", [client.open_downloaded, lambda *of: client.open_streamed(of[0], 2, of[1])])
+def test_a_local_folder_is_known_by_its_content(open_it: Callable[..., text.TextSource], tmp_path: Path) -> None:
+    def identity(folder: str, documents: list[str]) -> str:
+        path = Path(local_copy(tmp_path / folder, {"en/train.jsonl": lines_of(documents)}))
+        (path / "validation.jsonl").write_bytes(lines_of([folder]))
+        return open_it(Source(name=str(path), split="train"), "it").identity()
+
+    first = identity("first", ["aaa", "bbb"])
+    assert identity("copy", ["aaa", "bbb"]) == first
+    assert identity("other", ["aaa", "bbc"]) != first
+
+
 class _OfAnotherNode:
     """What names files that do not lie here."""
 

@@ -50,7 +50,7 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
     dataset = _converted(files, column, label)
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
-    return LocalText(dataset, label, partial(_identity, files))
+    return LocalText(dataset, label, partial(identity_of, files))
 
 
 def open_standard_library() -> LocalText:
@@ -121,7 +121,7 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
-def _identity(files: Sequence[Path], whole: bool = False) -> str:
+def identity_of(files: Sequence[Path], whole: bool = False) -> str:
     """Number and size of ``files``, and a hash of their names, sizes and content: of a large one of three blocks,
     unless ``whole``."""
     digest, total = xxhash.xxh3_128(), 0
@@ -132,7 +132,7 @@ def _identity(files: Sequence[Path], whole: bool = False) -> str:
 
 
 def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
-    """Size of a file, and the digest ``before`` with what ``_identity`` takes of it."""
+    """Size of a file, and the digest ``before`` with what ``identity_of`` takes of it."""
     digest = before.copy()
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -234,7 +234,7 @@ def _text_files(files: Sequence[Path], label: str) -> LocalText:
             rows["path"].append(os.fsencode(file))
             rows["start"].append(start)
             rows["stop"].append(min(start + step, size))
-    return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(_identity, files))
+    return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(identity_of, files))
 
 
 def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:

@@ -23,6 +23,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
+from torchtrain.datasets.files import identity_of
 from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
@@ -81,8 +82,8 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
         require_text(column, dataset.data.schema.field(column).type)
     except DataError as error:
         raise DataError(f"{label}: {error}") from None
-    identity = f"revision {dataset._fingerprint}"  # the hub's revision is in it, and no path
-    return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, lambda **_: identity)
+    identity = _identity(source, f"revision {dataset._fingerprint}")  # the hub's revision is in it, and no path
+    return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, identity)
 
 
 def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
@@ -91,7 +92,15 @@ def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> S
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them
     identity = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
-    return StreamedText(readers, lanes, label, lambda: identity)
+    return StreamedText(readers, lanes, label, _identity(source, identity))
+
+
+def _identity(source: Source, of_hub: str) -> Callable[..., str]:
+    """What identifies a dataset: ``of_hub``, or of one in a local folder what identifies its files."""
+    splits = _builder(source).config.data_files or {} if Path(source.name).exists() else {}
+    urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
+    files = [Path(url) for url in urls if "://" not in url]
+    return partial(identity_of, files) if files else lambda **_: of_hub
 
 
 def patiently_asked(question: Callable[[], T], label: str) -> T:
@@ -148,8 +157,7 @@ def _retry_after(error: BaseException) -> float:
 def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     """Address and size in bytes of each file."""
     _fetch_card(source)
-    builder = datasets.load_dataset_builder(source.name, source.subset or None, revision=source.revision)
-    data_files = builder.config.data_files or {}
+    data_files = _builder(source).config.data_files or {}
     if source.split not in data_files:
         raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
     urls = [str(url) for url in data_files[source.split]]
@@ -164,6 +172,10 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     if empty:
         raise DataError(f"{label} has no documents")
     return files
+
+
+def _builder(source: Source) -> datasets.DatasetBuilder:
+    return datasets.load_dataset_builder(source.name, source.subset or None, revision=source.revision)
 
 
 def _fetch_card(source: Source) -> None:
