@@ -70,6 +70,7 @@ def read_run(path: Path) -> Run:
         elif event == "start":
             if by_step:
                 restarts.append(line["step"])
+                by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
         else:
             faults.append((line["step"], event))
     if not by_step:

@@ -144,7 +144,13 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
         # No weight's shape depends on these: [model.shape] may change them, as for longer sequences.
         may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
         folder = find_weights(Path(initial))
-        saved = of_first_rank(lambda: saved_config(folder)).model
+        config_of_weights = of_first_rank(lambda: saved_config(folder))
+        saved, longest = config_of_weights.model, config_of_weights.training.seq_len
+        if longest > plan.shape.max_seq_len:
+            logger.warning(
+                f"{folder} has weights for sequences of {longest} tokens, and training.seq_len is "
+                f"{plan.shape.max_seq_len}: that is what exports of this run will name, and evaluate and generate take"
+            )
         saved = replace(saved, vocab_size=saved.vocab_size or plan.shape.vocab_size)  # None: that of its tokenizer
         check_same_shape(model_shape(saved, None, plan.shape.max_seq_len), plan.shape, folder, may_differ)
         load_weights(parts, folder, plan.shape)
@@ -171,6 +177,12 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
     plan, folder = run.plan, Path(config.job.dump_folder)
     global_batch_size = plan.config.training.global_batch_size
     schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
+    if config.training.steps > schedule.total and schedule.rate(config.training.steps) == 0:
+        logger.warning(
+            f"after step {schedule.total} (lr_scheduler.total_steps) the learning rate is 0: later steps, up to "
+            f"training.steps = {config.training.steps}, change nothing; lengthen the schedule, or raise its floor, "
+            "lr_scheduler.min_lr_factor"
+        )
     metrics = MetricsRecorder(
         config.metrics,
         folder,

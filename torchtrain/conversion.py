@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.weights import find_checkpoints, require_one_kind
+from torchtrain.checkpoint.weights import check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
@@ -63,7 +64,7 @@ def convert(
         else:
             dtype = getattr(torch, dtype_name)
             shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
-            writer = VerifiedWriter(target, source.config_toml())
+            writer = VerifiedWriter(target, source.config_toml(), claim=uuid.uuid4().hex)
             names = {name: name.removeprefix("model.") for name in shapes}
             save_tensors(shapes, lambda name: finite(source.read(names[name]).to(dtype), names[name]), writer, target)
     finally:
@@ -100,8 +101,11 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
     for folder in folders:
         verify(folder, read_manifest(folder).files)
     config = from_file(str(folders[-1] / CONFIG), only_model=True)
-    tokenizer_path = tokenizer_path or config.model.tokenizer_path
-    shape = model_shape(config.model, load_tokenizer(tokenizer_path), config.training.seq_len)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+    if not tokenizer_path:
+        tokenizer_path = config.model.tokenizer_path
+        check_tokenizer(folders[-1], tokenizer, tokenizer_path)
+    shape = model_shape(config.model, tokenizer, config.training.seq_len)
     readers = [VerifiedReader(folder) for folder in folders]
     shapes = parameter_shapes(shape)
 

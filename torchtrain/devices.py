@@ -49,4 +49,6 @@ def planned_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 def peak_flops(device_name: str) -> float | None:
     """Peak dense bfloat16 FLOP/s of the device, or None where it is not known."""
+    if " MIG " in device_name:  # a part of a GPU, such as 1g.5gb
+        return None
     return next((peak for name, peak in PEAK_FLOPS_BFLOAT16.items() if name in device_name), None)

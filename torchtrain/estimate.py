@@ -104,10 +104,10 @@ def gpu_of(config: JobConfig) -> "Gpu":
 def shape_of(config: JobConfig) -> "TransformerConfig":
     """With the tokenizer's vocabulary, if its file is here; ConfigError where it is not one for the config."""
     from torchtrain.shape import document_start, model_shape
-    from torchtrain.tokenizers import load_tokenizer
+    from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
     path, tokenizer = config.model.tokenizer_path, None
-    if not path or Path(path).exists():
+    if tokenizer_file(path).is_file():
         tokenizer = load_tokenizer(path)
         document_start(config, tokenizer)
     return model_shape(config.model, tokenizer, config.training.seq_len)

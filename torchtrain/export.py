@@ -35,7 +35,8 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
         except (*MISSING, ValueError):
             return True
 
-    return config.checkpoint.last_save_in_hf and of_first_rank(is_another, group)
+    checkpoint = config.checkpoint
+    return checkpoint.last_save_in_hf and (not checkpoint.enable or of_first_rank(is_another, group))
 
 
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
@@ -51,7 +52,8 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
     folder = Path(config.job.dump_folder) / "hf"
     set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
-    save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path)
+    dtype, tokenizer_path = config.checkpoint.export_dtype, config.model.tokenizer_path
+    save_hf(weights, folder, model, dtype, tokenizer_path, replace_old=True)
     if dist.get_rank() == 0 and config.checkpoint.enable:
         with BestEffort(str(folder / NOTE)):  # without it the next start exports again
             (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")

@@ -48,6 +48,12 @@ def run(config: JobConfig) -> int:
             manifest = verify(folder, str(folder))
             logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
         return 0
+    for path in (path for source in config.data.all for path in source.paths):
+        if os.path.isdir(path) and output.resolve().is_relative_to(Path(path).resolve()):
+            raise ConfigError(
+                f"prepare.output = {config.prepare.output!r} lies in the data, {path!r}, of which its files would then "
+                "be a part; name a folder elsewhere"
+            )
     require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or cores

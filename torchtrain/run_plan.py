@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtrain.attention.backends import choose_attention_backend
-from torchtrain.checkpoint.history import newest_config
+from torchtrain.checkpoint.history import newest_config, saved_steps
 from torchtrain.checkpoint.weights import find_weights
 from torchtrain.config.schema import JobConfig, Source
 from torchtrain.datasets.build import build_loader
@@ -47,8 +47,9 @@ def plan_run(config: JobConfig) -> Plan:
     assert not config.model.hf_folder, "resolve_model comes first"
     device = pick_device(config.job.device)
     check_writers(config.metrics)
-    if config.checkpoint.initial_load_path:
-        find_weights(Path(config.checkpoint.initial_load_path))
+    initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
+    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a run that resumes does without
+        find_weights(Path(initial))
     degrees = resolve_degrees(config.parallelism, world_size())
     training = replace(config.training, global_batch_size=resolve_global_batch_size(config, degrees))
     config = replace(config, training=training)

@@ -27,9 +27,9 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
     vocab_size = model.vocab_size
     if vocab_size is None:
         vocab_size = (tokenizer or flavor_config(model.name, model.flavor)).vocab_size
-    if tokenizer is not None and vocab_size < tokenizer.vocab_size:
+    if tokenizer is not None and vocab_size < tokenizer.used_ids:
         raise ConfigError(
-            f"model.vocab_size = {vocab_size} must be at least {tokenizer.vocab_size}, the number of the tokenizer's "
+            f"model.vocab_size = {vocab_size} must be at least {tokenizer.used_ids}, the number of the tokenizer's "
             "ids; raise it, or give the tokenizer of the model by its path"
         )
     try:

@@ -38,6 +38,16 @@ class Tokenizer(ABC):
     """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
 
     @property
+    def used_ids(self) -> int:
+        """Ids up to the last that a document can have: of an embedding so many rows are looked up."""
+        return self.vocab_size
+
+    @property
+    def identity(self) -> str:
+        """What checkpoints keep of it: the same for the same ids alone."""
+        return f"SHA-256 {self.content_hash[:16]}..."
+
+    @property
     def added_bytes(self) -> int:
         """Bytes that the ids of a text stand for beyond its own: 1 where a space is put before it."""
         return max(0, sum(self.token_bytes[i] for i in self.ids_of("a")) - 1)
@@ -159,6 +169,8 @@ class JsonTokenizer(Tokenizer):
         )
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
         by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
+        never = {number for piece, number in vocabulary.items() if piece in special} - {self.bos_id, self.eos_id}
+        self._used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some end with a <pad> that no row has
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:
@@ -168,6 +180,10 @@ class JsonTokenizer(Tokenizer):
                 self.token_bytes[number] = len(piece) if by_letters else 1
             else:
                 self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
+
+    @property
+    def used_ids(self) -> int:
+        return self._used_ids
 
     def _make_encoder(self, about: dict[str, Any], hidden: Collection[str]) -> tokenizers.Tokenizer:
         """The tokenizer of the file ``about``, which gives a text the same ids each time, and special tokens' never.

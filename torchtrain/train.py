@@ -102,6 +102,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
             with metrics.uncounted():
                 loop.validator.maybe_run(run.step, run.step == steps)
         batches = metrics.time_waiting(run.plan.loader)
+        made = 0  # the last step whose loss is at hand
         while run.step < steps and not stop.agreed:
             last = run.step + 1 == steps
             with hangs.watch(f"step {run.step + 1}"):
@@ -109,7 +110,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                 if batch is None:
                     break
                 run.step += 1
-                loss, grad_norm = loop.train_step(run.step, batch)
+                made, (loss, grad_norm) = run.step, loop.train_step(run.step, batch)
                 if last or checkpoint.is_due(run.step) or guard.steps_are_long:
                     guard.settle()  # no checkpoint, and no end, at a step that is not known to be good
             if guard.must_roll_back_before is not None:
@@ -135,6 +136,8 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
         if run.start_step < run.step < steps:
             with hangs.watch(f"save of step {run.step}"):
                 checkpoint.maybe_save(run.step, last=True, required=not stop.agreed)
+            if made == run.step:
+                metrics.record(run.step, loss, grad_norm, loop.schedule.rate(run.step), ended=True)
         if run.step < steps and not stop.agreed:  # the data end
             if run.step == 0:
                 raise DataError(

@@ -8,7 +8,7 @@ import torch
 from torchtrain.checkpoint.hf import is_hf_folder
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
-from torchtrain.checkpoint.weights import find_weights, load_weights
+from torchtrain.checkpoint.weights import check_tokenizer, find_weights, load_weights
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import Comm, JobConfig, Parallelism, Training
 from torchtrain.cpu_products import apply_float32_products
@@ -64,6 +64,8 @@ def load_model(
     folder = find_weights(path)
     config = saved_config(folder)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+    if not (tokenizer_path or is_hf_folder(folder)):
+        check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
     shape = model_shape(config.model, tokenizer, config.training.seq_len)
     place = pick_device(device)
     if dtype == "auto":

@@ -45,6 +45,9 @@ KINDS = {
     Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
 }
 
+SAME_ELSEWHERE = ("data.path", "model.tokenizer_path")
+"""Options that name files: harmless where these are the same as before, by their identity."""
+
 
 def kind_of(key: str) -> Kind:
     """Kind of an option such as ``optimizer.lr``."""
@@ -105,7 +108,9 @@ def check_contract(
     """
     found: Mapping[Kind, list[Difference]] = {kind: [] for kind in Kind}
     for difference in differences(saved_toml, current_toml):
-        found[difference.kind].append(difference)
+        key = difference.key
+        elsewhere = key in SAME_ELSEWHERE and saved_data.get(key, "") == current_data.get(key)
+        found[Kind.HARMLESS if elsewhere else difference.kind].append(difference)
     changed = {difference.key for difference in found[Kind.CHANGES]}
     for key, saved in saved_data.items():
         current = current_data.get(key, saved)  # another option names the data now: a difference of the config

@@ -1,8 +1,11 @@
 """Weights from and to a Hugging Face folder, sharded: through DCP, no rank holds more than its part of the model."""
 
+import errno
 import json
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.outputs import fsync_folder
+from torchtrain.reading import names_in
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
@@ -77,11 +81,13 @@ def save_hf(
     tokenizer_path: str,
     *,
     read: Callable[[str], Tensor] | None = None,
+    replace_old: bool = False,
 ) -> None:
     """Write ``tensors``, under our names and of any layout, as a folder that transformers loads. Collective.
 
     Each rank writes its shards in ``dtype`` (such as bfloat16), the first one puts them together, file by file. The
-    folder appears when it is complete; one of that name is replaced.
+    folder appears when it is complete. With ``replace_old`` one of that name is replaced, and what killed exports have
+    left is removed: only where no other process can be writing it.
 
     Args:
         read: gives the values by name where ``tensors`` are on the meta device.
@@ -96,7 +102,14 @@ def save_hf(
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
     sharded = dist.get_world_size() > 1
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    # A name of its own: another process may be writing a folder of this name.
+    name = of_first_rank(lambda: f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+    partial = folder.with_name(name)
+
+    def clear() -> None:
+        for old in names_in(folder.parent) if replace_old else ():
+            if re.fullmatch(re.escape(folder.name) + r"(\.[0-9a-f]{8})?" + re.escape(PARTIAL_SUFFIX), old):
+                shutil.rmtree(folder.with_name(old), ignore_errors=True)
 
     def value(name: str) -> Tensor:
         return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
@@ -106,14 +119,17 @@ def save_hf(
             shutil.rmtree(partial / "sharded", ignore_errors=True)
             write_hf_config(partial, model, dtype, tokenizer_path)
             fsync_folder(partial, *os.listdir(partial))
-            shutil.rmtree(folder, ignore_errors=True)
+            if replace_old:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.exists():  # an empty one would be replaced
+                raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
             partial.rename(folder)
             fsync_folder(folder.parent)
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
     try:
-        of_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
+        of_first_rank(clear)
         save_tensors(
             cast,
             value,
@@ -123,10 +139,10 @@ def save_hf(
             folder,
         )
         of_first_rank(complete)
-    except (CheckpointError, ConfigError) as error:
+    except BaseException as error:  # also Ctrl-C: nobody else would remove it
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, ConfigError):
+        if not isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{error}; make room, or let this user write there") from error
 

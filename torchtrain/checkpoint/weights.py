@@ -16,12 +16,24 @@ from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError
 from torchtrain.models.families import CONFIG_FILE
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.tokenizers import Tokenizer
 
 
 def require_one_kind(folder: Path, weights: str) -> None:
     """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
     if weights != "trained":
         raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer, path: str) -> None:
+    """Raise CheckpointError where ``tokenizer``, which lies in ``path`` now, is not that of the run that made
+    ``folder``."""
+    saved = read_manifest(folder).data.get("model.tokenizer_path", tokenizer.identity)
+    if saved != tokenizer.identity:
+        raise CheckpointError(
+            f"{folder} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one ({saved}, now "
+            f"{tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
+        )
 
 
 def find_checkpoints(path: Path, count: int) -> list[Path]:

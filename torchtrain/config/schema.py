@@ -5,6 +5,7 @@ wrong by themselves; ``run_plan.plan_run`` refuses what depends on several secti
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -313,7 +314,9 @@ class Source:
     @property
     def label(self) -> str:
         """A short name, for curves."""
-        return Path(self.paths[0]).name.split(".")[0] if self.path else self.name.split("/")[-1]
+        if self.path:
+            return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", Path(self.paths[0]).name)
+        return "_".join(filter(None, (self.name.split("/")[-1], self.subset)))
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def build_loader(
 
     def identity() -> dict[str, str]:
         data = "; ".join(of_source() for of_source in identities)
-        return {f"{section}.{option}": data, "model.tokenizer_path": f"SHA-256 {tokenizer.content_hash[:16]}..."}
+        return {f"{section}.{option}": data, "model.tokenizer_path": tokenizer.identity}
 
     return Loader(
         streams,

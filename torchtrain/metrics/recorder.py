@@ -96,9 +96,14 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 self.stragglers.before_step(self.waiting_for_step, loader.wait_seconds)
             yield batch
 
-    def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
-        """Write a line after a process's first step, every ``log_freq`` steps, and after the last; then collective."""
-        if step % self.config.log_freq and step not in (self.start_step + 1, self.last_step):
+    def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float, *, ended: bool = False) -> None:
+        """Write a line after a process's first step, every ``log_freq`` steps, and after the last; then collective.
+
+        ``ended``: ``step`` is the last, although the run has more; it may have its line already.
+        """
+        if step == self.since_step or not (
+            ended or step % self.config.log_freq == 0 or step in (self.start_step + 1, self.last_step)
+        ):
             return
         z_loss = torch.zeros_like(loss.total) if loss.z is None else loss.z
         sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))

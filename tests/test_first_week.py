@@ -1,0 +1,206 @@
+"""What a user meets in the first week, where options and commands meet."""
+
+import importlib.util
+import json
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_door import run_door
+from forked_run import TINY, finish
+from safetensors import safe_open
+from sentencepiece import sentencepiece_model_pb2
+from test_contract import toml
+from test_plot import numbers, write_run
+from tokenizers import Tokenizer
+
+from torchtrain.checkpoint.contract import check_contract
+from torchtrain.checkpoint.hf import save_hf, write_hf_config
+from torchtrain.checkpoint.hf_files import find_tensors
+from torchtrain.checkpoint.states import parameter_shapes
+from torchtrain.config.parse import parse
+from torchtrain.config.schema import Model, Source, Validation
+from torchtrain.conversion import convert
+from torchtrain.devices import peak_flops
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.estimate import shape_of
+from torchtrain.models.families import hf_name
+from torchtrain.shape import model_shape, resolve_model
+from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trained_model import load_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_run_resumes_when_the_weights_that_it_started_from_are_gone(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    finish(first, "--training.steps", "2", ranks=1)
+    start = ("--checkpoint.initial_load_path", str(first))
+    finish(second, *start, "--training.steps", "2", ranks=1)
+    shutil.rmtree(first)
+    assert "resumed from" in finish(second, *start, "--training.steps", "4", ranks=1)
+
+
+def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtrain.checkpoint.hf.FILE_BYTES", 20_000)  # three files
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    target, shapes = tmp_path / "target", parameter_shapes(TINY)
+    begun, go_on, errors = threading.Event(), threading.Event(), []
+
+    def zeros(name: str) -> torch.Tensor:
+        if not other.ident:
+            other.start()
+            assert begun.wait(30)
+        return torch.zeros_like(shapes[name], device="cpu")
+
+    def ones(name: str) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(30)
+        return torch.ones_like(shapes[name], device="cpu")
+
+    def run_other() -> None:
+        try:
+            save_hf(shapes, target, TINY, "float32", "", read=ones)
+        except CheckpointError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=run_other)
+    save_hf(shapes, target, TINY, "float32", "", read=zeros)
+    try:
+        found = find_tensors(target, TINY)
+    finally:
+        go_on.set()
+        other.join()
+        dist.destroy_process_group()
+    for name, file in found.items():
+        with safe_open(file, framework="pt") as opened:
+            assert not opened.get_tensor(hf_name(name)).any(), name
+    assert errors
+    assert "another process has made it meanwhile" in errors[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_export_is_not_that_of_an_earlier_run_with_checkpoints(tmp_path: Path) -> None:
+    options = ("--training.steps", "2", "--checkpoint.last_save_in_hf")
+    finish(tmp_path, *options, ranks=1)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    before = file.read_bytes()
+    finish(tmp_path, *options, "--checkpoint.no-enable", "--training.seed", "1", ranks=1)
+    assert file.read_bytes() != before
+
+
+def test_a_tokenizer_that_changed_is_noticed_by_convert_and_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    file, run = tmp_path / "tokenizer.model", tmp_path / "run"
+    content = (ROOT / "torchtrain/assets/tokenizer.model").read_bytes()
+    file.write_bytes(content)
+    finish(run, "--model.tokenizer_path", str(file), "--training.steps", "2", ranks=1)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(content)
+    proto.pieces[300].piece, proto.pieces[301].piece = proto.pieces[301].piece, proto.pieces[300].piece
+    file.write_bytes(proto.SerializeToString())
+    for use in (lambda: convert(run, tmp_path / "hf", "hf", "float32"), lambda: load_model(run)):
+        with pytest.raises(CheckpointError, match=r"was another one \(SHA-256 .*name the one to use by tokenizer_path"):
+            use()
+    convert(run, tmp_path / "hf", "hf", "float32", str(file))
+
+
+def test_the_same_data_in_another_folder_are_the_same_run() -> None:
+    before, now = toml(data={"path": "a"}), toml(data={"path": "/elsewhere/a"})
+    assert check_contract(before, now, (), {"data.path": "1 file"}, {"data.path": "1 file"}) == [
+        "config differs from the checkpoint's (harmless): data.path = '/elsewhere/a' (checkpoint: 'a')"
+    ]
+    with pytest.raises(CheckpointError, match="would not go on with the same run"):
+        check_contract(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
+    key = "model.tokenizer_path"
+    assert len(check_contract(toml(), toml(model={"tokenizer_path": "x"}), (), {key: "same"}, {key: "same"})) == 1
+    with pytest.raises(CheckpointError, match="tokenizer_path"):
+        check_contract(toml(), toml(model={"tokenizer_path": "x"}), ())
+
+
+def test_validation_sources_are_told_apart_by_subset_and_whole_name() -> None:
+    two = [Source(name="org/web", subset=subset) for subset in ("deu", "fra")]
+    two += [Source(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
+    labels = [source.label for source in Validation(enable=True, sources=tuple(two)).all]
+    assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]
+
+
+def test_a_picture_leaves_out_steps_that_the_run_has_left(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    start = {"step": 0, "event": "start"}
+    run = write_run(tmp_path / "run", [start, *(numbers(n, 8.0) for n in (1, 2, 3)), start, numbers(1, 9.0)])
+    assert [(line["step"], line["loss"]) for line in script.read_run(run).lines] == [(1, 9.0)]
+
+
+def test_a_part_of_a_gpu_has_no_known_peak() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
+
+
+def test_an_estimate_needs_no_tokenizer_in_the_folder(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = parse(["--model.hf_folder", str(tmp_path)])
+    assert shape_of(replace(given, model=resolve_model(given.model))).vocab_size == 512
+
+
+def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 50}) + "\n")
+    output = tmp_path / "prepared"
+    found = run_door("torchtrain.prepare", "--data.path", str(tmp_path), "--prepare.output", str(output))
+    assert found.returncode == 2, found.stderr
+    assert "lies in the data" in found.stderr
+    assert not output.exists()
+
+
+def test_steps_that_would_change_nothing_are_told(tmp_path: Path) -> None:
+    options = ("--lr_scheduler.decay_type", "linear", "--lr_scheduler.total_steps", "4", "--training.steps")
+    assert "the learning rate is 0" not in finish(tmp_path, *options, "4", ranks=1)
+    output = finish(tmp_path, *options, "6", ranks=1)
+    assert "after step 4 (lr_scheduler.total_steps) the learning rate is 0: later steps" in output
+
+
+def test_the_last_step_of_a_run_whose_data_end_is_logged(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some words and more\n" * 150)
+    prepared = str(tmp_path / "prepared")
+    assert run_door("torchtrain.prepare", "--data.path", str(text), "--prepare.output", prepared).returncode == 0
+    options = ("--data.path", prepared, "--data.when_exhausted", "stop", "--metrics.log_freq", "1000")
+    output = finish(tmp_path / "run", *options, ranks=1)
+    (end,) = re.findall(r"the data ended .*: step (\d+) of 12", output)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, int(end)]
+
+
+def test_a_special_token_beyond_the_models_rows_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    write_hf_config(tmp_path, TINY, "float32", "")
+    file = tmp_path / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.add_special_tokens(["<pad>"])
+    library.save(str(file))
+    given = resolve_model(Model(hf_folder=str(tmp_path)))
+    tokenizer = load_tokenizer(given.tokenizer_path)
+    assert (tokenizer.vocab_size, model_shape(given, tokenizer, 32).vocab_size) == (4097, 4096)
+    library.add_tokens(["one more word"])
+    library.save(str(file))
+    with pytest.raises(ConfigError, match=r"vocab_size = 4096 must be at least 4098"):
+        model_shape(given, load_tokenizer(given.tokenizer_path), 32)
+
+
+def test_a_shorter_context_than_that_of_the_initial_weights_is_told(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    finish(first, "--training.steps", "2", "--checkpoint.last_save_in_hf", ranks=1)
+    config = json.loads((first / "hf/config.json").read_text())
+    (first / "hf/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    start = ("--checkpoint.initial_load_path", str(first / "hf"), "--training.steps", "1")
+    told = "has weights for sequences of 64 tokens, and training.seq_len is 32"
+    assert told in finish(tmp_path / "short", *start, "--training.seq_len", "32", ranks=1)
+    assert "has weights for" not in finish(tmp_path / "long", *start, "--training.seq_len", "64", ranks=1)
