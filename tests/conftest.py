@@ -1,4 +1,5 @@
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -87,6 +88,7 @@ LONGEST_FILES = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all modules of tests are imported: what they make stays
     config.option.loadscopereorder = False  # by the number of tests in them
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
@@ -118,6 +120,11 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
+gc.disable()  # else a quarter of the time goes to it: what modules make stays
 for name in (
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
@@ -26,4 +27,5 @@ with suppress(ImportError):  # no dependency of ours
 inspect.getsource = cache(inspect.getsource)  # tyro reads the text of options from it at each parse
 import_module("torchtrain.config.parse").parse([])
 gc.collect()
+gc.enable()
 gc.freeze()  # this memory stays shared: forked processes do not look through it
