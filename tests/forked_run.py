@@ -20,7 +20,7 @@ from torchtrain.models.llama import TransformerConfig
 
 TIMEOUT_SECONDS = 90
 # With the vocabulary of the default tokenizer.
-TINY = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
+TINY = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
 
 CONFIG = """
 [optimizer]
@@ -32,7 +32,7 @@ decay_type = "constant"
 local_batch_size = 1
 global_batch_size = 4
 seq_len = 32
-steps = 12
+steps = 8
 mixed_precision_param = "float32"
 [metrics]
 log_freq = 1
@@ -168,3 +168,13 @@ def patched_loss(change: Callable[[int, Any], Any]) -> Any:
 
     with patch.object(OutputLoss, "__call__", changed):
         yield
+
+
+def slow_steps() -> Any:
+    """A hook: each microbatch sleeps, so that what befalls a run finds it under way."""
+
+    def sleep(_: int, loss: Any) -> Any:
+        time.sleep(0.05)
+        return loss
+
+    return patched_loss(sleep)

@@ -8,7 +8,7 @@ import resource
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import pytest
 import torch
 from disk_faults import DiskFaults
 from forked_door import start_door
-from forked_run import CONFIG, TIMEOUT_SECONDS, ForkedRun, finish, patched_loss, saved_tensors
+from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
@@ -32,7 +32,7 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
-STEPS = 12
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def steps_done(folder: Path) -> int:
 def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path, undisturbed: Path, seed: int) -> None:
     rng = random.Random(seed)
     for kill in range(4):
-        run = ForkedRun(tmp_path)
+        run = ForkedRun(tmp_path, hook=slow_steps)
         start = steps_done(tmp_path)
         run.wait_for(lambda: steps_done(tmp_path) > min(start, STEPS - 4))  # noqa: B023
         time.sleep(rng.random() * 0.2)
@@ -84,7 +84,7 @@ def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path,
 def test_run_of_one_rank_that_is_killed_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finish(undisturbed, ranks=1)
-    run = ForkedRun(killed, ranks=1)
+    run = ForkedRun(killed, ranks=1, hook=slow_steps)
     run.wait_for(lambda: bool(saved_steps(killed / "checkpoint")))
     run.end()
     assert STEPS not in saved_steps(killed / "checkpoint")
@@ -92,18 +92,14 @@ def test_run_of_one_rank_that_is_killed_ends_where_an_undisturbed_one_does(tmp_p
     assert_same_end(killed, undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
-def test_run_killed_inside_a_save_ends_where_an_undisturbed_one_does(
-    tmp_path: Path, undisturbed: Path, moment: str
-) -> None:
-    run = ForkedRun(
-        tmp_path, hook={"data": die_in_data, "manifest": die_before_manifest, "rename": die_before_rename}[moment]
-    )
-    run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))
-    run.end()
-    assert list((tmp_path / "checkpoint").glob("step-6.*.partial"))
-    assert 6 not in saved_steps(tmp_path / "checkpoint")
-    assert_all_complete(tmp_path)
+def test_run_killed_inside_its_saves_ends_where_an_undisturbed_one_does(tmp_path: Path, undisturbed: Path) -> None:
+    for moment in (die_in_data, die_before_manifest, die_before_rename):
+        run = ForkedRun(tmp_path, hook=moment)
+        run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))  # noqa: B023
+        run.end()
+        assert list((tmp_path / "checkpoint").glob("step-6.*.partial")), moment
+        assert saved_steps(tmp_path / "checkpoint") == [2, 4], moment
+        assert_all_complete(tmp_path)
     finish(tmp_path)
     assert_same_end(tmp_path, undisturbed)
 
@@ -150,17 +146,16 @@ def die_before_rename() -> None:
     die_at(storage, "fsync_folder")
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1]), (signal.SIGINT, [0, 1])]
-)
-def test_signal_saves_the_step_it_stopped_at(tmp_path: Path, undisturbed: Path, number: int, ranks: list[int]) -> None:
-    run = ForkedRun(tmp_path, "--checkpoint.interval", "100")
-    run.wait_for(lambda: steps_done(tmp_path) >= 3)
-    run.kill(*ranks, number=number)
-    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
-    stopped_at = steps_done(tmp_path)
-    assert 3 <= stopped_at < STEPS
-    assert saved_steps(tmp_path / "checkpoint") == [stopped_at]
+def test_signals_save_the_step_they_stop_at(tmp_path: Path, undisturbed: Path) -> None:
+    for number, ranks in ((signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])):
+        before = steps_done(tmp_path)
+        run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=slow_steps)
+        run.wait_for(lambda: steps_done(tmp_path) > before)  # noqa: B023
+        run.kill(*ranks, number=number)
+        assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+        stopped_at = steps_done(tmp_path)
+        assert before < stopped_at < STEPS
+        assert saved_steps(tmp_path / "checkpoint")[-1] == stopped_at
     finish(tmp_path)
     assert_same_end(tmp_path, undisturbed)
 
@@ -214,12 +209,9 @@ def test_torchrun_brings_a_killed_rank_back(forked_ranks: dict[str, str], tmp_pa
 def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
     run = ForkedRun(
         tmp_path,
-        "--training.steps",
-        "100000",
-        "--faults.wall_clock_limit_minutes",
-        "0.1",
-        "--faults.stop_grace_seconds",
-        "3",
+        *("--training.steps", "100000", "--checkpoint.interval", "100000"),
+        *("--faults.wall_clock_limit_minutes", "0.1", "--faults.stop_grace_seconds", "3"),
+        hook=slow_steps,
     )
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint")[-1] == steps_done(tmp_path)
@@ -247,9 +239,10 @@ def test_the_wall_clock_limit_counts_the_time_in_which_data_are_opened(tmp_path:
 
 def test_a_stop_is_saved_where_the_grace_is_over_before_the_step_is(tmp_path: Path, undisturbed: Path) -> None:
     # As while the first step compiles.
-    run = ForkedRun(tmp_path, "--faults.stop_grace_seconds", "1", hook=first_step_takes_4_seconds)
+    options = ("--faults.stop_grace_seconds", "1", "--checkpoint.interval", "100")
+    run = ForkedRun(tmp_path, *options, hook=first_step_takes_4_seconds)
     run.wait_for(lambda: "the first loss" in run.output())
-    run.kill(number=signal.SIGTERM)
+    run.kill(number=signal.SIGINT)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2]  # the ranks agree in the step after
     finish(tmp_path)
@@ -441,17 +434,16 @@ def test_a_save_before_the_first_update_counts_none(tmp_path: Path) -> None:
     assert saved_tensors(tmp_path, 4)["optimizer.norm.weight.step"].item() == 2
 
 
-def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path) -> None:
-    finish(tmp_path, "--faults.on_bad_numbers", "rollback", hook=nan_in_step_5_of_rank_1)
+def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path, undisturbed: Path) -> None:
+    options = ("--faults.on_bad_numbers", "rollback", "--training.steps", str(STEPS - 2))
+    finish(tmp_path, *options, hook=nan_in_step_5_of_rank_1)
     steps = [(line["step"], line.get("event")) for line in lines(tmp_path)]
     # Step 6 was under way when the news of step 5 came.
     assert steps[3:8] == [(4, None), (5, None), (5, "bad_numbers_rollback"), (5, None), (6, None)]
-    tensors = saved_tensors(tmp_path, STEPS)
-    assert tensors["optimizer.norm.weight.step"].item() == STEPS
+    tensors = saved_tensors(tmp_path, STEPS - 2)
+    assert tensors["optimizer.norm.weight.step"].item() == STEPS - 2
     # The batches of both steps are passed over.
-    longer = tmp_path / "longer"
-    finish(longer, "--training.steps", str(STEPS + 2))
-    assert torch.equal(tensors["loader.rows"], saved_tensors(longer, STEPS + 2)["loader.rows"])
+    assert torch.equal(tensors["loader.rows"], saved_tensors(undisturbed, STEPS)["loader.rows"])
 
 
 def test_bad_numbers_stop(tmp_path: Path) -> None:
@@ -499,9 +491,9 @@ def test_a_bad_last_step_is_not_done(tmp_path: Path) -> None:
     assert saved_tensors(tmp_path / "back", STEPS)["optimizer.norm.weight.step"].item() == STEPS
 
 
-def spike_in_step_8() -> Any:
+def spike_in_step_7() -> Any:
     """Fifty times the loss, on both ranks."""
-    return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 7 else loss)
+    return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 6 else loss)
 
 
 def spike_in_the_second_step() -> Any:
@@ -511,12 +503,12 @@ def spike_in_the_second_step() -> Any:
 def test_spike_is_treated_as_bad_numbers_also_after_a_restart(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5")
-    finish(whole, *spikes, hook=spike_in_step_8)
+    finish(whole, *spikes, hook=spike_in_step_7)
     (event,) = (line for line in lines(whole) if line.get("event", "").startswith("bad_numbers"))
-    assert (event["step"], event["event"]) == (8, "bad_numbers_skip")
+    assert (event["step"], event["event"]) == (7, "bad_numbers_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
     assert saved_tensors(whole, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
-    finish(parts, *spikes, "--training.steps", "6")
+    finish(parts, *spikes, "--training.steps", "5")
     finish(parts, *spikes, hook=spike_in_the_second_step)
     assert_same_end(parts, whole)
 
@@ -547,7 +539,7 @@ def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbe
     output = finish(tmp_path, hook=full_disk_of_rank_1_from_step_3_to_6)
     for step in (4, 6):
         assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1)" in output
-    assert saved_steps(tmp_path / "checkpoint") == [2, 8, 10, 12]
+    assert saved_steps(tmp_path / "checkpoint") == [2, 8]
     assert_all_complete(tmp_path)
     assert_same_end(tmp_path, undisturbed)
 
@@ -609,7 +601,8 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     ids=["step", "batch", "shards", "pipeline"],
 )
 def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, waits: str, options: Any) -> None:
-    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", *options, hook=hook)
+    options = ("--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", *options)
+    run = ForkedRun(tmp_path, *options, hook=hook, shape=replace(TINY, n_layers=2))
     try:
         run.wait_for(lambda: "are waiting for" in run.output())
     finally:
@@ -658,7 +651,9 @@ class Forked(ForkedRun):
     """The runs of scripts/crash_test.py, of a smaller model, and quick to start."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
-        super().__init__(folder, *options)
+        # Else the other one would have to make all steps that this one makes while its disk is bad.
+        slowly = {"hook": slow_steps} if folder.name == "run" else {}
+        super().__init__(folder, *options, **slowly)
 
 
 def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: DiskFaults, tmp_path: Path) -> None:
@@ -669,7 +664,7 @@ def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: 
     )
     steps = crash_test.disturb(run, [crash_test.kill, *crash_test.FAULTS, crash_test.kill])
     tensors, compared = crash_test.compare(run, undisturbed, steps)
-    assert tensors > 50
+    assert tensors > 45
     assert compared > 10
 
 
