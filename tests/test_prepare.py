@@ -21,12 +21,11 @@ import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
-from forked_door import run_door
+from forked_door import checked_door, run_door, start_door
 
 from torchtrain import prepare as door
 from torchtrain.config.schema import Data, Source
-from torchtrain.datasets import preparing
-from torchtrain.datasets.files import open_standard_library
+from torchtrain.datasets import files, preparing
 from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
 from torchtrain.datasets.preparing import prepare
 from torchtrain.errors import DataError, StorageError
@@ -45,9 +44,21 @@ def tokens_of(folder: Path) -> list[int]:
     return np.concatenate(parts).tolist()  # type: ignore[no-any-return]
 
 
-def start_preparing(folder: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "torchtrain.prepare", "--prepare.output", str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+def of_fewer_files() -> None:
+    """A hook: the standard library has a quarter of its files."""
+    found = files.standard_library_files()[::4]
+    files.standard_library_files = lambda: found
+
+
+def slowly_of_fewer_files() -> None:
+    of_fewer_files()
+    write_shard = preparing._write_shard
+
+    def write_slowly(*arguments: Any) -> None:
+        time.sleep(0.03)
+        write_shard(*arguments)
+
+    preparing._write_shard = write_slowly
 
 
 def records(folder: Path) -> int:
@@ -82,23 +93,26 @@ def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkey
         gc.enable()
 
 
-def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert start_preparing(undisturbed).wait() == 0
+    checked_door("torchtrain.prepare", "--prepare.output", str(undisturbed), hook=of_fewer_files)
     rng = random.Random(0)
     for _ in range(10):
-        process = start_preparing(disturbed)
+        prepare_slowly = ("torchtrain.prepare", "--prepare.output", str(disturbed))
+        [process], _ = start_door(tmp_path, *prepare_slowly, hook=slowly_of_fewer_files)
         wanted = records(disturbed) + rng.randrange(4)  # all is done after 64
         while records(disturbed) < wanted:
-            assert process.poll() is None, "it has ended by itself"
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.05))
+            assert process.is_alive(), "it has ended by itself"
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.03))
         process.kill()  # its worker processes see that it is gone
-        process.wait()
+        process.join()
     assert not (disturbed / "manifest.json").exists()
-    assert start_preparing(disturbed).wait() == 0
+    checked_door("torchtrain.prepare", "--prepare.output", str(disturbed), hook=of_fewer_files)
     assert contents(disturbed) == contents(undisturbed)
-    source = open_standard_library()
+    monkeypatch.setattr(files, "standard_library_files", files.standard_library_files)  # to be as it was again
+    of_fewer_files()
+    source = files.open_standard_library()
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in source.read_all(range(20)) if text]
     assert tokens_of(disturbed)[: sum(map(len, expected))] == [token for document in expected for token in document]
 
