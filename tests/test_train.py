@@ -22,12 +22,12 @@ from torchtrain.train import main
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "train_configs" / "debug_model.toml")
 # A model and steps that take a moment, whatever the config file says.
-STEPS = 40
+STEPS = 28
 SMALL = [
     *("--job.config_file", CONFIG, "--training.seq_len", "32", "--training.steps", str(STEPS)),
     *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128", "--metrics.log_freq", "1"),
-    *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--checkpoint.interval", "10"),
+    *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--checkpoint.interval", "6"),
 ]
 
 
@@ -76,7 +76,8 @@ def tensors(folder: Path) -> dict[str, str]:
 
 def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12")
+    fewer = ("--training.steps", "12", "--training.local_batch_size", "2")
+    output = run(1, "--job.dump_folder", str(folder), *fewer)
     assert "warn" not in output.lower()
     logged = lines(folder)
     assert [line["step"] for line in logged] == [1, 10, 12]
@@ -89,7 +90,7 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     assert "steps = 12" in (folder / "config.toml").read_text()
     assert str(folder) in output.splitlines()[-1]
 
-    same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), "--training.steps"]
+    same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), *fewer[2:], "--training.steps"]
     again = checked_door("torchtrain.train", *same, "12").stderr
     assert "the run is complete: step 12 of 12" in again
     checked_door("torchtrain.train", *same, "14")
@@ -105,13 +106,13 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
         other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
         arguments += ["--job.dump_folder", str(killed)]
         with launch(2, *arguments) as process:
-            wait_for_step(12, killed, lambda: process.poll() is None)
+            wait_for_step(7, killed, lambda: process.poll() is None)
             # torchrun puts its workers into sessions of their own.
             for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
                 victim.send_signal(signal.SIGKILL)
             process.communicate()
         ranks, _ = start_door(tmp_path, "torchtrain.train", *arguments, ranks=2)
-        wait_for_step(24, killed, ranks[0].is_alive)
+        wait_for_step(13, killed, ranks[0].is_alive)
         for rank in ranks:
             rank.kill()
             rank.join()
@@ -126,10 +127,10 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
 
 
 def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) -> None:
-    finish(tmp_path, ranks=1)
-    output = finish(tmp_path, "--checkpoint.load_step", "8", ranks=1)
-    assert f"resumed from {tmp_path}/checkpoint/step-8" in output
-    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 13), *range(9, 13)]
+    finish(tmp_path, "--training.steps", "6", ranks=1)
+    output = finish(tmp_path, "--training.steps", "6", "--checkpoint.load_step", "4", ranks=1)
+    assert f"resumed from {tmp_path}/checkpoint/step-4" in output
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 7), 5, 6]
     config = (tmp_path / "config.toml").read_bytes()
     refused = ForkedRun(tmp_path, "--checkpoint.load_step", "5", ranks=1)
     assert refused.wait() == [2]
