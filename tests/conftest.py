@@ -93,6 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Inductor tries each kind of vector instructions that the CPU has, in each process: take them as they are.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if config.option.markexpr != "gpu":  # the others compute on CPUs, and start more ranks than there may be GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.

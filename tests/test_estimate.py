@@ -40,7 +40,8 @@ from torchtrain.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
-SHAPE = replace(TINY, n_layers=4, n_heads=8, n_kv_heads=4, vocab_size=512)
+SHAPE = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=512)
+DEEPER = replace(SHAPE, n_layers=4)
 
 
 rehearsed = cache(rehearse)  # the plain layout is asked for by many tests
@@ -138,9 +139,9 @@ def test_a_plan_for_cpus_is_what_a_real_run_does(
         "ema": {"enable": ema},
     }
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
-    found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), SHAPE)
+    found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), DEEPER)
     for rank, (counts, peaks) in enumerate(found):
-        steps = planned(ranks, rank=rank, capability=None, **sections).ledger.steps
+        steps = planned(ranks, rank=rank, capability=None, shape=DEEPER, **sections).ledger.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
@@ -238,18 +239,16 @@ def test_published_identities() -> None:
 @pytest.mark.parametrize(
     "parallelism",
     [
-        {},
         {"tensor_parallel_degree": 2},
         {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)},
     ],
-    ids=["shard", "tensor", "pipeline"],
+    ids=["shard and tensor", "pipeline"],
 )
 def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (4,))))
-    rows = 16 if parallelism else 32
-    training = {"local_batch_size": 2, "global_batch_size": rows}
+    training = {"local_batch_size": 2, "global_batch_size": 16}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
     few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MICROBATCHES", 100)
@@ -310,7 +309,7 @@ def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.Monkey
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(config, SHAPE, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
+    found, whole = (estimate(config, DEEPER, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
     assert found.figures == whole.figures
 
 
@@ -371,8 +370,8 @@ def test_muon_keeps_half_of_adamw_s_states_for_matrices() -> None:
 
 
 def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
-    offloaded = planned(2, training={"enable_cpu_offload": True}).ledger.steps[-1]
-    plain = planned(2).ledger.steps[-1]
+    offloaded = planned(2, shape=DEEPER, training={"enable_cpu_offload": True}).ledger.steps[-1]
+    plain = planned(2, shape=DEEPER).ledger.steps[-1]
     assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
     assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
 
@@ -402,11 +401,10 @@ def test_padding_is_for_real_cpus_alone() -> None:
 @pytest.mark.parametrize("sections", [{"compile": {"enable": True}}, {"data": {"document_mask": True}}], ids=str)
 def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> None:
     """What torch remembers of meshes, shapes and compiled functions belongs to one process, not to one run in it."""
-    two_layers = replace(SHAPE, n_layers=2)
 
     def seen(ranks: int, tensor: int) -> tuple[Any, ...]:
         parallelism = {"tensor_parallel_degree": tensor}
-        ledger = planned(ranks, rehearse=rehearse, shape=two_layers, parallelism=parallelism, **sections).ledger
+        ledger = planned(ranks, rehearse=rehearse, parallelism=parallelism, **sections).ledger
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
 
     first = seen(4, 2)
@@ -439,12 +437,13 @@ def test_a_device_that_runs_out_of_memory_names_the_command(
 
 
 OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--training.seq_len", "64"]
+OPTIONS += ["--model.shape.n_layers", "2"]
 
 
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
-    argv += ["--training.local_batch_size", "2", "--model.shape.n_layers", "2"]
+    argv += ["--training.local_batch_size", "2"]
     assert door.main([*argv, "--estimate.picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
@@ -485,7 +484,7 @@ CONFIGS = pytest.mark.parametrize(
 @pytest.mark.parametrize("changes", [validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["plain", "old"])
 def test_what_published_runs_did_in_another_way_is_rehearsed(changes: dict[str, Any]) -> None:
     row = replace(validate_estimate.ROWS[0], **changes)
-    with patch.object(validate_estimate, "model_shape", lambda *_: replace(TINY, max_seq_len=8192)):
+    with patch.object(validate_estimate, "model_shape", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
         assert validate_estimate.trace(row).active > 0
 
 
@@ -532,7 +531,7 @@ def test_search_writes_what_the_trainer_takes(
 ) -> None:
     monkeypatch.setattr(door, "SEARCH_SECONDS", 4)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
-    argv = [*OPTIONS, *small, "--estimate.world_size", "4", "--estimate.search"]
+    argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
     assert door.main([*argv, "--estimate.output", str(best)]) == 0
     out = capsys.readouterr().out
     rates = [float(line.split()[-2].replace(",", "")) for line in out.splitlines() if line.endswith("%")]
@@ -588,7 +587,7 @@ def test_what_was_found_is_told_before_a_disk_is_full(
 ) -> None:
     monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
     (tmp_path / "full.png").symlink_to("/dev/full")
-    argv = [*OPTIONS, "--estimate.world_size", "1", "--model.shape.n_layers", "2"]
+    argv = [*OPTIONS, "--estimate.world_size", "1"]
     for options in (
         ["--estimate.search", "--estimate.output", "/dev/full"],
         ["--estimate.picture", str(tmp_path / "full.png")],

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from gloo_pool import GlooPool
-from parity import TINY, build, config_of
+from light import build_without_a_plan_for, greedy
+from parity import TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,14 +20,11 @@ from torchtrain.checkpoint.hf import check_same_shape, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import schema
-from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.generation import Sampling, generate
-from torchtrain.initialization import layout_independent_init
 from torchtrain.models import families
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.model import TransformerBlock
-from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
 from torchtrain.shape import model_section, model_shape, resolve_model
 from torchtrain.tokenizers import load_tokenizer
@@ -266,41 +264,12 @@ def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
     assert {f"{name}.weight" for name in block.PRODUCTS} == {n for n, p in block.named_parameters() if p.ndim == 2}
 
 
-def _build_without_a_plan_for(name: str) -> None:
-    parallelize = tensor_parallel.parallelize_module
-
-    def forgetful(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
-        return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
-
-    tensor_parallel.parallelize_module = forgetful
-    told = r"layers.0.attention.k_norm.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
-    try:
-        with pytest.raises(AssertionError, match=told):
-            build(config_of(parallelism={"tensor_parallel_degree": 2}), replace(TINY, qk_norm=True))
-    finally:
-        tensor_parallel.parallelize_module = parallelize
-
-
 def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
-    gloo.run(2, _build_without_a_plan_for, "attention.k_norm")
-
-
-def _greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
-    mesh = Mesh(torch.device("cpu"), Degrees(tensor=ranks))
-    with torch.device("meta"):
-        model = Transformer(shape)
-    if ranks > 1:
-        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
-    model.to_empty(device="cpu")
-    with layout_independent_init([model], 3), torch.no_grad():
-        model.init_weights()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
-    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
+    gloo.run(2, build_without_a_plan_for, "attention.k_norm")
 
 
 def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:
     shape = replace(TINY, head_dim=12, qk_norm=True, qkv_bias=True)
-    (alone,) = gloo.run(1, _greedy, shape, 1)
-    assert gloo.run(2, _greedy, shape, 2) == [alone, alone]
+    (alone,) = gloo.run(1, greedy, shape, 1)
+    assert gloo.run(2, greedy, shape, 2) == [alone, alone]
     assert len(set(alone)) > 2

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
 from gloo_pool import GlooPool
 from json_tokenizers import hard_texts
+from light import export, load_and_export_sharded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -29,13 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_door
 from torchtrain import generate
-from torchtrain.checkpoint.hf import check_same_shape, files_by_size, save_hf, write_hf_config
+from torchtrain.checkpoint.hf import check_same_shape, files_by_size, write_hf_config
 from torchtrain.checkpoint.manifest import MANIFEST
-from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, Ema, Job, JobConfig, Parallelism, Training
+from torchtrain.config.schema import Checkpoint, Ema, Job, JobConfig, Parallelism
 from torchtrain.conversion import Weights, convert
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.export import NOTE, _origin, needs_export
 from torchtrain.log import logger
@@ -43,7 +42,6 @@ from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.meta import config_from_meta
-from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 VOCAB = 4096  # of the default tokenizer
@@ -77,10 +75,6 @@ def random_model(shape: TransformerConfig) -> Transformer:
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.1)  # norms of ones would hide a norm in the wrong place
     return model
-
-
-def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
-    save_hf(ModelState([model], model.config.tied_embeddings).state_dict(), folder, model.config, dtype, "")
 
 
 def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
@@ -133,31 +127,6 @@ def test_we_load_what_transformers_saves(tmp_path: Path, name: str) -> None:
     model = random_model(shape)
     load_weights([model], tmp_path / "hf", shape)
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
-
-
-def shard(shape: TransformerConfig, parallelism: Parallelism) -> Transformer:
-    mesh = Mesh(torch.device("cpu"), resolve_degrees(parallelism, dist.get_world_size()))
-    with torch.device("meta"):
-        model = Transformer(shape)
-    parallelize_llama(
-        model,
-        mesh,
-        JobConfig(
-            training=Training(mixed_precision_param="float32"),
-            parallelism=parallelism,
-            activation_checkpoint=ActivationCheckpoint(mode="full"),
-        ),
-    )
-    model.to_empty(device="cpu")
-    model.init_buffers()
-    return model
-
-
-def load_and_export_sharded(source: Path, target: Path, shape: TransformerConfig, parallelism: Parallelism) -> int:
-    model = shard(shape, parallelism)
-    load_weights([model], source, shape)
-    export(model, target)
-    return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1", "tied Llama 3.2"])

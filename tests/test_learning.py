@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import STEPS, TINY, Curve, assert_same_run, build, config_of, global_batch, joinery_of, train
+from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, joinery_of, train
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -37,6 +37,7 @@ from torchtrain.trained_model import load_model
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
 PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP
 MODELS = {"plain": PLAIN, "tied": replace(PLAIN, tied_embeddings=True), "deep": replace(PLAIN, n_layers=4)}
+STEPS = 4  # two updates of the averages
 CHANGES: dict[str, dict[str, Any]] = {
     "training": {"local_batch_size": 8, "z_loss_weight": 0.05},
     "ema": {"enable": True, "decay": 0.7, "interval": 2},
@@ -56,7 +57,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: floa
 def references(gloo: GlooPool) -> dict[tuple[str, str], Curve]:
     """By model and optimizer: one rank, the whole batch at once, all logits at once."""
     kinds = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
-    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m])[0] for m, optimizer in kinds}
+    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m], STEPS)[0] for m, optimizer in kinds}
 
 
 # Ranks, model, rows of a rank, tokens of a chunk of the loss, optimizer, [parallelism].
@@ -99,7 +100,7 @@ def test_every_layout_gives_the_run_of_one_rank(
     ranks, model, rows, chunk_tokens, optimizer, parallelism = LAYOUTS[layout]
     config = config_with(optimizer, **parallelism)
     config = replace(config, training=replace(config.training, loss_chunk_tokens=chunk_tokens, local_batch_size=rows))
-    curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model])
+    curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model], STEPS)
     reference = references[model, optimizer]
     assert_same_run(curves, reference)
     for curve in curves:

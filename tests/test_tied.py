@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,19 +77,26 @@ def from_an_export(_: Path, run: Path, target: Path) -> Path:
     return target / "hf"
 
 
+Entrance = Callable[[Path, Path, Path], Path]
 ENTRANCES = (from_hf_folder, from_a_run, from_a_checkpoint_converted, from_an_export)
+
+
+@pytest.fixture(scope="module")
+def through(
+    theirs: tuple[Path, nn.Module], run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Entrance], Path]:
+    """The folder of an entrance, made when a test first asks for it."""
+    return cache(lambda entrance: entrance(theirs[0], run, tmp_path_factory.mktemp("entrance")))
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_generates_what_transformers_does(
     theirs: tuple[Path, nn.Module],
-    run: Path,
-    tmp_path: Path,
-    entrance: Callable[[Path, Path, Path], Path],
+    through: Callable[[Entrance], Path],
+    entrance: Entrance,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, model = theirs
-    opened = entrance(folder, run, tmp_path)
+    model, opened = theirs[1], through(entrance)
     texts = []
     for _ in range(2):
         assert (
@@ -106,20 +114,19 @@ def test_generates_what_transformers_does(
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_is_scored_as_transformers_is(
-    theirs: tuple[Path, nn.Module], run: Path, tmp_path: Path, entrance: Callable[[Path, Path, Path], Path]
+    theirs: tuple[Path, nn.Module], through: Callable[[Entrance], Path], entrance: Entrance
 ) -> None:
     from torchtrain.evaluate import HarnessModel
 
-    folder, model = theirs
-    harness = HarnessModel(str(entrance(folder, run, tmp_path)))
+    model, harness = theirs[1], HarnessModel(str(through(entrance)))
     context, continuation = TOKENS[0, :10].tolist(), TOKENS[0, 10:].tolist()
     ((score, _),) = harness._loglikelihood_tokens([(None, context, continuation)], disable_tqdm=True)
     log_probabilities = model(TOKENS[:1]).logits[0, 9:-1].log_softmax(-1)
     assert score == pytest.approx(log_probabilities.gather(1, TOKENS[0, 10:, None]).sum().item(), rel=1e-5)
 
 
-def test_transformers_reads_the_export(theirs: tuple[Path, nn.Module], run: Path, tmp_path: Path) -> None:
-    exported = from_an_export(theirs[0], run, tmp_path)
+def test_transformers_reads_the_export(theirs: tuple[Path, nn.Module], through: Callable[[Entrance], Path]) -> None:
+    exported = through(from_an_export)
     assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is True
     model = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
     assert_same_logits(model(TOKENS).logits, theirs[1](TOKENS).logits)

@@ -1,0 +1,79 @@
+"""What tests of transformers' models call on ranks, which import this module and need not import transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import TINY, build, config_of
+
+from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.states import ModelState
+from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Parallelism, Training
+from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.generation import Sampling, generate
+from torchtrain.initialization import layout_independent_init
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms import tensor_parallel
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+
+
+def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
+    save_hf(ModelState([model], model.config.tied_embeddings).state_dict(), folder, model.config, dtype, "")
+
+
+def shard(shape: TransformerConfig, parallelism: Parallelism) -> Transformer:
+    mesh = Mesh(torch.device("cpu"), resolve_degrees(parallelism, dist.get_world_size()))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    parallelize_llama(
+        model,
+        mesh,
+        JobConfig(
+            training=Training(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=ActivationCheckpoint(mode="full"),
+        ),
+    )
+    model.to_empty(device="cpu")
+    model.init_buffers()
+    return model
+
+
+def load_and_export_sharded(source: Path, target: Path, shape: TransformerConfig, parallelism: Parallelism) -> int:
+    model = shard(shape, parallelism)
+    load_weights([model], source, shape)
+    export(model, target)
+    return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+def build_without_a_plan_for(name: str) -> None:
+    parallelize = tensor_parallel.parallelize_module
+
+    def forgetful(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
+        return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
+
+    tensor_parallel.parallelize_module = forgetful
+    told = r"layers.0.attention.k_norm.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    try:
+        with pytest.raises(AssertionError, match=told):
+            build(config_of(parallelism={"tensor_parallel_degree": 2}), replace(TINY, qk_norm=True))
+    finally:
+        tensor_parallel.parallelize_module = parallelize
+
+
+def greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
+    mesh = Mesh(torch.device("cpu"), Degrees(tensor=ranks))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks > 1:
+        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
+    model.to_empty(device="cpu")
+    with layout_independent_init([model], 3), torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
+    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
