@@ -174,8 +174,9 @@ def test_the_last_step_of_a_run_whose_data_end_is_logged(tmp_path: Path) -> None
     prepared = str(tmp_path / "prepared")
     assert run_door("torchtrain.prepare", "--data.path", str(text), "--prepare.output", prepared).returncode == 0
     options = ("--data.path", prepared, "--data.when_exhausted", "stop", "--metrics.log_freq", "1000")
+    options += ("--training.steps", "100")
     output = finish(tmp_path / "run", *options, ranks=1)
-    (end,) = re.findall(r"the data ended .*: step (\d+) of 12", output)
+    (end,) = re.findall(r"the data ended .*: step (\d+) of 100", output)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, int(end)]
 

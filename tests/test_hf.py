@@ -475,7 +475,7 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
 
 
 def test_initial_weights_of_a_run_with_another_model_are_refused(tmp_path: Path) -> None:
-    finish(tmp_path / "first", "--training.steps", "1", ranks=1)
+    finish(tmp_path / "first", "--training.steps", "1", "--model.shape.n_layers", "2", ranks=1)
     # Of four heads in place of two, the matrices have the same shapes; of one layer in place of two, all are there.
     shape = ("--model.shape.n_heads", "4", "--model.shape.n_kv_heads", "2", "--model.shape.n_layers", "1")
     run = ForkedRun(tmp_path / "second", "--checkpoint.initial_load_path", str(tmp_path / "first"), *shape, ranks=1)

@@ -76,8 +76,7 @@ def tensors(folder: Path) -> dict[str, str]:
 
 def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    fewer = ("--training.steps", "12", "--training.local_batch_size", "2")
-    output = run(1, "--job.dump_folder", str(folder), *fewer)
+    output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12")
     assert "warn" not in output.lower()
     logged = lines(folder)
     assert [line["step"] for line in logged] == [1, 10, 12]
@@ -90,7 +89,7 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     assert "steps = 12" in (folder / "config.toml").read_text()
     assert str(folder) in output.splitlines()[-1]
 
-    same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), *fewer[2:], "--training.steps"]
+    same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), "--training.steps"]
     again = checked_door("torchtrain.train", *same, "12").stderr
     assert "the run is complete: step 12 of 12" in again
     checked_door("torchtrain.train", *same, "14")
