@@ -66,7 +66,7 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
     def run_other() -> None:
         try:
             save_hf(shapes, target, TINY, "float32", "", read=ones)
-        except CheckpointError as error:
+        except ConfigError as error:
             errors.append(str(error))
 
     other = threading.Thread(target=run_other)
@@ -83,6 +83,25 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
     assert errors
     assert "another process has made it meanwhile" in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_target_that_another_process_has_made_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    run, target = tmp_path / "run", tmp_path / "target"
+    finish(run, "--training.steps", "2", ranks=1)
+
+    def made_meanwhile(tensor: torch.Tensor, _: str) -> torch.Tensor:
+        target.mkdir(exist_ok=True)
+        (target / "theirs").write_text("theirs")
+        return tensor
+
+    monkeypatch.setattr("torchtrain.conversion.finite", made_meanwhile)
+    with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
+        convert(run, target, "torchtrain", "float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}
+    assert [path.name for path in target.iterdir()] == ["theirs"]
 
 
 def test_an_export_is_not_that_of_an_earlier_run_with_checkpoints(tmp_path: Path) -> None:
@@ -119,6 +138,9 @@ def test_the_same_data_in_another_folder_are_the_same_run() -> None:
     with pytest.raises(CheckpointError, match="would not go on with the same run"):
         check_contract(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
     key = "model.tokenizer_path"
+    same = {"data.name": "1 file"}
+    (told,) = check_contract(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
+    assert "(harmless): data.name" in told
     assert len(check_contract(toml(), toml(model={"tokenizer_path": "x"}), (), {key: "same"}, {key: "same"})) == 1
     with pytest.raises(CheckpointError, match="tokenizer_path"):
         check_contract(toml(), toml(model={"tokenizer_path": "x"}), ())

@@ -149,7 +149,7 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
         if longest > plan.shape.max_seq_len:
             logger.warning(
                 f"{folder} has weights for sequences of {longest} tokens, and training.seq_len is "
-                f"{plan.shape.max_seq_len}: that is what exports of this run will name, and evaluate and generate take"
+                f"{plan.shape.max_seq_len}: exports of this run, evaluate and generate take this as the longest context"
             )
         saved = replace(saved, vocab_size=saved.vocab_size or plan.shape.vocab_size)  # None: that of its tokenizer
         check_same_shape(model_shape(saved, None, plan.shape.max_seq_len), plan.shape, folder, may_differ)

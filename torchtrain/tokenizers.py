@@ -39,12 +39,12 @@ class Tokenizer(ABC):
 
     @property
     def used_ids(self) -> int:
-        """Ids up to the last that a document can have: of an embedding so many rows are looked up."""
+        """One more than the largest id that a text can become: so many rows the embedding needs."""
         return self.vocab_size
 
     @property
     def identity(self) -> str:
-        """What checkpoints keep of it: the same for the same ids alone."""
+        """Its hash, as checkpoints keep it."""
         return f"SHA-256 {self.content_hash[:16]}..."
 
     @property
@@ -170,7 +170,7 @@ class JsonTokenizer(Tokenizer):
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
         by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
         never = {number for piece, number in vocabulary.items() if piece in special} - {self.bos_id, self.eos_id}
-        self._used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some end with a <pad> that no row has
+        self._used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some have a <pad> beyond the embedding
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:

@@ -45,8 +45,8 @@ KINDS = {
     Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
 }
 
-SAME_ELSEWHERE = ("data.path", "model.tokenizer_path")
-"""Options that name files: harmless where these are the same as before, by their identity."""
+SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
+"""Options that name files or folders: a change is harmless where the content is the same as before."""
 
 
 def kind_of(key: str) -> Kind:

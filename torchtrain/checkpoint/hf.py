@@ -1,6 +1,5 @@
 """Weights from and to a Hugging Face folder, sharded: through DCP, no rank holds more than its part of the model."""
 
-import errno
 import json
 import os
 import re
@@ -122,7 +121,7 @@ def save_hf(
             if replace_old:
                 shutil.rmtree(folder, ignore_errors=True)
             elif folder.exists():  # an empty one would be replaced
-                raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
+                raise ConfigError(f"{folder} exists: another process has made it meanwhile; name another folder")
             partial.rename(folder)
             fsync_folder(folder.parent)
         except OSError as error:

@@ -82,7 +82,7 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
         require_text(column, dataset.data.schema.field(column).type)
     except DataError as error:
         raise DataError(f"{label}: {error}") from None
-    identity = _identity(source, f"revision {dataset._fingerprint}")  # the hub's revision is in it, and no path
+    identity = _identity(source, label, f"revision {dataset._fingerprint}")  # the hub's revision is in it, and no path
     return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, identity)
 
 
@@ -92,12 +92,14 @@ def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> S
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them
     identity = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
-    return StreamedText(readers, lanes, label, _identity(source, identity))
+    return StreamedText(readers, lanes, label, _identity(source, label, identity))
 
 
-def _identity(source: Source, of_hub: str) -> Callable[..., str]:
+def _identity(source: Source, label: str, of_hub: str) -> Callable[..., str]:
     """What identifies a dataset: ``of_hub``, or of one in a local folder what identifies its files."""
-    splits = _builder(source).config.data_files or {} if Path(source.name).exists() else {}
+    if not Path(source.name).exists():
+        return lambda **_: of_hub
+    splits = patiently_asked(partial(_builder, source), label).config.data_files or {}
     urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
     files = [Path(url) for url in urls if "://" not in url]
     return partial(identity_of, files) if files else lambda **_: of_hub
