@@ -26,8 +26,8 @@ BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file youn
 class Claim:
     """A process that saves the checkpoints of a run; made by ``take``, on one rank."""
 
-    generation: int
-    id: str
+    generation: int = 0
+    id: str = ""
     """Two that start at once take the same generation: the last to write is the newest."""
     run: str = ""
     """Id of the run: the same through all its starts."""
@@ -44,7 +44,7 @@ class Claim:
             StorageError: the file system fails.
         """
         _remove_left_overs(folder)  # first: they may be what fills the disk
-        before = _read(folder) or cls(generation=0, id="")
+        before = _read(folder) or cls()
         claim = cls(
             before.generation + 1,
             uuid.uuid4().hex,

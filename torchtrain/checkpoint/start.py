@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from torchtrain.checkpoint.claim import Claim, known_run
 from torchtrain.checkpoint.contract import check_contract
-from torchtrain.checkpoint.history import History
+from torchtrain.checkpoint.history import History, read_config, step_folder
+from torchtrain.checkpoint.manifest import read_manifest
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.connections import new_gloo_group
@@ -27,8 +28,8 @@ class Start:
     """Of all ranks, over gloo, for checkpoints alone."""
     step: int | None = None
     """Of the checkpoint to load; None: a new run."""
-    claim: Claim | None = None
-    """None where checkpoints are off."""
+    claim: Claim = field(default_factory=Claim)
+    """Where checkpoints are off, of nobody."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer by option."""
 
@@ -63,10 +64,9 @@ def find_start(
         step = history.newest_since(config.load_step)
     run = None
     if step is not None:
-        manifest = history.manifest(step)
-        for line in check_contract(
-            history.config_toml(step), config_toml, config.allow_changes, manifest.data, identity
-        ):
+        found = step_folder(folder, step)
+        manifest, saved_toml = of_first_rank(lambda: (read_manifest(found), read_config(found)), group)
+        for line in check_contract(saved_toml, config_toml, config.allow_changes, manifest.data, identity):
             logger.info(line)
         run = manifest.run
     return Start(group, step, of_first_rank(lambda: Claim.take(folder, run), group), identity)

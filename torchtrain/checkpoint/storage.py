@@ -122,7 +122,7 @@ class VerifiedWriter(FileSystemWriter):
         self,
         folder: Path,
         config_toml: str,
-        before_rename: Callable[[], None] | None = None,
+        before_rename: Callable[[], None] = lambda: None,
         claim: str = "0",
         manifest: Manifest | None = None,
     ) -> None:
@@ -182,8 +182,7 @@ class VerifiedWriter(FileSystemWriter):
                 )
         write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        if self.before_rename is not None:
-            self.before_rename()
+        self.before_rename()
         self.partial.rename(self.folder)
         fsync_folder(self.folder.parent)
 
