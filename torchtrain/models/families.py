@@ -25,10 +25,9 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """A family. ``model_type`` and ``architecture``: what ``config.json`` calls it."""
+    """A family. ``model_type``: what ``config.json`` calls it."""
 
     model_type: str
-    architecture: str
     flavors: Mapping[str, TransformerConfig]
     fixed: Mapping[str, Any]
     """Keys of ``config.json`` that must have these values: with others the model computes something else."""
@@ -58,7 +57,7 @@ def _qwen3(
 
 def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
     fixed = {"attention_bias": False, "mlp_bias": False}
-    return Family("llama", "LlamaForCausalLM", flavors, fixed, {"max_position_embeddings": 2048})
+    return Family("llama", flavors, fixed, {"max_position_embeddings": 2048})
 
 
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -85,14 +84,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "mistral": Family(
             "mistral",
-            "MistralForCausalLM",
             {"debugmodel": _llama2(256, 6, 8, 4, 768)},
             fixed={"sliding_window": None},
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
         "qwen2": Family(
             "qwen2",
-            "Qwen2ForCausalLM",
             {"debugmodel": replace(_llama2(256, 6, 8, 4, 768), qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
             fixed={"use_sliding_window": False},
             defaults=_QWEN_DEFAULTS,
@@ -100,7 +97,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen3": Family(
             "qwen3",
-            "Qwen3ForCausalLM",
             {
                 "debugmodel": _qwen3(256, 6, 8, 768, n_kv_heads=4, head_dim=64),
                 "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -158,16 +154,13 @@ def hf_name(name: str) -> str:
     return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
 
 
-# What scales RoPE, by our names; Hugging Face's differ in one.
+# What scales RoPE, by Hugging Face's names; ours differ in the length.
+_LENGTH = "original_max_position_embeddings"
 _SCALING = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow", "attention_factor"),
 }
-
-
-def _hf_scaling_name(name: str) -> str:
-    return name.replace("max_seq_len", "max_position_embeddings")
 
 
 def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -175,11 +168,11 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
     family, scaling = export_family(config), config.rope_scaling
     rope = None
     if scaling is not None:
-        values = {name: getattr(scaling, name) for name in _SCALING[scaling.type]}
-        given = {_hf_scaling_name(name): value for name, value in values.items() if value is not None}
-        rope = {"rope_type": scaling.type, **given}
+        values = {**vars(scaling), _LENGTH: scaling.original_max_seq_len}
+        keys = (key for key in _SCALING[scaling.type] if values[key] is not None)
+        rope = {"rope_type": scaling.type, **{key: values[key] for key in keys}}
     return {
-        "architectures": [family.architecture],
+        "architectures": [f"{family.model_type.capitalize()}ForCausalLM"],
         "model_type": family.model_type,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
@@ -266,10 +259,11 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
-    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
-    values = {name: rope.get(_hf_scaling_name(name)) for name in _SCALING[rope_type]}
+    rope = {_LENGTH: rope["max_position_embeddings"], **rope}
+    given = {key: rope[key] for key in _SCALING[rope_type] if rope.get(key) is not None}
     optional = {"beta_fast", "beta_slow", "attention_factor"}
-    if missing := [name for name, value in values.items() if value is None and name not in optional]:
+    if missing := [key for key in _SCALING[rope_type] if key not in optional | given.keys()]:
         raise ValueError(f"{', '.join(missing)} of RoPE with rope_type = {rope_type!r} must be given, and not null")
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    return RopeScaling(**{"type": rope_type, **given})
+    if _LENGTH in given:
+        given["original_max_seq_len"] = given.pop(_LENGTH)
+    return RopeScaling(rope_type, **given)  # type: ignore[arg-type]
