@@ -24,7 +24,7 @@ BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file youn
 
 @dataclass(frozen=True)
 class Claim:
-    """A process that saves the checkpoints of a run; made by ``take``, on one rank."""
+    """A process that saves the checkpoints of a run; made by ``take``, on one rank. By default of nobody."""
 
     generation: int = 0
     id: str = ""
@@ -44,7 +44,7 @@ class Claim:
             StorageError: the file system fails.
         """
         _remove_left_overs(folder)  # first: they may be what fills the disk
-        before = _read(folder) or cls()
+        before = read_claim(folder)
         claim = cls(
             before.generation + 1,
             uuid.uuid4().hex,
@@ -58,8 +58,8 @@ class Claim:
 
     def check(self, folder: Path) -> None:
         """Raise SupersededError if another incarnation has started since; StorageError where that cannot be known."""
-        newest = _read(folder)
-        if newest is None:
+        newest = read_claim(folder)
+        if not newest.id:
             self._write(folder)  # nobody has claimed the folder since the file was lost
         elif newest.id != self.id:
             raise SupersededError(
@@ -87,12 +87,6 @@ class Claim:
             ) from error
 
 
-def known_run(folder: Path) -> str | None:
-    """Id of the run that saves in ``folder``; None where it is not known."""
-    claim = _read(folder)
-    return claim.run if claim else None
-
-
 def _remove_left_overs(folder: Path) -> None:
     """Remove what earlier starts were writing when they were killed. One of them may still be alive, and writing."""
     for name in names_in(folder):
@@ -105,10 +99,10 @@ def _remove_left_overs(folder: Path) -> None:
                     path.unlink()
 
 
-def _read(folder: Path) -> Claim | None:
-    """What the newest incarnation has written; None where there is nothing, or nothing of ours."""
+def read_claim(folder: Path) -> Claim:
+    """What the newest incarnation has written; an empty claim where there is nothing, or nothing of ours."""
     try:
         claim = Claim(**json.loads(read_file(folder / FILE)))
     except (*MISSING, ValueError, TypeError):
-        return None
-    return claim if isinstance(claim.generation, int) else None
+        return Claim()
+    return claim if isinstance(claim.generation, int) else Claim()

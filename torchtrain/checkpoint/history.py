@@ -53,8 +53,8 @@ def read_config(folder: Path) -> str:
 class History:
     """The checkpoints in ``folder``, which the ranks of ``group`` share. All methods are collective."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str | None) -> None:
-        """``run``: id of the run that saves in ``folder``, where it is known."""
+    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str) -> None:
+        """``run``: id of the run that saves in ``folder``; empty where it is not known."""
         self.folder = folder
         self.group = group
         self.run = run

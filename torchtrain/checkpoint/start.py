@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.claim import Claim, known_run
+from torchtrain.checkpoint.claim import Claim, read_claim
 from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.history import History, read_config, step_folder
 from torchtrain.checkpoint.manifest import read_manifest
@@ -29,7 +29,7 @@ class Start:
     step: int | None = None
     """Of the checkpoint to load; None: a new run."""
     claim: Claim = field(default_factory=Claim)
-    """Where checkpoints are off, of nobody."""
+    """Of nobody where checkpoints are off."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer by option."""
 
@@ -55,7 +55,7 @@ def find_start(
     if not config.enable:
         return Start(group)
     identity = of_first_rank(data, group)
-    history = History(folder, group, of_first_rank(lambda: known_run(folder), group))
+    history = History(folder, group, of_first_rank(lambda: read_claim(folder).run, group))
     if config.load_step == -1:
         step = history.newest_good()
         if step is None:
