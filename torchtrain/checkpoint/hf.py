@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +24,6 @@ from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.outputs import fsync_folder
-from torchtrain.reading import names_in
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
@@ -101,14 +99,13 @@ def save_hf(
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
     sharded = dist.get_world_size() > 1
-    # A name of its own: another process may be writing a folder of this name.
-    name = of_first_rank(lambda: f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
-    partial = folder.with_name(name)
 
-    def clear() -> None:
-        for old in names_in(folder.parent) if replace_old else ():
-            if re.fullmatch(re.escape(folder.name) + r"(\.[0-9a-f]{8})?" + re.escape(PARTIAL_SUFFIX), old):
-                shutil.rmtree(folder.with_name(old), ignore_errors=True)
+    def prepare() -> Path:
+        # A name of its own where another process may be writing a folder of this name.
+        own = "" if replace_old else f".{uuid.uuid4().hex[:8]}"
+        partial = folder.with_name(f"{folder.name}{own}{PARTIAL_SUFFIX}")
+        shutil.rmtree(partial, ignore_errors=True)
+        return partial
 
     def value(name: str) -> Tensor:
         return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
@@ -127,8 +124,8 @@ def save_hf(
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
+    partial = of_first_rank(prepare)
     try:
-        of_first_rank(clear)
         save_tensors(
             cast,
             value,

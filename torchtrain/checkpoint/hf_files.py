@@ -31,7 +31,7 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
     for path, names in _files(folder).items():
         with _opened(path) as file:
             there = set(file.keys())
-            for name in there if names is None else names:
+            for name in names or there:
                 if name not in there:
                     raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
                 piece = file.get_slice(name)
@@ -60,16 +60,16 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
     return files
 
 
-def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """The files to read, and which tensors of each; None: all."""
+def _files(folder: Path) -> dict[Path, list[str]]:
+    """The files to read, and which tensors of each; none: all."""
     index = folder / INDEX_FILE
     try:
         weight_map = json.loads(read_file(index))["weight_map"]
-        files: dict[Path, list[str] | None] = {}
+        files: dict[Path, list[str]] = {}
         for name, file in weight_map.items():
             if Path(file).name != file:
                 raise ValueError(f"names {file!r}, which is not in its folder")
-            files.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
+            files.setdefault(folder / file, []).append(name)
         return files
     except MISSING:
         pass
@@ -81,7 +81,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
             f"{folder} holds {len(found)} safetensors files and no {INDEX_FILE} to say which of them count; add it, or "
             "leave one file"
         )
-    return {found[0]: None} if found else {}
+    return {path: [] for path in found}
 
 
 @torch.no_grad()

@@ -48,39 +48,36 @@ class _HashingFile(io.BufferedWriter):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
         self.error: OSError | None = None
-        self._hash = xxhash.xxh3_128()
-        self._size_bytes = 0
+        self.hash = xxhash.xxh3_128()
+        self.size_bytes = 0
         self._size_sent_bytes = 0
 
     def write(self, data: Any) -> int:
         data = memoryview(data)
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
-            self._hash.update(block)
+            self.hash.update(block)
             try:
-                self._size_bytes += super().write(block)
+                self.size_bytes += super().write(block)
             except OSError as error:
                 self.error = error
                 raise
-            if self._size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
+            if self.size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
                 self._send()
         return len(data)
 
     def _send(self) -> None:
         """Let the disk begin with what was written since the last call, so that it does not idle until the fsync."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            length = self._size_bytes - self._size_sent_bytes
+            length = self.size_bytes - self._size_sent_bytes
             # To drop pages, Linux first starts writing them, and does not wait for that.
             os.posix_fadvise(super().fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
-            self._size_sent_bytes = self._size_bytes
+            self._size_sent_bytes = self.size_bytes
 
     def fileno(self) -> int:
         # Whoever asks for the descriptor is about to fsync: Python's own buffer must be empty before that.
         self.flush()
         return super().fileno()
-
-    def record(self, name: str) -> FileRecord:
-        return FileRecord(name, self._size_bytes, self._hash.hexdigest())
 
 
 class HashingFileSystem(FileSystem):
@@ -101,7 +98,7 @@ class HashingFileSystem(FileSystem):
                     raise stream.error from None
                 raise
         name = Path(path).name
-        self.records[name] = stream.record(name)
+        self.records[name] = FileRecord(name, stream.size_bytes, stream.hash.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -155,15 +152,15 @@ class VerifiedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._now("writes its part")
-        done: Future[list[WriteResult]] = Future()
         results: list[WriteResult] = []
         if plan.items:
             self.partial.mkdir(exist_ok=True)
             for result in super().write_data(plan, planner).wait():
                 record = self.fs.records[result.storage_data.relative_path]
                 results.append(HashedWriteResult(result.index, result.size_in_bytes, result.storage_data, file=record))
-        done.set_result(results)
         self._now("has written its part, and waits for the others")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[HashedWriteResult]]) -> None:  # type: ignore[override]
@@ -217,18 +214,13 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class _ReadAtOnce(io.BufferedReader):
-    """Not seekable: so DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own."""
-
-    def seekable(self) -> bool:
-        return False
-
-
 class _ReadingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "rb"
-        with _ReadAtOnce(io.FileIO(path)) as stream:
+        with open(path, "rb") as stream:
+            # So DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own.
+            stream.seekable = lambda: False  # type: ignore[method-assign]
             yield stream
 
 
