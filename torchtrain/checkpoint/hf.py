@@ -98,7 +98,6 @@ def save_hf(
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
-    sharded = dist.get_world_size() > 1
 
     def prepare() -> Path:
         # A name of its own where another process may be writing a folder of this name.
@@ -124,16 +123,10 @@ def save_hf(
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
-    partial = of_first_rank(prepare)
+    partial, files, sharded = of_first_rank(prepare), files_by_size(sizes), dist.get_world_size() > 1
+    writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
     try:
-        save_tensors(
-            cast,
-            value,
-            HuggingFaceStorageWriter(
-                str(partial), files_by_size(sizes), save_distributed=sharded, enable_consolidation=sharded
-            ),
-            folder,
-        )
+        save_tensors(cast, value, writer, folder)
         of_first_rank(complete)
     except BaseException as error:  # also Ctrl-C: nobody else would remove it
         if dist.get_rank() == 0:

@@ -57,7 +57,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    ID is that of the claim: each start of the run makes its own (``claim.py``), and an earlier one may not rename.
+    ID is that of the claim: each start of the run makes its own (``start.py``), and an earlier one may not rename.
     """
 
     config: Checkpoint

@@ -76,12 +76,7 @@ def find_weights(path: Path) -> Path:
     return path if is_hf_folder(path) else find_checkpoint(path)
 
 
-def load_weights(
-    parts: Sequence[nn.Module],
-    folder: Path,
-    model: TransformerConfig,
-    weights: str = "trained",
-) -> None:
+def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, weights: str = "trained") -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
     Layouts and dtypes need not be alike. That they are of the same model is not looked at: ``check_same_shape`` does.
