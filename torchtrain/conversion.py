@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import finite, is_hf_folder, save_hf
-from torchtrain.checkpoint.hf_files import find_tensors, read_into
+from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
