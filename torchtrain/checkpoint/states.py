@@ -177,9 +177,7 @@ def load_tensors(
             dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
         except CheckpointException as error:
             cause, words = _first_failure(error)
-            if isinstance(cause, KeyboardInterrupt):
-                raise cause from None
-            if isinstance(cause, OSError) and not isinstance(cause, MISSING):
+            if isinstance(cause, (KeyboardInterrupt, OSError)) and not isinstance(cause, MISSING):
                 raise cause from error
             raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
         return planner

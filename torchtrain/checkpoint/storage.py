@@ -47,7 +47,6 @@ class _HashingFile(io.BufferedWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self.error: OSError | None = None
         self.hash = xxhash.xxh3_128()
         self.size_bytes = 0
         self._size_sent_bytes = 0
@@ -57,11 +56,7 @@ class _HashingFile(io.BufferedWriter):
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             self.hash.update(block)
-            try:
-                self.size_bytes += super().write(block)
-            except OSError as error:
-                self.error = error
-                raise
+            self.size_bytes += super().write(block)
             if self.size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
                 self._send()
         return len(data)
@@ -92,11 +87,9 @@ class HashingFileSystem(FileSystem):
         with _HashingFile(path) as stream:
             try:
                 yield stream
-            except RuntimeError:
-                # torch.save turns "No space left on device" into "unexpected pos 704 vs 598".
-                if stream.error is not None:
-                    raise stream.error from None
-                raise
+            except RuntimeError as error:
+                # Of "No space left on device" torch.save makes "unexpected pos 704 vs 598".
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         name = Path(path).name
         self.records[name] = FileRecord(name, stream.size_bytes, stream.hash.hexdigest())
 
@@ -239,12 +232,11 @@ class VerifiedReader(FileSystemReader):
         folder = Path(self.path)
         known = {record.name for record in read_manifest(folder).files}
         try:
-            metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
+            metadata: Metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
+            named = [info.relative_path for info in metadata.storage_data.values()]
         except (*MISSING, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{folder / METADATA} cannot be read ({error})") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{folder / METADATA} holds a {type(metadata).__name__}, not DCP's metadata")
-        for info in (metadata.storage_data or {}).values():
-            if info.relative_path not in known:
-                raise CheckpointError(f"{folder / METADATA} names {info.relative_path!r}, which the manifest does not")
+        for name in named:
+            if name not in known:
+                raise CheckpointError(f"{folder / METADATA} names {name!r}, which the manifest does not")
         return metadata
