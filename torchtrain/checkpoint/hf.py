@@ -47,10 +47,9 @@ def check_same_shape(
     ``may_differ``: fields that may have another value in ``model`` than in ``found``, such as ``rope_scaling``.
     """
     found = replace(found, max_seq_len=model.max_seq_len)
-    if found == model:
+    names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
+    if not names:
         return
-    compared = (field.name for field in fields(model) if field.compare)
-    names = [name for name in compared if getattr(found, name) != getattr(model, name)]
     listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
     if set(names) <= set(may_differ):
         logger.warning("the weights in %s are of a model with %s, as the config asks for", folder, listed)
