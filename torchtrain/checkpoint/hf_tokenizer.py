@@ -45,10 +45,9 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
             bos = {"id": "bos", "ids": [tokenizer.bos_id], "tokens": [library.id_to_token(tokenizer.bos_id)]}
             library.post_processor = processors.TemplateProcessing("bos $A", "bos $A $B:1", special_tokens=[bos])
         (folder / TOKENIZER_JSON).write_text(library.to_str(), encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        if i is not None:
-            config[name] = library.id_to_token(i)
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    config: dict[str, Any] = {name: library.id_to_token(i) for name, i in ids.items() if i is not None}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

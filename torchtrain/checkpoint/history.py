@@ -65,13 +65,12 @@ class History:
         ``among(step)``: whether to consider it. Where there is no good one, nothing is renamed.
         """
         damaged: dict[int, str] = {}
-        for step in reversed(of_first_rank(lambda: saved_steps(self.folder), self.group)):
-            if among(step):
-                problem = self.problem(step)
-                if problem is None:
-                    of_first_rank(lambda: self._set_aside(damaged), self.group)
-                    return step
-                damaged[step] = problem
+        for step in filter(among, reversed(of_first_rank(lambda: saved_steps(self.folder), self.group))):
+            problem = self.problem(step)
+            if problem is None:
+                of_first_rank(lambda: self._set_aside(damaged), self.group)
+                return step
+            damaged[step] = problem
         return None
 
     def newest_since(self, load_step: int) -> int:
