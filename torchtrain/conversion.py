@@ -25,6 +25,7 @@ from torchtrain.log import logger
 from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.outputs import require_folder
 from torchtrain.reading import read_file
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
@@ -54,10 +55,7 @@ def convert(
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
         source = open_source(source_folder, tokenizer_path, weights, average)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{target} cannot be made: {error.strerror}; name a folder that can") from error
+        require_folder(target.parent, str(target))
         if to == "hf":
             save_hf(source.shapes, target, source.model, dtype_name, source.tokenizer_path, read=source.read)
         else:
