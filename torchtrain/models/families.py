@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,31 +38,20 @@ class Family:
     qkv_bias: bool = False
 
 
-def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> TransformerConfig:
-    return TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=32000, max_seq_len=4096)
+# Of each model dim, n_layers, n_heads, n_kv_heads and ffn_dim are to be given.
+_llama2 = partial(TransformerConfig, vocab_size=32000, max_seq_len=4096)
+_llama3 = partial(
+    TransformerConfig, vocab_size=128256, max_seq_len=131072, rope_theta=500000.0, rope_scaling=RopeScaling()
+)
+_qwen3 = partial(
+    TransformerConfig, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=128
+)
+_LLAMA32: dict[str, Any] = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
 
-
-def _llama3(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
-) -> TransformerConfig:
-    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=128256, max_seq_len=131072)
-    return replace(shape, rope_theta=500000.0, rope_scaling=RopeScaling(factor=scale), tied_embeddings=tied)
-
-
-def _qwen3(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, tied: bool = False, head_dim: int = 128
-) -> TransformerConfig:
-    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=151936, max_seq_len=40960)
-    return replace(shape, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
-
-
-def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
-    fixed = {"attention_bias": False, "mlp_bias": False}
-    return Family("llama", flavors, fixed, {"max_position_embeddings": 2048})
-
-
+_llama = partial(
+    Family, "llama", fixed={"attention_bias": False, "mlp_bias": False}, defaults={"max_position_embeddings": 2048}
+)
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama2": _llama(
@@ -74,12 +64,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "llama3": _llama(
             {
-                "debugmodel": _llama3(256, 6, 8, 768, n_kv_heads=4),
-                "1B": _llama3(2048, 16, 32, 8192, scale=32.0, tied=True),
-                "3B": _llama3(3072, 28, 24, 8192, scale=32.0, tied=True),
-                "8B": _llama3(4096, 32, 32, 14336),
-                "70B": _llama3(8192, 80, 64, 28672),
-                "405B": _llama3(16384, 126, 128, 53248),
+                "debugmodel": _llama3(256, 6, 8, 4, 768),
+                "1B": _llama3(2048, 16, 32, 8, 8192, **_LLAMA32),
+                "3B": _llama3(3072, 28, 24, 8, 8192, **_LLAMA32),
+                "8B": _llama3(4096, 32, 32, 8, 14336),
+                "70B": _llama3(8192, 80, 64, 8, 28672),
+                "405B": _llama3(16384, 126, 128, 8, 53248),
             }
         ),
         "mistral": Family(
@@ -90,7 +80,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen2": Family(
             "qwen2",
-            {"debugmodel": replace(_llama2(256, 6, 8, 4, 768), qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
+            {"debugmodel": _llama2(256, 6, 8, 4, 768, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
             fixed={"use_sliding_window": False},
             defaults=_QWEN_DEFAULTS,
             qkv_bias=True,
@@ -98,13 +88,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family(
             "qwen3",
             {
-                "debugmodel": _qwen3(256, 6, 8, 768, n_kv_heads=4, head_dim=64),
-                "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-                "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-                "4B": _qwen3(2560, 36, 32, 9728, tied=True),
-                "8B": _qwen3(4096, 36, 32, 12288),
-                "14B": _qwen3(5120, 40, 40, 17408),
-                "32B": _qwen3(5120, 64, 64, 25600),
+                "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
+                "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied_embeddings=True),
+                "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied_embeddings=True),
+                "4B": _qwen3(2560, 36, 32, 8, 9728, tied_embeddings=True),
+                "8B": _qwen3(4096, 36, 32, 8, 12288),
+                "14B": _qwen3(5120, 40, 40, 8, 17408),
+                "32B": _qwen3(5120, 64, 64, 8, 25600),
             },
             fixed={"attention_bias": False, "use_sliding_window": False},
             defaults={**_QWEN_DEFAULTS, "head_dim": 128},
