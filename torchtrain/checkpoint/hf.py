@@ -190,11 +190,10 @@ def save_hf(
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
 
     def prepare() -> Path:
-        # A name of its own where another process may be writing a folder of this name.
-        own = "" if replace_old else f".{uuid.uuid4().hex[:8]}"
-        partial = folder.with_name(f"{folder.name}{own}{PARTIAL_SUFFIX}")
-        shutil.rmtree(partial, ignore_errors=True)
-        return partial
+        for old in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 8}{PARTIAL_SUFFIX}") if replace_old else ():
+            shutil.rmtree(old, ignore_errors=True)
+        # A name of its own: another process may be writing a folder of this name.
+        return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
 
     def value(name: str) -> Tensor:
         return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
