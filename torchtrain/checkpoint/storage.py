@@ -12,8 +12,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,6 @@ from torchtrain.reading import BLOCK_BYTES, MISSING, read_file
 METADATA = ".metadata"
 CONFIG = "config.toml"
 PARTIAL_SUFFIX = ".partial"
-
-
-@dataclass(frozen=True)
-class HashedWriteResult(WriteResult):
-    """DCP's receipt for one tensor, with the record of the file that holds it."""
-
-    file: FileRecord
 
 
 class _HashingFile(io.BufferedWriter):
@@ -145,24 +139,23 @@ class VerifiedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._now("writes its part")
-        results: list[WriteResult] = []
+        results: list[Any] = []
         if plan.items:
             self.partial.mkdir(exist_ok=True)
-            for result in super().write_data(plan, planner).wait():
-                record = self.fs.records[result.storage_data.relative_path]
-                results.append(HashedWriteResult(result.index, result.size_in_bytes, result.storage_data, file=record))
+            # DCP takes what each rank returns to the first one: the records of its files, too.
+            results = [*super().write_data(plan, planner).wait(), *self.fs.records.values()]
         self._now("has written its part, and waits for the others")
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[HashedWriteResult]]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the rest is, all at once, below
-        super().finish(metadata, results)  # type: ignore[arg-type]
+        super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-        records = self.fs.records | {r.file.name: r.file for of_rank in results for r in of_rank}
+        records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         for name in records:
             file = self.partial / name
             if not file.exists():
