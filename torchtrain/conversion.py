@@ -22,7 +22,7 @@ from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
-from torchtrain.models.families import hf_name, read_hf_config
+from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.outputs import require_folder
@@ -131,7 +131,7 @@ def hf_source(folder: Path, tokenizer_path: str) -> Weights:
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(shapes[name], device="cpu")
-        read_into(tensor, found[name], hf_name(name))
+        read_into({name: tensor}, found)
         return tensor
 
     return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
 from torchtrain.checkpoint.states import parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
-from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.initialization import block_held
@@ -58,21 +58,6 @@ def check_same_shape(
         f"{folder} holds another model than the config asks for: {listed}. Set the model.flavor, model.vocab_size, "
         "[model.shape] and model.tokenizer_path that belong to it, or model.hf_folder if it is one of Hugging Face's"
     )
-
-
-def load_hf(tensors: Mapping[str, Tensor], folder: Path, model: TransformerConfig) -> None:
-    """Write the weights in ``folder`` into ``tensors``: live ones of ``model``, by our names, of any layout and dtype.
-
-    Raises:
-        CheckpointError: the folder does not hold the weights of ``model``, and nothing else.
-    """
-    found = of_first_rank(lambda: find_tensors(folder, model))
-
-    def read_own_parts() -> None:
-        for name, tensor in tensors.items():
-            read_into(tensor, found[name], hf_name(name))
-
-    of_all_ranks(read_own_parts)
 
 
 def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
@@ -140,12 +125,13 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 
 @torch.no_grad()
-def read_into(tensor: Tensor, file: Path, name: str) -> None:
-    """Write into ``tensor``, of any layout and dtype, what of the tensor ``name`` this rank has."""
-    part, spans = block_held(tensor)
-    if part.numel():
-        with _opened(file) as opened:
-            part.copy_(opened.get_slice(name)[spans])
+def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each; from ``files``."""
+    for name, tensor in tensors.items():
+        part, spans = block_held(tensor)
+        if part.numel():
+            with _opened(files[name]) as opened:
+                part.copy_(opened.get_slice(hf_name(name))[spans])
 
 
 @contextmanager

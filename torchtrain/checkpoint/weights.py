@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from torchtrain.checkpoint.hf import is_hf_folder, load_hf
+from torchtrain.checkpoint.hf import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
@@ -90,7 +90,8 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerCon
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
-        load_hf(tensors, folder, model)
+        found = of_first_rank(lambda: find_tensors(folder, model))
+        of_all_ranks(lambda: read_into(tensors, found))
     else:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         try:
