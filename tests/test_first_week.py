@@ -20,8 +20,7 @@ from test_plot import numbers, write_run
 from tokenizers import Tokenizer
 
 from torchtrain.checkpoint.contract import check_contract
-from torchtrain.checkpoint.hf import save_hf, write_hf_config
-from torchtrain.checkpoint.hf_files import find_tensors
+from torchtrain.checkpoint.hf import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import Model, Source, Validation

@@ -417,6 +417,7 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
         b"345",
         b"\xc3\xa9",
         b" it",
+        *(b"hell", b"he", b"ll"),  # a token before those that it is made of
     ]
     tokens = [bytes([byte]) for byte in range(256)] + pieces
     monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", len(tokens))
@@ -424,6 +425,7 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
     file.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     write_hf_config(tmp_path, LLAMA2, "float32", str(file))
     ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("shells") == ours.encode("shells", bos=True) == [ours.bos_id, *b"s", 270, *b"s"]
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
     again = load_tokenizer(str(tmp_path))
     assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import finite, is_hf_folder, save_hf
-from torchtrain.checkpoint.hf_files import find_tensors, read_into
+from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
@@ -23,9 +22,10 @@ from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
-from torchtrain.models.families import hf_name, read_hf_config
+from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.outputs import require_folder
 from torchtrain.reading import read_file
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
@@ -55,10 +55,7 @@ def convert(
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
         source = open_source(source_folder, tokenizer_path, weights, average)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{target} cannot be made: {error.strerror}; name a folder that can") from error
+        require_folder(target.parent, str(target))
         if to == "hf":
             save_hf(source.shapes, target, source.model, dtype_name, source.tokenizer_path, read=source.read)
         else:
@@ -134,7 +131,7 @@ def hf_source(folder: Path, tokenizer_path: str) -> Weights:
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(shapes[name], device="cpu")
-        read_into(tensor, found[name], hf_name(name))
+        read_into({name: tensor}, found)
         return tensor
 
     return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path))

@@ -52,8 +52,7 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
     folder = Path(config.job.dump_folder) / "hf"
     set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
-    dtype, tokenizer_path = config.checkpoint.export_dtype, config.model.tokenizer_path
-    save_hf(weights, folder, model, dtype, tokenizer_path, replace_old=True)
+    save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
     if dist.get_rank() == 0 and config.checkpoint.enable:
         with BestEffort(str(folder / NOTE)):  # without it the next start exports again
             (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")

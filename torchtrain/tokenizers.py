@@ -27,6 +27,8 @@ class Tokenizer(ABC):
     """What every tokenizer offers. Ids are ints in ``range(vocab_size)``."""
 
     vocab_size: int
+    used_ids: int
+    """One more than the largest id that a text can become: so many rows the embedding needs."""
     bos_id: int | None
     """Id that begins a document; None if the tokenizer has none."""
     eos_id: int | None
@@ -36,11 +38,6 @@ class Tokenizer(ABC):
 
     token_bytes: list[int]
     """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
-
-    @property
-    def used_ids(self) -> int:
-        """One more than the largest id that a text can become: so many rows the embedding needs."""
-        return self.vocab_size
 
     @property
     def identity(self) -> str:
@@ -119,7 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
             raise TokenizerError(f"it is no {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file") from None
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size = self.used_ids = self._processor.vocab_size()
         self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.eos_id()))
         self.content_hash = hashlib.sha256(content).hexdigest()
         self.token_bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
@@ -170,7 +167,7 @@ class JsonTokenizer(Tokenizer):
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
         by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
         never = {number for piece, number in vocabulary.items() if piece in special} - {self.bos_id, self.eos_id}
-        self._used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some have a <pad> beyond the embedding
+        self.used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some have a <pad> beyond the embedding
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:
@@ -180,10 +177,6 @@ class JsonTokenizer(Tokenizer):
                 self.token_bytes[number] = len(piece) if by_letters else 1
             else:
                 self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
-
-    @property
-    def used_ids(self) -> int:
-        return self._used_ids
 
     def _make_encoder(self, about: dict[str, Any], hidden: Collection[str]) -> tokenizers.Tokenizer:
         """The tokenizer of the file ``about``, which gives a text the same ids each time, and special tokens' never.
@@ -233,26 +226,22 @@ def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | 
     return None
 
 
-# Llama 3's pre-tokenizer, and its special tokens in the order of their ids with the names of Llama 3.1 (3.0 reserved
-# the ids of those that 3.1 named): https://github.com/meta-llama/llama-models.
+# Llama 3's pre-tokenizer, and those of its 256 special tokens that have names in Llama 3.1, by their place; the others
+# are reserved, and numbered (3.0 reserved the ids of those that 3.1 named): https://github.com/meta-llama/llama-models.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_LLAMA3_SPECIALS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-)
-_LLAMA3_SPECIAL_COUNT = 256
+_LLAMA3_SPECIALS = {
+    0: "begin_of_text",
+    1: "end_of_text",
+    4: "finetune_right_pad_id",
+    6: "start_header_id",
+    7: "end_header_id",
+    8: "eom_id",
+    9: "eot_id",
+    10: "python_tag",
+}
 LLAMA3_RANKS = 128_000
 
 # Limits of the reference implementation: tiktoken fails on longer texts, and its regular expression overflows the
@@ -282,13 +271,13 @@ class TiktokenTokenizer(Tokenizer):
                 "the 256 bytes among them: it is cut short or damaged, or of another model (Llama 4's has 200,000), "
                 f"which splits text by another pattern; fetch it again, or give that model's {TOKENIZER_JSON}"
             )
-        reserved = (f"<|reserved_special_token_{n}|>" for n in itertools.count(3))
-        names = itertools.islice(itertools.chain(_LLAMA3_SPECIALS, reserved), _LLAMA3_SPECIAL_COUNT)
-        specials = {name: len(ranks) + n for n, name in enumerate(names)}
+        reserved = itertools.count()
+        names = [_LLAMA3_SPECIALS.get(n) or f"reserved_special_token_{next(reserved)}" for n in range(256)]
+        specials = {f"<|{name}|>": len(ranks) + n for n, name in enumerate(names)}
         self._encoding = tiktoken.Encoding(
             "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        self.vocab_size = len(ranks) + len(specials)
+        self.vocab_size = self.used_ids = len(ranks) + len(specials)
         self.bos_id: int | None = specials["<|begin_of_text|>"]
         self.eos_id: int | None = specials["<|end_of_text|>"]
         self.content_hash = hashlib.sha256(content).hexdigest()

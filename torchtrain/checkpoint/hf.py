@@ -2,32 +2,36 @@
 
 import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from torchtrain.checkpoint.hf_files import find_tensors, read_into
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
 from torchtrain.checkpoint.states import parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
-from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.initialization import block_held
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.outputs import fsync_folder
-from torchtrain.reading import names_in
+from torchtrain.reading import MISSING, patiently, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
 
 
@@ -43,10 +47,9 @@ def check_same_shape(
     ``may_differ``: fields that may have another value in ``model`` than in ``found``, such as ``rope_scaling``.
     """
     found = replace(found, max_seq_len=model.max_seq_len)
-    if found == model:
+    names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
+    if not names:
         return
-    compared = (field.name for field in fields(model) if field.compare)
-    names = [name for name in compared if getattr(found, name) != getattr(model, name)]
     listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
     if set(names) <= set(may_differ):
         logger.warning("the weights in %s are of a model with %s, as the config asks for", folder, listed)
@@ -57,19 +60,90 @@ def check_same_shape(
     )
 
 
-def load_hf(tensors: Mapping[str, Tensor], folder: Path, model: TransformerConfig) -> None:
-    """Write the weights in ``folder`` into ``tensors``: live ones of ``model``, by our names, of any layout and dtype.
+def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
+    """The file in which each parameter of ``model`` lies, by our names.
 
     Raises:
-        CheckpointError: the folder does not hold the weights of ``model``, and nothing else.
+        CheckpointError: a file is damaged; a tensor is missing, has another shape, or a dtype that cannot be read as it
+            is; there is one that the model does not have.
     """
-    found = of_first_rank(lambda: find_tensors(folder, model))
+    found = {}
+    for path, names in _files(folder).items():
+        with _opened(path) as file:
+            there = set(file.keys())
+            for name in names or there:
+                if name not in there:
+                    raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
+                piece = file.get_slice(name)
+                found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
+    files = {}
+    for ours, parameter in parameter_shapes(model).items():
+        name, shape = hf_name(ours), tuple(parameter.shape)
+        if name not in found:
+            raise CheckpointError(f"{folder} lacks {name}, which a model of this config.json has")
+        path, own_shape, dtype = found.pop(name)
+        if own_shape != shape:
+            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {shape}")
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not read"
+            )
+        files[ours] = path
+    # transformers ignores these, too: RoPE tables of old exports, and a tied matrix by its other name.
+    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
+    unknown = sorted(name for name in found if not name.endswith(ignored))
+    if unknown:
+        raise CheckpointError(
+            f"{folder} holds tensors that a model of this config.json does not have: {', '.join(unknown[:5])}"
+            + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        )
+    return files
 
-    def read_own_parts() -> None:
-        for name, tensor in tensors.items():
-            read_into(tensor, found[name], hf_name(name))
 
-    of_all_ranks(read_own_parts)
+def _files(folder: Path) -> dict[Path, list[str]]:
+    """The files to read, and which tensors of each; none: all."""
+    index = folder / INDEX_FILE
+    try:
+        weight_map = json.loads(read_file(index))["weight_map"]
+        files: dict[Path, list[str]] = {}
+        for name, file in weight_map.items():
+            if Path(file).name != file:
+                raise ValueError(f"names {file!r}, which is not in its folder")
+            files.setdefault(folder / file, []).append(name)
+        return files
+    except MISSING:
+        pass
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} safetensors files and no {INDEX_FILE} to say which of them count; add it, or "
+            "leave one file"
+        )
+    return {path: [] for path in found}
+
+
+@torch.no_grad()
+def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each; from ``files``."""
+    for name, tensor in tensors.items():
+        part, spans = block_held(tensor)
+        if part.numel():
+            with _opened(files[name]) as opened:
+                part.copy_(opened.get_slice(hf_name(name))[spans])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        patiently(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except MISSING as error:
+        raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or cut short ({error}): fetch it again") from error
 
 
 def save_hf(
@@ -100,15 +174,12 @@ def save_hf(
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
-    sharded = dist.get_world_size() > 1
-    # A name of its own: another process may be writing a folder of this name.
-    name = of_first_rank(lambda: f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
-    partial = folder.with_name(name)
 
-    def clear() -> None:
-        for old in names_in(folder.parent) if replace_old else ():
-            if re.fullmatch(re.escape(folder.name) + r"(\.[0-9a-f]{8})?" + re.escape(PARTIAL_SUFFIX), old):
-                shutil.rmtree(folder.with_name(old), ignore_errors=True)
+    def prepare() -> Path:
+        for old in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 8}{PARTIAL_SUFFIX}") if replace_old else ():
+            shutil.rmtree(old, ignore_errors=True)
+        # A name of its own: another process may be writing a folder of this name.
+        return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
 
     def value(name: str) -> Tensor:
         return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
@@ -127,16 +198,10 @@ def save_hf(
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
+    partial, files, sharded = of_first_rank(prepare), files_by_size(sizes), dist.get_world_size() > 1
+    writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
     try:
-        of_first_rank(clear)
-        save_tensors(
-            cast,
-            value,
-            HuggingFaceStorageWriter(
-                str(partial), files_by_size(sizes), save_distributed=sharded, enable_consolidation=sharded
-            ),
-            folder,
-        )
+        save_tensors(cast, value, writer, folder)
         of_first_rank(complete)
     except BaseException as error:  # also Ctrl-C: nobody else would remove it
         if dist.get_rank() == 0:

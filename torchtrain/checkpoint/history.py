@@ -9,7 +9,7 @@ from pathlib import Path
 import tomli
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import Manifest, read_manifest, verify
+from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
@@ -41,11 +41,20 @@ def newest_config(folder: Path, load_step: int) -> JobConfig | None:
     return None
 
 
+def read_config(folder: Path) -> str:
+    """The config of the run that has made the checkpoint in ``folder``; CheckpointError where it has none."""
+    file = folder / CONFIG
+    try:
+        return read_file(file).decode()
+    except (*MISSING, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): this is no whole checkpoint") from error
+
+
 class History:
     """The checkpoints in ``folder``, which the ranks of ``group`` share. All methods are collective."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str | None) -> None:
-        """``run``: id of the run that saves in ``folder``, where it is known."""
+    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str) -> None:
+        """``run``: id of the run that saves in ``folder``; empty where it is not known."""
         self.folder = folder
         self.group = group
         self.run = run
@@ -56,30 +65,31 @@ class History:
         ``among(step)``: whether to consider it. Where there is no good one, nothing is renamed.
         """
         damaged: dict[int, str] = {}
-        for step in reversed(of_first_rank(lambda: saved_steps(self.folder), self.group)):
-            if among(step):
-                problem = self.problem(step)
-                if problem is None:
-                    of_first_rank(lambda: self._set_aside(damaged), self.group)
-                    return step
-                damaged[step] = problem
+        for step in filter(among, reversed(of_first_rank(lambda: saved_steps(self.folder), self.group))):
+            problem = self.problem(step)
+            if problem is None:
+                of_first_rank(lambda: self._set_aside(damaged), self.group)
+                return step
+            damaged[step] = problem
         return None
 
     def newest_since(self, load_step: int) -> int:
         """``load_step``, or the newest step that a run with the same ``load_step`` has come to from there."""
 
-        def made_since(step: int) -> bool:
-            if step <= load_step:
-                return False
+        def begun_there(step: int) -> bool:
             try:
-                saved = tomli.loads(self.config_toml(step))
+                saved = tomli.loads(read_config(step_folder(self.folder, step)))
             except (CheckpointError, tomli.TOMLDecodeError):
                 return True  # damaged, as will be found
             return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
 
-        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
-        # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
-        since = set(itertools.takewhile(made_since, reversed(steps)))
+        def find() -> tuple[list[int], set[int]]:
+            steps = saved_steps(self.folder)
+            # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
+            later = (step for step in reversed(steps) if step > load_step)
+            return steps, set(itertools.takewhile(begun_there, later))
+
+        steps, since = of_first_rank(find, self.group)
         step = self.newest_good(since.__contains__)
         if step is not None:
             logger.info(
@@ -130,21 +140,6 @@ class History:
         except CheckpointError as error:
             return str(error)
         return None
-
-    def config_toml(self, step: int) -> str:
-        """The config of the run that has made the checkpoint of ``step``; CheckpointError where it has none."""
-
-        def read() -> str:
-            file = step_folder(self.folder, step) / CONFIG
-            try:
-                return read_file(file).decode()
-            except (*MISSING, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{file} cannot be read ({error}): this is no whole checkpoint") from error
-
-        return of_first_rank(read, self.group)
-
-    def manifest(self, step: int) -> Manifest:
-        return of_first_rank(lambda: read_manifest(step_folder(self.folder, step)), self.group)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         for step, problem in damaged.items():

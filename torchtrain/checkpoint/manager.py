@@ -3,19 +3,18 @@
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.claim import Claim
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
@@ -58,7 +57,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    ID is that of the claim: each start of the run makes its own (``claim.py``), and an earlier one may not rename.
+    ID is that of the claim: each start of the run makes its own (``start.py``), and an earlier one may not rename.
     """
 
     config: Checkpoint
@@ -69,7 +68,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     stop: Stop | None = None  # whether the run was asked to stop; None: it never is
 
     def __post_init__(self) -> None:
-        self.group = self.start.group
+        self.group, self.claim = self.start.group, self.start.claim
         self.rank = dist.get_rank()
         self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
@@ -79,11 +78,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
         self._failed_in_a_row = 0
-
-    @property
-    def claim(self) -> Claim:
-        assert self.start.claim is not None, "checkpoint.enable is off"
-        return self.start.claim
 
     # Loading
 
@@ -145,14 +139,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.claim.id,
             Manifest(step, self.claim.run, self.start.data),
         )
+        save = partial(save_tensors, tensors, staged.__getitem__, self._writer, self._writer.folder, self.group)
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
         # collectives keep their order because all ranks save at the same steps, and one save at a time.
-        self._thread = threading.Thread(
-            target=self._save_in_background,
-            args=(self._pending, self._writer, tensors, staged, started),
-            name="save",
-            daemon=True,
-        )
+        arguments = (save, self._pending, self._writer.folder, started)
+        self._thread = threading.Thread(target=self._save_in_background, args=arguments, name="save", daemon=True)
         self._thread.start()
         if self.config.async_mode == "disabled" or last:
             self.wait(required)
@@ -204,25 +195,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
         return f"{self._writer.folder.name}: {self._writer.doing} since {since}"
 
-    def _save_in_background(
-        self,
-        done: Future[None],
-        writer: VerifiedWriter,
-        tensors: dict[str, Tensor],
-        staged: dict[str, Tensor],
-        started: float,
-    ) -> None:
-        """Write and commit ``staged``, begun at ``started``. ``tensors`` gives shapes and shards."""
+    def _save_in_background(self, save: Callable[[], None], done: Future[None], folder: Path, started: float) -> None:
+        """Call ``save``, which writes and commits ``folder``, begun at ``started``; the outcome goes to ``done``."""
         try:
             self.stager.wait()
-            save_tensors(tensors, staged.__getitem__, writer, writer.folder, self.group)
+            save()
         except Exception as error:
             if isinstance(error, CheckpointError) and not isinstance(error, SupersededError) and self.rank == 0:
                 logger.error(f"{error}; the last good checkpoint stays")
             done.set_exception(error)
             return
         if self.rank == 0:
-            logger.info(f"saved {writer.folder} in {time.perf_counter() - started:.1f} s")
+            logger.info(f"saved {folder} in {time.perf_counter() - started:.1f} s")
         done.set_result(None)
         if self.rank == 0:
             # After the save counts as done: deleting can take longer than writing, and nobody need wait for it.

@@ -19,7 +19,6 @@ class Stager:
     def __init__(self, overlap: bool) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream() if overlap and torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -33,17 +32,14 @@ class Stager:
         with torch.cuda.stream(self._stream):  # None: on the current one
             for name, part in parts.items():
                 self._buffers[name].copy_(part, non_blocking=True)
-        if self._stream is not None:
-            self._copied = self._stream.record_event()
-        elif any(part.is_cuda for part in parts.values()):
+        if self._stream is None and any(part.is_cuda for part in parts.values()):
             torch.cuda.current_stream().synchronize()
         return self._buffers
 
     def before_update(self) -> None:
         """Make the current stream wait for copies under way; the CPU does not wait."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def wait(self) -> None:
         """Block until the staged values are there. Safe to call from another thread."""

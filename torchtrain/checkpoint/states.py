@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -131,22 +131,19 @@ class TensorSavePlanner(DefaultSavePlanner):
 
 
 class CompleteLoadPlanner(DefaultLoadPlanner):
-    """Plans the load of a flat dict of tensors and counts what is written, so that no element is left out unseen."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._written: Counter[str] = Counter()  # elements
+    """Plans the load of a flat dict of tensors, and refuses a plan that leaves out an element."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002
         # The default would unpickle it.
         raise CheckpointError(f"{read_item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._written[read_item.dest_index.fqn] += tensor.numel()
-
-    def unwritten(self) -> list[str]:
-        """Names of tensors of which this rank's part was not written in full."""
-        return [name for name, tensor in self.state_dict.items() if self._written[name] != local(tensor).numel()]
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        planned: Counter[str] = Counter()  # elements
+        for item in new_plan.items:
+            planned[item.dest_index.fqn] += item.lengths.numel()
+        if missing := [name for name, t in self.state_dict.items() if planned[name] != local(t).numel()]:
+            raise CheckpointError(f"it does not hold all of these tensors: {', '.join(missing[:5])}")
+        return super().finish_plan(new_plan)
 
 
 def load_tensors(
@@ -171,22 +168,17 @@ def load_tensors(
             "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
         )
 
-    def load() -> CompleteLoadPlanner:
-        planner = CompleteLoadPlanner()
+    def load() -> None:
+        planner = CompleteLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
         except CheckpointException as error:
             cause, words = _first_failure(error)
-            if isinstance(cause, KeyboardInterrupt):
-                raise cause from None
-            if isinstance(cause, OSError) and not isinstance(cause, MISSING):
+            if isinstance(cause, (KeyboardInterrupt, OSError)) and not isinstance(cause, MISSING):
                 raise cause from error
             raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
-        return planner
 
-    planner = patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
-    if unwritten := list(chain.from_iterable(of_all_ranks(planner.unwritten, group))):
-        raise CheckpointError(f"{reader.path} does not hold all of these tensors: {', '.join(unwritten[:5])}")
+    patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
     return tensors
 
 

@@ -12,8 +12,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,52 +36,37 @@ CONFIG = "config.toml"
 PARTIAL_SUFFIX = ".partial"
 
 
-@dataclass(frozen=True)
-class HashedWriteResult(WriteResult):
-    """DCP's receipt for one tensor, with the record of the file that holds it."""
-
-    file: FileRecord
-
-
 class _HashingFile(io.BufferedWriter):
     """A new file that hashes what is written to it; writes only go forward."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self.error: OSError | None = None
-        self._hash = xxhash.xxh3_128()
-        self._size_bytes = 0
+        self.hash = xxhash.xxh3_128()
+        self.size_bytes = 0
         self._size_sent_bytes = 0
 
     def write(self, data: Any) -> int:
         data = memoryview(data)
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
-            self._hash.update(block)
-            try:
-                self._size_bytes += super().write(block)
-            except OSError as error:
-                self.error = error
-                raise
-            if self._size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
+            self.hash.update(block)
+            self.size_bytes += super().write(block)
+            if self.size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
                 self._send()
         return len(data)
 
     def _send(self) -> None:
         """Let the disk begin with what was written since the last call, so that it does not idle until the fsync."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            length = self._size_bytes - self._size_sent_bytes
+            length = self.size_bytes - self._size_sent_bytes
             # To drop pages, Linux first starts writing them, and does not wait for that.
             os.posix_fadvise(super().fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
-            self._size_sent_bytes = self._size_bytes
+            self._size_sent_bytes = self.size_bytes
 
     def fileno(self) -> int:
         # Whoever asks for the descriptor is about to fsync: Python's own buffer must be empty before that.
         self.flush()
         return super().fileno()
-
-    def record(self, name: str) -> FileRecord:
-        return FileRecord(name, self._size_bytes, self._hash.hexdigest())
 
 
 class HashingFileSystem(FileSystem):
@@ -95,13 +81,11 @@ class HashingFileSystem(FileSystem):
         with _HashingFile(path) as stream:
             try:
                 yield stream
-            except RuntimeError:
-                # torch.save turns "No space left on device" into "unexpected pos 704 vs 598".
-                if stream.error is not None:
-                    raise stream.error from None
-                raise
+            except RuntimeError as error:
+                # Of "No space left on device" torch.save makes "unexpected pos 704 vs 598".
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         name = Path(path).name
-        self.records[name] = stream.record(name)
+        self.records[name] = FileRecord(name, stream.size_bytes, stream.hash.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -122,7 +106,7 @@ class VerifiedWriter(FileSystemWriter):
         self,
         folder: Path,
         config_toml: str,
-        before_rename: Callable[[], None] | None = None,
+        before_rename: Callable[[], None] = lambda: None,
         claim: str = "0",
         manifest: Manifest | None = None,
     ) -> None:
@@ -155,24 +139,23 @@ class VerifiedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._now("writes its part")
-        done: Future[list[WriteResult]] = Future()
-        results: list[WriteResult] = []
+        results: list[Any] = []
         if plan.items:
             self.partial.mkdir(exist_ok=True)
-            for result in super().write_data(plan, planner).wait():
-                record = self.fs.records[result.storage_data.relative_path]
-                results.append(HashedWriteResult(result.index, result.size_in_bytes, result.storage_data, file=record))
-        done.set_result(results)
+            # DCP takes what each rank returns to the first one: the records of its files, too.
+            results = [*super().write_data(plan, planner).wait(), *self.fs.records.values()]
         self._now("has written its part, and waits for the others")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[HashedWriteResult]]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the rest is, all at once, below
-        super().finish(metadata, results)  # type: ignore[arg-type]
+        super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
         with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-        records = self.fs.records | {r.file.name: r.file for of_rank in results for r in of_rank}
+        records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         for name in records:
             file = self.partial / name
             if not file.exists():
@@ -182,8 +165,7 @@ class VerifiedWriter(FileSystemWriter):
                 )
         write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        if self.before_rename is not None:
-            self.before_rename()
+        self.before_rename()
         self.partial.rename(self.folder)
         fsync_folder(self.folder.parent)
 
@@ -218,18 +200,13 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class _ReadAtOnce(io.BufferedReader):
-    """Not seekable: so DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own."""
-
-    def seekable(self) -> bool:
-        return False
-
-
 class _ReadingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "rb"
-        with _ReadAtOnce(io.FileIO(path)) as stream:
+        with open(path, "rb") as stream:
+            # So DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own.
+            stream.seekable = lambda: False  # type: ignore[method-assign]
             yield stream
 
 
@@ -248,12 +225,11 @@ class VerifiedReader(FileSystemReader):
         folder = Path(self.path)
         known = {record.name for record in read_manifest(folder).files}
         try:
-            metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
+            metadata: Metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
+            named = [info.relative_path for info in metadata.storage_data.values()]
         except (*MISSING, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"{folder / METADATA} cannot be read ({error})") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{folder / METADATA} holds a {type(metadata).__name__}, not DCP's metadata")
-        for info in (metadata.storage_data or {}).values():
-            if info.relative_path not in known:
-                raise CheckpointError(f"{folder / METADATA} names {info.relative_path!r}, which the manifest does not")
+        for name in named:
+            if name not in known:
+                raise CheckpointError(f"{folder / METADATA} names {name!r}, which the manifest does not")
         return metadata

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from torchtrain.checkpoint.hf import is_hf_folder, load_hf
+from torchtrain.checkpoint.hf import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
@@ -76,12 +76,7 @@ def find_weights(path: Path) -> Path:
     return path if is_hf_folder(path) else find_checkpoint(path)
 
 
-def load_weights(
-    parts: Sequence[nn.Module],
-    folder: Path,
-    model: TransformerConfig,
-    weights: str = "trained",
-) -> None:
+def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, weights: str = "trained") -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
     Layouts and dtypes need not be alike. That they are of the same model is not looked at: ``check_same_shape`` does.
@@ -95,7 +90,8 @@ def load_weights(
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
-        load_hf(tensors, folder, model)
+        found = of_first_rank(lambda: find_tensors(folder, model))
+        of_all_ranks(lambda: read_into(tensors, found))
     else:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         try:

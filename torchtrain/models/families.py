@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,10 +26,9 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """A family. ``model_type`` and ``architecture``: what ``config.json`` calls it."""
+    """A family. ``model_type``: what ``config.json`` calls it."""
 
     model_type: str
-    architecture: str
     flavors: Mapping[str, TransformerConfig]
     fixed: Mapping[str, Any]
     """Keys of ``config.json`` that must have these values: with others the model computes something else."""
@@ -38,31 +38,20 @@ class Family:
     qkv_bias: bool = False
 
 
-def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> TransformerConfig:
-    return TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=32000, max_seq_len=4096)
+# Of each model dim, n_layers, n_heads, n_kv_heads and ffn_dim are to be given.
+_llama2 = partial(TransformerConfig, vocab_size=32000, max_seq_len=4096)
+_llama3 = partial(
+    TransformerConfig, vocab_size=128256, max_seq_len=131072, rope_theta=500000.0, rope_scaling=RopeScaling()
+)
+_qwen3 = partial(
+    TransformerConfig, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=128
+)
+_LLAMA32: dict[str, Any] = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
 
-
-def _llama3(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, scale: float = 8.0, tied: bool = False
-) -> TransformerConfig:
-    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=128256, max_seq_len=131072)
-    return replace(shape, rope_theta=500000.0, rope_scaling=RopeScaling(factor=scale), tied_embeddings=tied)
-
-
-def _qwen3(
-    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, n_kv_heads: int = 8, tied: bool = False, head_dim: int = 128
-) -> TransformerConfig:
-    shape = TransformerConfig(dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size=151936, max_seq_len=40960)
-    return replace(shape, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=head_dim, tied_embeddings=tied)
-
-
-def _llama(flavors: Mapping[str, TransformerConfig]) -> Family:
-    fixed = {"attention_bias": False, "mlp_bias": False}
-    return Family("llama", "LlamaForCausalLM", flavors, fixed, {"max_position_embeddings": 2048})
-
-
+_llama = partial(
+    Family, "llama", fixed={"attention_bias": False, "mlp_bias": False}, defaults={"max_position_embeddings": 2048}
+)
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama2": _llama(
@@ -75,40 +64,37 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "llama3": _llama(
             {
-                "debugmodel": _llama3(256, 6, 8, 768, n_kv_heads=4),
-                "1B": _llama3(2048, 16, 32, 8192, scale=32.0, tied=True),
-                "3B": _llama3(3072, 28, 24, 8192, scale=32.0, tied=True),
-                "8B": _llama3(4096, 32, 32, 14336),
-                "70B": _llama3(8192, 80, 64, 28672),
-                "405B": _llama3(16384, 126, 128, 53248),
+                "debugmodel": _llama3(256, 6, 8, 4, 768),
+                "1B": _llama3(2048, 16, 32, 8, 8192, **_LLAMA32),
+                "3B": _llama3(3072, 28, 24, 8, 8192, **_LLAMA32),
+                "8B": _llama3(4096, 32, 32, 8, 14336),
+                "70B": _llama3(8192, 80, 64, 8, 28672),
+                "405B": _llama3(16384, 126, 128, 8, 53248),
             }
         ),
         "mistral": Family(
             "mistral",
-            "MistralForCausalLM",
             {"debugmodel": _llama2(256, 6, 8, 4, 768)},
             fixed={"sliding_window": None},
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
         "qwen2": Family(
             "qwen2",
-            "Qwen2ForCausalLM",
-            {"debugmodel": replace(_llama2(256, 6, 8, 4, 768), qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
+            {"debugmodel": _llama2(256, 6, 8, 4, 768, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
             fixed={"use_sliding_window": False},
             defaults=_QWEN_DEFAULTS,
             qkv_bias=True,
         ),
         "qwen3": Family(
             "qwen3",
-            "Qwen3ForCausalLM",
             {
-                "debugmodel": _qwen3(256, 6, 8, 768, n_kv_heads=4, head_dim=64),
-                "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-                "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-                "4B": _qwen3(2560, 36, 32, 9728, tied=True),
-                "8B": _qwen3(4096, 36, 32, 12288),
-                "14B": _qwen3(5120, 40, 40, 17408),
-                "32B": _qwen3(5120, 64, 64, 25600),
+                "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
+                "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied_embeddings=True),
+                "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied_embeddings=True),
+                "4B": _qwen3(2560, 36, 32, 8, 9728, tied_embeddings=True),
+                "8B": _qwen3(4096, 36, 32, 8, 12288),
+                "14B": _qwen3(5120, 40, 40, 8, 17408),
+                "32B": _qwen3(5120, 64, 64, 8, 25600),
             },
             fixed={"attention_bias": False, "use_sliding_window": False},
             defaults={**_QWEN_DEFAULTS, "head_dim": 128},
@@ -158,16 +144,13 @@ def hf_name(name: str) -> str:
     return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
 
 
-# What scales RoPE, by our names; Hugging Face's differ in one.
+# What scales RoPE, by Hugging Face's names; ours differ in the length.
+_LENGTH = "original_max_position_embeddings"
 _SCALING = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow", "attention_factor"),
 }
-
-
-def _hf_scaling_name(name: str) -> str:
-    return name.replace("max_seq_len", "max_position_embeddings")
 
 
 def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -175,11 +158,11 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
     family, scaling = export_family(config), config.rope_scaling
     rope = None
     if scaling is not None:
-        values = {name: getattr(scaling, name) for name in _SCALING[scaling.type]}
-        given = {_hf_scaling_name(name): value for name, value in values.items() if value is not None}
-        rope = {"rope_type": scaling.type, **given}
+        values = {**vars(scaling), _LENGTH: scaling.original_max_seq_len}
+        keys = (key for key in _SCALING[scaling.type] if values[key] is not None)
+        rope = {"rope_type": scaling.type, **{key: values[key] for key in keys}}
     return {
-        "architectures": [family.architecture],
+        "architectures": [f"{family.model_type.capitalize()}ForCausalLM"],
         "model_type": family.model_type,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
@@ -266,10 +249,11 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
-    rope = {"original_max_position_embeddings": rope["max_position_embeddings"], **rope}
-    values = {name: rope.get(_hf_scaling_name(name)) for name in _SCALING[rope_type]}
+    rope = {_LENGTH: rope["max_position_embeddings"], **rope}
+    given = {key: rope[key] for key in _SCALING[rope_type] if rope.get(key) is not None}
     optional = {"beta_fast", "beta_slow", "attention_factor"}
-    if missing := [name for name, value in values.items() if value is None and name not in optional]:
+    if missing := [key for key in _SCALING[rope_type] if key not in optional | given.keys()]:
         raise ValueError(f"{', '.join(missing)} of RoPE with rope_type = {rope_type!r} must be given, and not null")
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    return RopeScaling(**{"type": rope_type, **given})
+    if _LENGTH in given:
+        given["original_max_seq_len"] = given.pop(_LENGTH)
+    return RopeScaling(rope_type, **given)  # type: ignore[arg-type]
