@@ -83,7 +83,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:
-            self.stragglers.close()
+            self.stragglers.report_pending()
         if self.writers is not None:
             self.writers.close()
 

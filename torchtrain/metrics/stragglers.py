@@ -51,33 +51,25 @@ class StragglerWatch:
 
     def before_step(self, step: int, waited_seconds: float) -> None:
         """``waited_seconds``: how long this rank waited for the batch of ``step``."""
+        self.report_pending()  # what all ranks sent when they began the step before
         self.wait_seconds += waited_seconds
         self.steps += 1
-        self._look()
         if step % self.freq:
             return
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
         self.wait_seconds, self.steps, self.since = 0.0, 0, time.perf_counter()
-        self._look(wait=True)
         all_ranks = [torch.empty_like(own) for _ in self.hosts]
         work = dist.all_gather(all_ranks, own, group=self.group, async_op=True)
         assert work is not None
         self.pending = (step, work, all_ranks)
 
-    def close(self) -> None:
-        """Wait for the messages under way."""
-        self._look(wait=True)
-
-    def _look(self, wait: bool = False) -> None:
-        """Name the slow ranks, if the times under way have arrived, or after a ``wait`` for them."""
+    def report_pending(self) -> None:
+        """Name the slow ranks by the times under way, if there are any. Call it at the end, too."""
         if self.pending is None:
             return
         step, work, all_ranks = self.pending
-        if wait:
-            work.wait()
-        elif not work.is_completed():
-            return
+        work.wait()
         self.pending = None
         if dist.get_rank() != 0:
             return
