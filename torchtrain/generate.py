@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
+from torchtrain.config.schema import Count, CountOrZero, NotNegative, check_values, require
 from torchtrain.errors import ConfigError
 from torchtrain.log import is_first_rank, logger, run_door
 from torchtrain.outputs import writing
@@ -32,17 +33,17 @@ class Options:
     """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
     output_file: str = ""
     """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Prompts of a file in one batch."""
-    max_new_tokens: int = 128
+    max_new_tokens: Count = 128
     """Tokens to generate at most, after each prompt."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """Divides the logits before the choice; 0 always takes the most likely token."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Choose among so many of the most likely tokens; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, ("lie above 0 and up to 1", lambda value: 0 < value <= 1)] = 1.0
     """Choose among the most likely tokens that together have this probability; 1: all."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """The same seed gives the same text."""
     weights: Literal["trained", "ema"] = "trained"
     """ema: the averaged weights that a run with ema.enable has saved."""
@@ -54,17 +55,9 @@ class Options:
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
 
     def __post_init__(self) -> None:
-        for rule, holds in (
-            ("one of --prompt and --prompts_file", (self.prompt is None) == bool(self.prompts_file)),
-            (f"--batch_size = {self.batch_size} to be at least 1", self.batch_size >= 1),
-            (f"--max_new_tokens = {self.max_new_tokens} to be at least 1", self.max_new_tokens >= 1),
-            (f"--temperature = {self.temperature} to be at least 0", self.temperature >= 0),
-            (f"--top_k = {self.top_k} to be at least 0", self.top_k >= 0),
-            (f"--top_p = {self.top_p} to lie above 0 and up to 1", 0 < self.top_p <= 1),
-            (f"--seed = {self.seed} to be at least 0", self.seed >= 0),
-        ):
-            if not holds:
-                raise ConfigError(f"generate needs {rule}; see --help")
+        given = (self.prompt is None) == bool(self.prompts_file)
+        require(given, "generate needs one of --prompt and --prompts_file; see --help")
+        check_values(self, "--")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,7 +45,8 @@ Timeout = Annotated[int, at_least(1), ("be at most 1000000000", lambda value: va
 
 def rules_of(hint: Any) -> list[Rule]:
     """The rules in a type, such as ``Count | None`` or ``tuple[Count, ...]``."""
-    return [*getattr(hint, "__metadata__", ()), *(rule for part in get_args(hint) for rule in rules_of(part))]
+    parts = get_args(hint)  # of an Annotated the type, and then what it is annotated with
+    return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
 
 
 def check_values(options: Any, prefix: str) -> None:
