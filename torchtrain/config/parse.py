@@ -3,6 +3,7 @@
 tyro reads the command line. The file goes through ``from_toml``, which admits nothing that the dataclasses do not have.
 """
 
+import argparse
 import dataclasses
 import difflib
 import io
@@ -66,12 +67,9 @@ def parse(
 
 def config_file(argv: Sequence[str]) -> str:
     """Value of the last ``--job.config_file`` in ``argv``, or ''. A launcher puts its own before those of the user."""
-    found = ""
-    for i, word in enumerate(argv):
-        key, has_value, value = word.partition("=")
-        if key.replace("-", "_") == "__job.config_file":
-            found = value if has_value else "".join(argv[i + 1 : i + 2])
-    return os.path.expanduser(found)
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--job.config_file", "--job.config-file", nargs="?", dest="file")
+    return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
 
 
 def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
@@ -82,8 +80,10 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
     try:
         table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
+        near = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.toml")), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         looked = f"(looked for {Path(path).absolute()})"
-        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)} {looked}") from None
+        raise ConfigError(f"job.config_file = {path!r} is not a file{hint} {looked}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if only_model:
@@ -175,12 +175,6 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
     strings = [str(choice) for choice in choices]
     near = difflib.get_close_matches(word, strings, n=1)
     return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings)}"
-
-
-def nearest_file(path: str) -> str:
-    names = [str(file) for file in Path(path).parent.glob("*.toml")]
-    near = difflib.get_close_matches(path, names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def to_toml(config: JobConfig) -> str:
