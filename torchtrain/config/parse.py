@@ -8,10 +8,11 @@ import dataclasses
 import difflib
 import io
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,17 +47,11 @@ def parse(
     file = config_file(argv)
     # The command line may mend what does not go together in the file.
     defaults = from_file(file, checked=False) if file else JobConfig()
-    with ExitStack() as silence:
-        if not print_errors:  # tyro's own console_outputs=False lets some errors through
-            silence.enter_context(redirect_stdout(io.StringIO()))
-            silence.enter_context(redirect_stderr(io.StringIO()))
+    # tyro's own console_outputs=False lets some errors through.
+    out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
+    with redirect_stdout(out), redirect_stderr(err):
         config = tyro.cli(
-            JobConfig,
-            prog=prog,
-            description=description,
-            args=list(argv),
-            default=defaults,
-            use_underscores=True,
+            JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
         )
     config = from_toml(JobConfig, to_dict(config))  # as the values of a file
     if config.job.dump_folder:
