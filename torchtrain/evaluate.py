@@ -9,7 +9,7 @@ ranks share the model.
 import argparse
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import is_first_rank, run_door
+from torchtrain.log import door, is_first_rank
 from torchtrain.outputs import require_folder
 from torchtrain.trained_model import load_model
 
@@ -40,39 +40,36 @@ except ImportError as error:
     sys.exit(ConfigError.exit_code)
 
 
-def main() -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Run the harness; returns the exit code of the process."""
-
-    def run() -> int:
-        given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        given.add_argument("--output_path", "-o", default="")
-        if path := given.parse_known_args()[0].output_path:
-            folder = Path(path).parent if path.endswith(".json") else Path(path)
-            require_folder(folder, f"--output_path = {path!r}")
-        told = BufferingHandler(sys.maxsize)
-        tracker = logging.getLogger(EvaluationTracker.__module__)
-        tracker.setLevel(logging.INFO)  # whatever is to be shown
-        tracker.addHandler(told)
-        try:
-            cli_evaluate()
-        except ValueError as error:
-            if "Tasks not found" not in str(error):
-                raise
-            raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
-        except ConnectionError as error:  # of the hub
-            raise StorageError(
-                f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
-                "that has one into a folder that HF_HOME names on both"
-            ) from None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        messages = [record.getMessage() for record in told.buffer]
-        for message, why in pairwise(messages):  # the harness only logs that it failed, and then the error
-            if message.startswith("Could not save"):
-                raise TorchtrainError(f"{message}: {why}; make room, or name another --output_path")
-        return 0
-
-    return run_door(run)
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--output_path", "-o", default="")
+    if path := given.parse_known_args(argv)[0].output_path:
+        folder = Path(path).parent if path.endswith(".json") else Path(path)
+        require_folder(folder, f"--output_path = {path!r}")
+    told = BufferingHandler(sys.maxsize)
+    tracker = logging.getLogger(EvaluationTracker.__module__)
+    tracker.setLevel(logging.INFO)  # whatever is to be shown
+    tracker.addHandler(told)
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if "Tasks not found" not in str(error):
+            raise
+        raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
+    except ConnectionError as error:  # of the hub
+        raise StorageError(
+            f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
+            "that has one into a folder that HF_HOME names on both"
+        ) from None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    messages = [record.getMessage() for record in told.buffer]
+    for message, why in pairwise(messages):  # the harness only logs that it failed, and then the error
+        if message.startswith("Could not save"):
+            raise TorchtrainError(f"{message}: {why}; make room, or name another --output_path")
+    return 0
 
 
 @register_model("torchtrain")

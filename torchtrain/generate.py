@@ -13,7 +13,7 @@ import tyro
 
 from torchtrain.config.schema import Count, CountOrZero, NotNegative, check_values, require
 from torchtrain.errors import ConfigError
-from torchtrain.log import is_first_rank, logger, run_door
+from torchtrain.log import door, is_first_rank, logger
 from torchtrain.outputs import writing
 from torchtrain.reading import MISSING, patiently
 
@@ -67,13 +67,9 @@ class Options:
             require(may_write, f"{given} cannot be written, or lies in a folder that does not exist; name another one")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Generate; returns the exit code of the process."""
-    return run_door(lambda: run(argv))
-
-
-def run(argv: Sequence[str] | None) -> int:
-    """Generate what the options ask for; the first rank writes it."""
+@door
+def main(argv: Sequence[str]) -> int:
+    """Generate what the options ask for, which the first rank writes; returns the exit code of the process."""
     is_first = is_first_rank()
     options = tyro.cli(
         Options,

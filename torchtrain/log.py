@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
@@ -103,6 +103,15 @@ def run_door(run: Callable[[], int]) -> int:
             sys.stderr.flush()
         except OSError:  # Python would end with a code of its own
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def door(command: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """A module's ``main``: ``run_door`` calls ``command`` with the words given, or else those of the command line."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_door(lambda: command(sys.argv[1:] if argv is None else argv))
+
+    return main
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):
