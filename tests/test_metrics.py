@@ -158,8 +158,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     if kind == "half as fast":
         stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
-        4,
-        2.0,
+        Metrics(straggler_freq=4, straggler_factor=2.0),
         torch.device("cpu"),
         dist.group.WORLD,
         lambda step, event, values: found.append({"step": step, "event": event, **values}),
@@ -285,8 +284,7 @@ def watch_waits() -> list[tuple[int, float, float]]:
     found: list[tuple[int, float, float]] = []
     with patch.object(stragglers, "probe", lambda _: 0.001):
         watch = StragglerWatch(
-            4,
-            2.0,
+            Metrics(straggler_freq=4, straggler_factor=2.0),
             torch.device("cpu"),
             dist.group.WORLD,
             lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),

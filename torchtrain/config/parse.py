@@ -53,11 +53,9 @@ def parse(
         config = tyro.cli(
             JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
         )
-    config = from_toml(JobConfig, to_dict(config))  # as the values of a file
-    if config.job.dump_folder:
-        return config
-    job = dataclasses.replace(config.job, dump_folder=f"outputs/{Path(file).stem if file else 'default'}")
-    return dataclasses.replace(config, job=job)
+    table = to_dict(config)
+    table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
+    return from_toml(JobConfig, table)  # the command line's values are treated as those of a file
 
 
 def config_file(argv: Sequence[str]) -> str:

@@ -72,9 +72,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and ranks > 1:
-            self.stragglers = StragglerWatch(
-                config.straggler_freq, config.straggler_factor, self.device, self.side_group, self.record_event
-            )
+            self.stragglers = StragglerWatch(config, self.device, self.side_group, self.record_event)
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
             self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
