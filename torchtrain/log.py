@@ -24,16 +24,13 @@ UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *MAY_PAS
 TURN_SECONDS = 2.0
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore that a terminal or a log file cannot be written to."""
-
-
 def init_logging() -> None:
     """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
-    handler = _Handler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    # That a terminal or a log file cannot be written to is ignored.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
     prefix = "" if shown == [rank] else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
