@@ -90,8 +90,8 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
         raise ConfigError(f"{path}:{between}{error}") from None
 
 
-def from_toml(section: type[Section], table: dict[str, Any], where: str = "", checked: bool = True) -> Section:
-    """Build the dataclass ``section`` from a TOML table; ``where`` is the table's name in messages.
+def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", checked: bool = True) -> Section:
+    """Build the dataclass ``section`` from a TOML table; messages have ``prefix`` before its keys.
 
     All that is wrong in the table is told in one ConfigError, a line for each key. Without ``checked`` only names and
     types are looked at, and not what the dataclasses refuse.
@@ -100,7 +100,7 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "", ch
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
     values, problems = {}, []
     for key, value in table.items():
-        name = f"{where}.{key}" if where else key
+        name = prefix + key
         if key in names:
             try:
                 values[key] = convert(hints[key], value, name, checked)
@@ -109,8 +109,8 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "", ch
         elif told := torchtitan_keys(name, value):
             problems += told
         else:
-            kind = "section" if isinstance(value, dict) and not where else "key"
-            problems.append(f"{name} is no {kind}{did_you_mean(key, names, f'{where}.' if where else '')}")
+            kind = "section" if isinstance(value, dict) and not prefix else "key"
+            problems.append(f"{name} is no {kind}{did_you_mean(key, names, prefix)}")
     if problems:
         raise ConfigError("\n  ".join(problems))
     if checked:
@@ -140,7 +140,7 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
-        return from_toml(typing.cast(type[Any], hint), value, name, checked)
+        return from_toml(typing.cast(type[Any], hint), value, f"{name}.", checked)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             choices = ", ".join(repr(choice) for choice in arguments)

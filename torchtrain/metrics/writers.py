@@ -89,7 +89,7 @@ class JsonLines:
 def has_validation(path: Path, step: int) -> bool:
     """Whether ``path`` (metrics.jsonl) has a validation after ``step``, and then no rollback or earlier start."""
     found = False
-    try:
+    with suppress(OSError):  # no more is lost than the time to validate again
         for text in path.read_bytes().splitlines():
             if any(part in text for part in (b'"validation_', b'"event": "start"', b'_rollback"')):
                 with suppress(ValueError):  # a line that was cut short
@@ -98,8 +98,6 @@ def has_validation(path: Path, step: int) -> bool:
                         found = found and line["event"] == "start" and line["step"] >= step
                     else:
                         found = found or line["step"] == step
-    except OSError:
-        pass  # no more is lost than the time to validate again
     return found
 
 
