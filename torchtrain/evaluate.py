@@ -10,7 +10,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     messages = [record.getMessage() for record in told.buffer]
-    for message, why in pairwise(messages):  # the harness only logs that it failed, and then the error
-        if message.startswith("Could not save"):
-            raise TorchtrainError(f"{message}: {why}; make room, or name another --output_path")
+    for i, message in enumerate(messages):
+        if message.startswith("Could not save"):  # the harness only logs this, and then the error
+            raise TorchtrainError(f"{': '.join(messages[i : i + 2])}; make room, or name another --output_path")
     return 0
 
 
