@@ -225,7 +225,7 @@ def test_the_command_uses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "complete", complete)
     options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
     with pytest.raises(Enough):
-        command.run(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
+        command.main(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
     assert given == [(Path("run"), "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), 5)]
 
 

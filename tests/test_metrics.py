@@ -158,8 +158,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     if kind == "half as fast":
         stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
-        4,
-        2.0,
+        Metrics(straggler_freq=4, straggler_factor=2.0),
         torch.device("cpu"),
         dist.group.WORLD,
         lambda step, event, values: found.append({"step": step, "event": event, **values}),
@@ -169,7 +168,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
         time.sleep(0.1)
         watch.before_step(step, waited)
         dist.barrier()
-    watch.close()
+    watch.report_pending()
     stragglers.probe = probe
     return found
 
@@ -285,15 +284,14 @@ def watch_waits() -> list[tuple[int, float, float]]:
     found: list[tuple[int, float, float]] = []
     with patch.object(stragglers, "probe", lambda _: 0.001):
         watch = StragglerWatch(
-            4,
-            2.0,
+            Metrics(straggler_freq=4, straggler_factor=2.0),
             torch.device("cpu"),
             dist.group.WORLD,
             lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
         )
         for step in range(1, 9):
             watch.before_step(step, 0.3 if dist.get_rank() == 2 else 0.02)
-        watch.close()
+        watch.report_pending()
     return found
 
 

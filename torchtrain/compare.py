@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.errors import ConfigError
-from torchtrain.log import run_door
+from torchtrain.log import door
 from torchtrain.outputs import require_picture, writing
 
 
@@ -41,43 +41,40 @@ class Options:
             require_picture(self.picture, "--picture")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Compare; returns the exit code of the process."""
+    options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("compare is the work of one process: start it without torchrun")
+    # Not above: --help needs no torch.
+    import torch.distributed as dist
 
-    def run() -> int:
-        options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError("compare is the work of one process: start it without torchrun")
-        # Not above: --help needs no torch.
-        import torch.distributed as dist
+    from torchtrain.comparison.implementations import compare_implementations
+    from torchtrain.comparison.runs import compare_runs, draw, open_run
 
-        from torchtrain.comparison.implementations import compare_implementations
-        from torchtrain.comparison.runs import compare_runs, draw, open_run
-
-        runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
-        report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        alike = all(answer["alike"] is not False for answer in report.values())
-        if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
-            raise ConfigError(
-                "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
-                "written fingerprints of (--debug.fingerprint_steps 1 2)"
-            )
-        if options.json:
-            # JSON has no infinity: null.
-            finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
-            text = json.dumps(finite, indent=1)
-        else:
-            text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
-            text += "alike to rounding" if alike else "they differ"
-        sys.stdout.write(f"{text}\n")
-        if options.picture:
-            with writing(options.picture, "--picture"):
-                draw(runs, options.picture)
-        return int(not alike)
-
-    return run_door(run)
+    runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
+    report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    alike = all(answer["alike"] is not False for answer in report.values())
+    if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
+        raise ConfigError(
+            "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
+            "written fingerprints of (--debug.fingerprint_steps 1 2)"
+        )
+    if options.json:
+        # JSON has no infinity: null.
+        finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
+        text = json.dumps(finite, indent=1)
+    else:
+        text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
+        text += "alike to rounding" if alike else "they differ"
+    sys.stdout.write(f"{text}\n")
+    if options.picture:
+        with writing(options.picture, "--picture"):
+            draw(runs, options.picture)
+    return int(not alike)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from torchtrain.errors import ConfigError
-from torchtrain.log import run_door
+from torchtrain.log import door
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,18 @@ class Options:
     """The model's tokenizer, a file or folder. Default: that of the checkpoint's config, or in the source."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Convert; returns the exit code of the process."""
+    options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
+    # Not above: --help needs no torch.
+    from torchtrain.conversion import convert
 
-    def run() -> int:
-        options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
-        # Not above: --help needs no torch.
-        from torchtrain.conversion import convert
-
-        source, target = Path(options.source), Path(options.target)
-        if options.average < 1:
-            raise ConfigError(f"convert needs --average = {options.average} to be at least 1; 1 takes the newest alone")
-        convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
-        return 0
-
-    return run_door(run)
+    source, target = Path(options.source), Path(options.target)
+    if options.average < 1:
+        raise ConfigError(f"convert needs --average = {options.average} to be at least 1; 1 takes the newest alone")
+    convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.log import run_door
+from torchtrain.log import door
 from torchtrain.outputs import require_file, require_picture, writing
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ ALLOWANCE = 1.15
 SEARCH_SECONDS = 80  # of CPU time that a search rehearses for, up to 64 GPUs; five times as much beyond
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Print the estimate; returns the exit code of the process."""
-    return run_door(lambda: run(parse(sys.argv[1:] if argv is None else argv, "torchtrain.estimate", __doc__)))
+    return run(parse(argv, "torchtrain.estimate", __doc__))
 
 
 def run(config: JobConfig) -> int:

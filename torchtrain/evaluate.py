@@ -9,17 +9,20 @@ ranks share the model.
 import argparse
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import is_first_rank, run_door
+from torchtrain.log import door, is_first_rank
 from torchtrain.outputs import require_folder
 from torchtrain.trained_model import load_model
 
@@ -37,43 +40,36 @@ except ImportError as error:
     sys.exit(ConfigError.exit_code)
 
 
-def main() -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Run the harness; returns the exit code of the process."""
-
-    def run() -> int:
-        given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        given.add_argument("--output_path", "-o", default="")
-        if path := given.parse_known_args()[0].output_path:
-            folder = Path(path).parent if path.endswith(".json") else Path(path)
-            require_folder(folder, f"--output_path = {path!r}")
-        unsaved: list[str] = []  # the harness only logs that it failed, and then the error
-        tracker = logging.getLogger(EvaluationTracker.__module__)
-        tracker.setLevel(logging.INFO)  # whatever is to be shown
-        tracker.addFilter(lambda record: _note_unsaved(record, unsaved))
-        try:
-            cli_evaluate()
-        except ValueError as error:
-            if "Tasks not found" not in str(error):
-                raise
-            raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
-        except ConnectionError as error:  # of the hub
-            raise StorageError(
-                f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
-                "that has one into a folder that HF_HOME names on both"
-            ) from None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if unsaved:
-            raise TorchtrainError(f"{': '.join(unsaved[:2])}; make room, or name another --output_path")
-        return 0
-
-    return run_door(run)
-
-
-def _note_unsaved(record: logging.LogRecord, unsaved: list[str]) -> bool:
-    if unsaved or record.getMessage().startswith("Could not save"):
-        unsaved.append(record.getMessage())
-    return True
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--output_path", "-o", default="")
+    if path := given.parse_known_args(argv)[0].output_path:
+        folder = Path(path).parent if path.endswith(".json") else Path(path)
+        require_folder(folder, f"--output_path = {path!r}")
+    told = BufferingHandler(sys.maxsize)
+    tracker = logging.getLogger(EvaluationTracker.__module__)
+    tracker.setLevel(logging.INFO)  # whatever is to be shown
+    tracker.addHandler(told)
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if "Tasks not found" not in str(error):
+            raise
+        raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
+    except ConnectionError as error:  # of the hub
+        raise StorageError(
+            f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
+            "that has one into a folder that HF_HOME names on both"
+        ) from None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    messages = [record.getMessage() for record in told.buffer]
+    for i, message in enumerate(messages):
+        if message.startswith("Could not save"):  # the harness only logs this, and then the error
+            raise TorchtrainError(f"{': '.join(messages[i : i + 2])}; make room, or name another --output_path")
+    return 0
 
 
 @register_model("torchtrain")
@@ -137,11 +133,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.trained.tokenizer.encode(string, bos=add_special_tokens is not False)
 
-    def _progress(self, items: Iterable[Any], total: int, disable: bool) -> Iterable[Any]:
-        # A bar on a terminal; in a file it would be one long line.
-        quiet = disable or not is_first_rank() or not sys.stderr.isatty()
-        bar: Iterable[Any] = tqdm(items, total=total, disable=quiet)
-        return bar
+    def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
+        total = -(-len(requests) // self.batch_size)
+        # None: a bar on a terminal; in a file it would be one long line.
+        quiet = disable or not is_first_rank() or None
+        return tqdm(requests.get_batched(n=self.batch_size), total=total, disable=quiet)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
@@ -156,41 +152,33 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
             )
         # Long ones first: what does not fit into memory fails at once, and a batch has rows of about the same length.
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for first in self._progress(range(0, len(order), self.batch_size), len(order) // self.batch_size, disable_tqdm):
-            chosen = order[first : first + self.batch_size]
-            rows = [(requests[i][1] + requests[i][2])[-self.max_length - 1 :] for i in chosen]
-            width = max(map(len, rows)) - 1
+        collator = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
+        results: list[tuple[float, bool]] = []
+        for batch in self._batches(collator, disable_tqdm):
+            rows = [torch.tensor((context + wanted)[-self.max_length - 1 :]) for _, context, wanted in batch]
             # Padding on the right is seen by none of what comes before it.
-            tokens = torch.tensor([row[:-1] + [0] * (width + 1 - len(row)) for row in rows])
+            tokens = pad_sequence([row[:-1] for row in rows], batch_first=True)
             logits = self.trained.model(tokens.to(self.trained.device))
             if isinstance(logits, DTensor):
                 logits = logits.full_tensor()
-            for i, row, row_logits in zip(chosen, rows, logits, strict=True):
-                continuation = torch.tensor(requests[i][2], device=row_logits.device)
-                end = len(row) - 1
-                scores = row_logits[end - len(continuation) : end].float().log_softmax(dim=-1)
-                likelihood = scores.gather(1, continuation[:, None]).sum().item()
-                results[i] = (likelihood, bool((scores.argmax(dim=-1) == continuation).all()))
-                if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
-        return results
+            for (texts, _, continuation), row, row_logits in zip(batch, rows, logits, strict=True):
+                begin, end = len(row) - 1 - len(continuation), len(row) - 1
+                scores = row_logits[begin:end].float().log_softmax(dim=-1)
+                wanted = row[begin + 1 :].to(scores.device)
+                likelihood = scores.gather(1, wanted[:, None]).sum().item()
+                results.append((likelihood, bool((scores.argmax(dim=-1) == wanted).all())))
+                if texts is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return collator.get_original(results)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        windows: list[tuple[None, list[int], list[int]]] = []
-        owners: list[int] = []
-        for owner, request in enumerate(requests):
-            for window in get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
-            ):
-                windows.append((None, *make_disjoint_window(window)))
-                owners.append(owner)
-        totals = [0.0] * len(requests)
-        results = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)  # type: ignore[arg-type]
-        for owner, (likelihood, _) in zip(owners, results, strict=True):
-            totals[owner] += likelihood
-        return totals
+        windows_of = []
+        for request in requests:
+            tokens, begin = self.tok_encode(request.args[0]), self.prefix_token_id
+            windows = get_rolling_token_windows(tokens, begin, max_seq_len=self.max_length, context_len=1)
+            windows_of.append([(None, *make_disjoint_window(window)) for window in windows])
+        results = iter(self._loglikelihood_tokens([*chain(*windows_of)], disable_tqdm=disable_tqdm))
+        return [sum(next(results)[0] for _ in windows) for windows in windows_of]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         collator = Collator(
@@ -200,15 +188,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             group_fn=lambda arguments: arguments[1],
         )
         texts: list[str] = []
-        total = -(-len(requests) // self.batch_size)
-        for batch in self._progress(collator.get_batched(n=self.batch_size), total, disable_tqdm):
+        for batch in self._batches(collator, disable_tqdm):
             options = normalize_gen_kwargs(batch[0][1])
             found = self._complete([context for context, _ in batch], options, len(texts))
             for (context, arguments), text in zip(batch, found, strict=True):
                 self.cache_hook.add_partial("generate_until", (context, arguments), text)
             texts += found
-        original: list[str] = collator.get_original(texts)
-        return original
+        return collator.get_original(texts)  # type: ignore[no-any-return]
 
     def _complete(self, contexts: list[str], options: dict[str, Any], first: int) -> list[str]:
         tokenizer = self.trained.tokenizer

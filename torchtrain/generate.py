@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
+from torchtrain.config.schema import Count, CountOrZero, NotNegative, check_values, require
 from torchtrain.errors import ConfigError
-from torchtrain.log import is_first_rank, logger, run_door
+from torchtrain.log import door, is_first_rank, logger
 from torchtrain.outputs import writing
 from torchtrain.reading import MISSING, patiently
 
@@ -32,17 +33,17 @@ class Options:
     """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
     output_file: str = ""
     """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Prompts of a file in one batch."""
-    max_new_tokens: int = 128
+    max_new_tokens: Count = 128
     """Tokens to generate at most, after each prompt."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """Divides the logits before the choice; 0 always takes the most likely token."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Choose among so many of the most likely tokens; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, ("lie above 0 and up to 1", lambda value: 0 < value <= 1)] = 1.0
     """Choose among the most likely tokens that together have this probability; 1: all."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """The same seed gives the same text."""
     weights: Literal["trained", "ema"] = "trained"
     """ema: the averaged weights that a run with ema.enable has saved."""
@@ -54,26 +55,21 @@ class Options:
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
 
     def __post_init__(self) -> None:
-        for rule, holds in (
-            ("one of --prompt and --prompts_file", (self.prompt is None) == bool(self.prompts_file)),
-            (f"--batch_size = {self.batch_size} to be at least 1", self.batch_size >= 1),
-            (f"--max_new_tokens = {self.max_new_tokens} to be at least 1", self.max_new_tokens >= 1),
-            (f"--temperature = {self.temperature} to be at least 0", self.temperature >= 0),
-            (f"--top_k = {self.top_k} to be at least 0", self.top_k >= 0),
-            (f"--top_p = {self.top_p} to lie above 0 and up to 1", 0 < self.top_p <= 1),
-            (f"--seed = {self.seed} to be at least 0", self.seed >= 0),
-        ):
-            if not holds:
-                raise ConfigError(f"generate needs {rule}; see --help")
+        check_values(self, "--")
+        one = (self.prompt is None) == bool(self.prompts_file)
+        require(one, "generate needs one of --prompt and --prompts_file; see --help")
+        if self.output_file:
+            file, given = Path(self.output_file), f"--output_file = {self.output_file!r}"
+            require(not file.is_dir(), f"{given} is a folder; name a file in it")
+            other = file.resolve() != Path(self.prompts_file).resolve()
+            require(other, f"{given} is the file of the prompts; name another one")
+            may_write = os.access(file if file.exists() else file.parent, os.W_OK)
+            require(may_write, f"{given} cannot be written, or lies in a folder that does not exist; name another one")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Generate; returns the exit code of the process."""
-    return run_door(lambda: run(argv))
-
-
-def run(argv: Sequence[str] | None) -> int:
-    """Generate what the options ask for; the first rank writes it."""
+@door
+def main(argv: Sequence[str]) -> int:
+    """Generate what the options ask for, which the first rank writes; returns the exit code of the process."""
     is_first = is_first_rank()
     options = tyro.cli(
         Options,
@@ -89,11 +85,6 @@ def run(argv: Sequence[str] | None) -> int:
     from torchtrain.generation import Sampling
     from torchtrain.trained_model import load_model
 
-    if options.output_file:
-        check_output(Path(options.output_file))
-    files = [Path(file).resolve() for file in (options.output_file, options.prompts_file) if file]
-    if len(files) == 2 and files[0] == files[1]:
-        raise ConfigError(f"--output_file = {options.output_file!r} is the file of the prompts; name another one")
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
     # A lone surrogate, which JSON can spell and Python makes of an argument's bytes that are no UTF-8.
     prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
@@ -103,28 +94,27 @@ def run(argv: Sequence[str] | None) -> int:
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
     streams = len(prompts) == 1 and not options.output_file
     with ExitStack() as stack:
-        output: TextIO | None = sys.stdout if is_first else None
-        if is_first and options.output_file:
-            stack.enter_context(writing(options.output_file, "--output_file"))
-            output = stack.enter_context(Path(options.output_file).open("w", encoding="utf-8"))
+        output: TextIO = sys.stdout
+        if options.output_file or not is_first:
+            path = options.output_file if is_first else os.devnull
+            stack.enter_context(writing(path, "--output_file"))
+            output = stack.enter_context(open(path, "w", encoding="utf-8"))
+
+        def write(text: str) -> None:
+            output.write(text)
+            output.flush()
+
+        if streams:
+            write(prompts[0])
         for first in range(0, len(prompts), options.batch_size):
-            batch = slice(first, first + options.batch_size)
-            stream = TextWriter(trained.tokenizer, encoded[0], prompts[0], output) if streams and output else None
-            results = complete(trained, prompts[batch], encoded[batch], sampling, options.max_new_tokens, first, stream)
-            if output is not None and stream is None:
-                output.writelines(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
-                output.flush()
+            batch, show = slice(first, first + options.batch_size), write if streams else None
+            results = complete(trained, prompts[batch], encoded[batch], sampling, options.max_new_tokens, first, show)
+            if not streams:
+                write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
             if options.output_file:
                 logger.info("%d of %d prompts", first + len(results), len(prompts))
     dist.destroy_process_group()
     return 0
-
-
-def check_output(file: Path) -> None:
-    """ConfigError where ``file`` cannot be written, before a model is loaded to find out."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        reason = "is a folder" if file.is_dir() else "cannot be written, or lies in a folder that does not exist"
-        raise ConfigError(f"--output_file = {str(file)!r} {reason}; name a file in a folder that you may write to")
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -165,26 +155,6 @@ def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int) -> list[in
     return tokens
 
 
-class TextWriter:
-    """Writes the text of one prompt while its tokens come."""
-
-    def __init__(self, tokenizer: "Tokenizer", before: list[int], prompt: str, output: TextIO):
-        self.tokenizer = tokenizer
-        self.before = before
-        self.written = len(tokenizer.decode(before))
-        self.output = output
-        output.write(prompt)
-
-    def show(self, tokens: list[int], end: str = "") -> None:
-        """Write what is new in the text of ``tokens``; with an ``end``, all of it."""
-        text = self.tokenizer.decode(self.before + tokens)
-        # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
-        if end or not text.endswith("\ufffd"):
-            self.output.write(text[self.written :] + end)
-            self.output.flush()
-            self.written = len(text)
-
-
 def complete(
     trained: "TrainedModel",
     prompts: Sequence[str],
@@ -192,13 +162,14 @@ def complete(
     sampling: "Sampling",
     max_new_tokens: int,
     first_prompt: int,
-    stream: TextWriter | None,
+    show: Callable[[str], None] | None,
 ) -> list[dict[str, Any]]:
-    """The result of each prompt, as an object of the output file. ``stream`` gets the first one's tokens."""
+    """The result of each prompt, as an object of the output file. ``show`` gets the first one's text while it comes."""
     from torchtrain.generation import generate
 
     tokenizer = trained.tokenizer
     made: list[list[int]] = [[] for _ in prompts]
+    shown = 0
     for step in generate(
         trained.model,
         encoded,
@@ -210,17 +181,26 @@ def complete(
         for tokens, token in zip(made, step, strict=True):
             if token is not None:
                 tokens.append(token)
-        if stream is not None and step[0] != tokenizer.eos_id:
-            stream.show(made[0])
+        if show is not None:
+            text = text_of(tokenizer, encoded[0], made[0])
+            # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
+            if not text.endswith("\ufffd"):
+                show(text[shown:])
+                shown = len(text)
     results = []
     for prompt, before, tokens in zip(prompts, encoded, made, strict=True):
-        ended = tokens[-1] == tokenizer.eos_id
-        shown = tokens[:-1] if ended else tokens
-        if stream is not None:
-            stream.show(shown, end="\n")
-        text = tokenizer.decode(before + shown)[len(tokenizer.decode(before)) :]
-        results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": "eos" if ended else "length"})
+        ended_by = "eos" if tokens[-1] == tokenizer.eos_id else "length"
+        text = text_of(tokenizer, before, tokens)
+        results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": ended_by})
+    if show is not None:
+        show(f"{text[shown:]}\n")
     return results
+
+
+def text_of(tokenizer: "Tokenizer", before: list[int], tokens: list[int]) -> str:
+    """The text of ``tokens`` that go on from ``before``; the end of a document has none."""
+    known = tokens[:-1] if tokens[-1] == tokenizer.eos_id else tokens
+    return tokenizer.decode(before + known)[len(tokenizer.decode(before)) :]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
 
-from torchtrain.log import init_logging, logger
+from torchtrain.log import door, logger
 
 # Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
 SHARED_ENDINGS = (2, 74, 75)
@@ -30,13 +30,13 @@ LONELY_SECONDS = 120
 SHUTDOWN_SECONDS = 30  # as torchrun's own
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Run torchrun; returns the exit code of the process."""
-    init_logging()
     # The ranks inherit it until they have a handler of their own: a warning that comes before is lost, and not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
-    arguments = parse_args(sys.argv[1:] if argv is None else argv)  # type: ignore[no-untyped-call]
+    arguments = parse_args(argv)  # type: ignore[no-untyped-call]
     try:
         most = parse_min_max_nnodes(arguments.nnodes)[1]
         if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:
@@ -76,9 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RendezvousError as error:
         logger.error("error: the nodes did not meet, or lost each other: %s", error)
         return 1
-    except KeyboardInterrupt:  # before there are ranks, for which torchrun has a handler
-        logger.error("stopped by Ctrl-C")
-        return 128 + signal.SIGINT
     return 0
 
 

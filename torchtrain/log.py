@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
@@ -24,16 +24,13 @@ UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *MAY_PAS
 TURN_SECONDS = 2.0
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore that a terminal or a log file cannot be written to."""
-
-
 def init_logging() -> None:
     """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
-    handler = _Handler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    # That a terminal or a log file cannot be written to is ignored.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
     prefix = "" if shown == [rank] else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
@@ -103,6 +100,15 @@ def run_door(run: Callable[[], int]) -> int:
             sys.stderr.flush()
         except OSError:  # Python would end with a code of its own
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def door(command: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """A module's ``main``: ``run_door`` calls ``command`` with the words given, or else those of the command line."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_door(lambda: command(sys.argv[1:] if argv is None else argv))
+
+    return main
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):

@@ -12,22 +12,19 @@ from pathlib import Path
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.log import logger, run_door
+from torchtrain.log import door, logger
 from torchtrain.outputs import require_folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
-
-    def go_on() -> int:
-        config = parse(sys.argv[1:] if argv is None else argv, "torchtrain.prepare", __doc__)
-        try:
-            return run(config)
-        except KeyboardInterrupt:
-            logger.info("the same command goes on from here")
-            raise
-
-    return run_door(go_on)
+    config = parse(argv, "torchtrain.prepare", __doc__)
+    try:
+        return run(config)
+    except KeyboardInterrupt:
+        logger.info("the same command goes on from here")
+        raise
 
 
 def run(config: JobConfig) -> int:

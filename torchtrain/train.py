@@ -13,32 +13,28 @@ from typing import TYPE_CHECKING
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import DataError, StoppedError
-from torchtrain.log import BestEffort, is_first_rank, logger, run_door
+from torchtrain.log import BestEffort, door, is_first_rank, logger
 
 if TYPE_CHECKING:
     from torchtrain.build import Loop, Run
     from torchtrain.faults.stopping import StopRequest
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@door
+def main(argv: Sequence[str]) -> int:
     """Run the trainer; returns the exit code of the process."""
-
-    def run() -> int:
-        options = sys.argv[1:] if argv is None else argv
-        config = parse(options, print_errors=is_first_rank())
-        try:
-            return train(config)
-        except RuntimeError as error:
-            names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises another one from it
-            if "OutOfMemoryError" in names or "can't allocate memory" in str(error):  # CUDA, CPU
-                estimate = f"{shlex.join(options)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
-                logger.error(
-                    f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
-                    f"torchtrain.estimate {estimate}, with --estimate.search for a layout (docs/estimate.md)"
-                )
-            raise
-
-    return run_door(run)
+    config = parse(argv, print_errors=is_first_rank())
+    try:
+        return train(config)
+    except RuntimeError as error:
+        names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises another one from it
+        if "OutOfMemoryError" in names or "can't allocate memory" in str(error):  # CUDA, CPU
+            estimate = f"{shlex.join(argv)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
+            logger.error(
+                f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
+                f"torchtrain.estimate {estimate}, with --estimate.search for a layout (docs/estimate.md)"
+            )
+        raise
 
 
 def train(config: JobConfig) -> int:

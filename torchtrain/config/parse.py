@@ -3,14 +3,16 @@
 tyro reads the command line. The file goes through ``from_toml``, which admits nothing that the dataclasses do not have.
 """
 
+import argparse
 import dataclasses
 import difflib
 import io
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -45,33 +47,22 @@ def parse(
     file = config_file(argv)
     # The command line may mend what does not go together in the file.
     defaults = from_file(file, checked=False) if file else JobConfig()
-    with ExitStack() as silence:
-        if not print_errors:  # tyro's own console_outputs=False lets some errors through
-            silence.enter_context(redirect_stdout(io.StringIO()))
-            silence.enter_context(redirect_stderr(io.StringIO()))
+    # tyro's own console_outputs=False lets some errors through.
+    out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
+    with redirect_stdout(out), redirect_stderr(err):
         config = tyro.cli(
-            JobConfig,
-            prog=prog,
-            description=description,
-            args=list(argv),
-            default=defaults,
-            use_underscores=True,
+            JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
         )
-    config = from_toml(JobConfig, to_dict(config))  # as the values of a file
-    if config.job.dump_folder:
-        return config
-    job = dataclasses.replace(config.job, dump_folder=f"outputs/{Path(file).stem if file else 'default'}")
-    return dataclasses.replace(config, job=job)
+    table = to_dict(config)
+    table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
+    return from_toml(JobConfig, table)  # the command line's values are treated as those of a file
 
 
 def config_file(argv: Sequence[str]) -> str:
     """Value of the last ``--job.config_file`` in ``argv``, or ''. A launcher puts its own before those of the user."""
-    found = ""
-    for i, word in enumerate(argv):
-        key, has_value, value = word.partition("=")
-        if key.replace("-", "_") == "__job.config_file":
-            found = value if has_value else "".join(argv[i + 1 : i + 2])
-    return os.path.expanduser(found)
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--job.config_file", "--job.config-file", nargs="?", dest="file")
+    return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
 
 
 def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
@@ -82,8 +73,10 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
     try:
         table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
+        near = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.toml")), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         looked = f"(looked for {Path(path).absolute()})"
-        raise ConfigError(f"job.config_file = {path!r} is not a file{nearest_file(path)} {looked}") from None
+        raise ConfigError(f"job.config_file = {path!r} is not a file{hint} {looked}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if only_model:
@@ -97,8 +90,8 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
         raise ConfigError(f"{path}:{between}{error}") from None
 
 
-def from_toml(section: type[Section], table: dict[str, Any], where: str = "", checked: bool = True) -> Section:
-    """Build the dataclass ``section`` from a TOML table; ``where`` is the table's name in messages.
+def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", checked: bool = True) -> Section:
+    """Build the dataclass ``section`` from a TOML table; messages have ``prefix`` before its keys.
 
     All that is wrong in the table is told in one ConfigError, a line for each key. Without ``checked`` only names and
     types are looked at, and not what the dataclasses refuse.
@@ -107,7 +100,7 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "", ch
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
     values, problems = {}, []
     for key, value in table.items():
-        name = f"{where}.{key}" if where else key
+        name = prefix + key
         if key in names:
             try:
                 values[key] = convert(hints[key], value, name, checked)
@@ -116,8 +109,8 @@ def from_toml(section: type[Section], table: dict[str, Any], where: str = "", ch
         elif told := torchtitan_keys(name, value):
             problems += told
         else:
-            kind = "section" if isinstance(value, dict) and not where else "key"
-            problems.append(f"{name} is no {kind}{did_you_mean(key, names, f'{where}.' if where else '')}")
+            kind = "section" if isinstance(value, dict) and not prefix else "key"
+            problems.append(f"{name} is no {kind}{did_you_mean(key, names, prefix)}")
     if problems:
         raise ConfigError("\n  ".join(problems))
     if checked:
@@ -147,7 +140,7 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
-        return from_toml(typing.cast(type[Any], hint), value, name, checked)
+        return from_toml(typing.cast(type[Any], hint), value, f"{name}.", checked)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             choices = ", ".join(repr(choice) for choice in arguments)
@@ -175,12 +168,6 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
     strings = [str(choice) for choice in choices]
     near = difflib.get_close_matches(word, strings, n=1)
     return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings)}"
-
-
-def nearest_file(path: str) -> str:
-    names = [str(file) for file in Path(path).parent.glob("*.toml")]
-    near = difflib.get_close_matches(path, names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def to_toml(config: JobConfig) -> str:

@@ -1,15 +1,15 @@
 """Every option there is: one frozen dataclass per section of the TOML file.
 
-The text under a field is its documentation, shown by ``--help``. A section's ``__post_init__`` refuses values that are
-wrong by themselves; ``run_plan.plan_run`` refuses what depends on several sections or on the number of ranks.
+The text under a field is its documentation, shown by ``--help``, and its type says which values it may have. A section
+refuses others; ``run_plan.plan_run`` refuses what depends on several sections or on the number of ranks.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from torchtrain.errors import ConfigError
 
@@ -22,23 +22,54 @@ def require(holds: bool, rule: str) -> None:
 
 Rule = tuple[str, Callable[[float], bool]]
 """What goes after "must" in a message, and whether a value keeps to it."""
-SHARE: Rule = ("lie in 0 to 1", lambda value: 0 <= value <= 1)
-DECAY: Rule = ("be at least 0 and under 1", lambda value: 0 <= value < 1)
-COUNT_OR_OPEN: Rule = ("be -1 or at least 1", lambda value: value == -1 or value >= 1)
 
 
-def require_each(section: Any, name: str, rule: Rule, *keys: str) -> None:
-    """Raise ``ConfigError`` for the first of the fields ``keys`` of [``name``] that breaks ``rule``; None does not."""
-    for key in keys:
-        value = getattr(section, key)
-        for one in value if isinstance(value, tuple) else (value,):
-            require(one is None or rule[1](one), f"{name}.{key} = {one} must {rule[0]}")
+def at_least(minimum: float) -> Rule:
+    return f"be at least {minimum}", lambda value: value >= minimum
 
 
-def require_at_least(section: Any, name: str, minimum: float, *keys: str) -> None:
-    """``require_each`` to be at least ``minimum``, and finite."""
-    require_each(section, name, (f"be at least {minimum}", lambda value: value >= minimum), *keys)
-    require_each(section, name, ("be a finite number", lambda value: value < math.inf), *keys)
+FINITE: Rule = ("be a finite number", lambda value: value < math.inf)
+
+# Types of options with the rules that their values keep to. None keeps to all.
+Count = Annotated[int, at_least(1)]
+CountOrZero = Annotated[int, at_least(0)]
+CountOrOpen = Annotated[int, ("be -1 or at least 1", lambda value: value == -1 or value >= 1)]
+Share = Annotated[float, ("lie in 0 to 1", lambda value: 0 <= value <= 1)]
+Decay = Annotated[float, ("be at least 0 and under 1", lambda value: 0 <= value < 1)]
+NotNegative = Annotated[float, at_least(0), FINITE]
+ZERO_BY_ZERO = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
+Epsilon = Annotated[float, (ZERO_BY_ZERO, lambda value: 0 < value < math.inf)]
+# Longer than 292 years does not fit into 64 bits of nanoseconds.
+Timeout = Annotated[int, at_least(1), ("be at most 1000000000", lambda value: value <= 10**9)]
+
+
+def rules_of(hint: Any) -> list[Rule]:
+    """The rules in a type, such as ``Count | None`` or ``tuple[Count, ...]``."""
+    parts = get_args(hint)  # of an Annotated the type, and then what it is annotated with
+    return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
+
+
+def check_values(options: Any, prefix: str) -> None:
+    """Raise ``ConfigError`` for the first field of a dataclass that breaks a rule of its type; also of those in it."""
+    for option in fields(options):
+        value, name = getattr(options, option.name), f"{prefix}{option.name}"
+        if is_dataclass(value):
+            check_values(value, f"{name}.")
+        for rule, holds in rules_of(option.type):
+            for one in value if isinstance(value, tuple) else (value,):
+                require(one is None or holds(one), f"{name} = {one} must {rule}")
+
+
+class Section:
+    """A section that checks its values. ``name``: as in the TOML file."""
+
+    section_name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.section_name = name
+
+    def __post_init__(self) -> None:
+        check_values(self, f"{self.section_name}.")
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -133,34 +164,34 @@ class Model:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    lr_factor: float = 1.0
+    lr_factor: NotNegative = 1.0
     """Factor of the learning rate of these parameters."""
-    weight_decay: float | None = None
+    weight_decay: NotNegative | None = None
     """Their decoupled weight decay. None: optimizer.weight_decay; for vectors 0."""
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Section, name="optimizer"):
     name: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the blocks' matrices; other parameters always use AdamW (docs/optimizers.md)."""
-    lr: float = 3e-4
+    lr: NotNegative = 3e-4
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of AdamW's running mean of the gradient."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay of AdamW's running mean of the squared gradient."""
-    eps: float = 1e-8
+    eps: Epsilon = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled weight decay of matrices and embeddings; vectors (norms, biases) have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How AdamW computes its update: in one kernel, one operation at a time, or one parameter at a time."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
     computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
-    muon_momentum: float = 0.95
+    muon_momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
-    muon_iterations: int = 5
+    muon_iterations: Count = 5
     """Newton-Schulz iterations by which Muon makes a matrix orthogonal."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
@@ -171,80 +202,58 @@ class Optimizer:
     vectors: ParameterGroup = field(default_factory=ParameterGroup)
     """[optimizer.vectors]: norms and biases."""
 
-    def __post_init__(self) -> None:
-        require_at_least(self, "optimizer", 0, "lr", "weight_decay")
-        above = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
-        require_each(self, "optimizer", (above, lambda value: 0 < value < math.inf), "eps")
-        for name in ("matrices", "embeddings", "vectors"):
-            require_at_least(getattr(self, name), f"optimizer.{name}", 0, "lr_factor", "weight_decay")
-        require_at_least(self, "optimizer", 1, "muon_iterations")
-        require_each(self, "optimizer", DECAY, "beta1", "beta2", "muon_momentum")
-
 
 @dataclass(frozen=True)
-class Ema:
+class Ema(Section, name="ema"):
     enable: bool = False
     """Keep averaged weights, an exponential moving average of the parameters: 4 bytes for each parameter."""
-    decay: float = 0.999
+    decay: Decay = 0.999
     """Weight of the old average in an update; in step n at most (1 + n) / (10 + n)."""
-    interval: int = 1
+    interval: Count = 1
     """Steps between updates of the average; an update then uses decay to the power of interval."""
     offload: bool = False
     """Keep the averages in CPU memory; each update waits for a copy of the parameters."""
 
-    def __post_init__(self) -> None:
-        require_each(self, "ema", DECAY, "decay")
-        require_at_least(self, "ema", 1, "interval")
-
 
 @dataclass(frozen=True)
-class Mup:
+class Mup(Section, name="mup"):
     """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
 
-    base_dim: int | None = None
+    base_dim: Count | None = None
     """Width (dim) of the small model. Initial weights and learning rates are scaled by width / base_dim (muP)."""
-    base_layers: int | None = None
+    base_layers: Count | None = None
     """Layers of the small model, if it has fewer: what blocks add to the residual stream is scaled by base_layers /
     n_layers (CompleteP)."""
 
-    def __post_init__(self) -> None:
-        require_at_least(self, "mup", 1, "base_dim", "base_layers")
-
 
 @dataclass(frozen=True)
-class LRScheduler:
-    warmup_steps: int = 200
+class LRScheduler(Section, name="lr_scheduler"):
+    warmup_steps: CountOrZero = 200
     """Steps of linear warm-up; the whole schedule, if that is shorter."""
-    total_steps: int | None = None
+    total_steps: Count | None = None
     """Length of the whole schedule. None: training.steps. Set it if training.steps may be raised later."""
-    decay_ratio: float | None = None
+    decay_ratio: Share | None = None
     """Share of the schedule, at its end, in which the rate decays; before, it is constant. None: after the warm-up."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
     """Shape of the decay; constant keeps the peak rate after the warm-up."""
-    min_lr_factor: float = 0.0
+    min_lr_factor: Share = 0.0
     """Floor of the decay, as a share of optimizer.lr."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, "lr_scheduler", 0, "warmup_steps", "min_lr_factor")
-        require(self.min_lr_factor <= 1, f"lr_scheduler.min_lr_factor = {self.min_lr_factor} must be at most 1")
-        require_at_least(self, "lr_scheduler", 1, "total_steps")
-        require_each(self, "lr_scheduler", SHARE, "decay_ratio")
 
 
 @dataclass(frozen=True)
-class Training:
-    local_batch_size: int = 8
+class Training(Section, name="training"):
+    local_batch_size: Count = 8
     """Sequences in one forward pass of one data-parallel rank."""
-    global_batch_size: int = -1
+    global_batch_size: CountOrOpen = -1
     """Sequences in one optimizer step over all ranks. -1: local_batch_size times the data-parallel ranks; a
     larger one accumulates gradients."""
-    seq_len: int = 2048
+    seq_len: Count = 2048
     """Tokens in a sequence."""
-    steps: int = 10000
+    steps: Count = 10000
     """Optimizer steps of the run."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, ("be above 0", lambda value: value > 0)] = 1.0
     """Largest norm of the whole gradient; above it the gradient is scaled down."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of the initial weights and of the data order, which are the same on every layout."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of parameters and activations in forward and backward; master weights are float32. A CPU that cannot
@@ -254,10 +263,10 @@ class Training:
     sums: Literal["fast", "exact"] = "fast"
     """How gradients are added up. exact: as 64-bit integers, so that the run has the same bits on any number of
     data-parallel ranks (docs/parallelism.md)."""
-    loss_chunk_tokens: int = -1
+    loss_chunk_tokens: Annotated[int, at_least(-1)] = -1
     """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
     many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
-    z_loss_weight: float = 0.0
+    z_loss_weight: NotNegative = 0.0
     """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the logits' softmax normalizer Z near 1; PaLM
     has 1e-4. It is trained on, but not part of the loss that is reported."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
@@ -267,19 +276,12 @@ class Training:
     """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run is bitwise the same on CUDA too; slower there."""
-    gc_freq: int = 50
+    gc_freq: Count = 50
     """Steps between collections of Python's garbage, made on all ranks at once."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, "training", 1, "local_batch_size", "seq_len", "steps", "gc_freq")
-        require_at_least(self, "training", 0, "seed", "z_loss_weight")
-        require_at_least(self, "training", -1, "loss_chunk_tokens")
-        require(self.max_norm > 0, f"training.max_norm = {self.max_norm} must be above 0")
-        require_each(self, "training", COUNT_OR_OPEN, "global_batch_size")
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Section):
     path: str | tuple[str, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
     them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
@@ -300,6 +302,7 @@ class Source:
     """Share of the tokens, relative to the weights of the other sources."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             not (self.path and self.name),
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
@@ -346,44 +349,36 @@ class Sources(Source):
 
 
 @dataclass(frozen=True)
-class Data(Sources):
+class Data(Sources, name="data"):
     """Without path, name or sources, the text is the source code of the Python standard library."""
 
     when_exhausted: Literal["repeat", "stop"] = "repeat"
     """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
     document_mask: bool = False
     """Tokens attend only to their own document, whose positions begin at 0. false: to all earlier tokens."""
-    streams: int = 64
+    streams: Count = 64
     """Files of streamed data to read at once: the largest divisor of the global batch up to this number. The number of
     data-parallel ranks must divide it. Another number gives another order of the data."""
-    prefetch: int = 2
+    prefetch: CountOrZero = 2
     """Batches to read ahead in the background; 0 reads when the step needs them."""
-    verify_gib: float = 1.0
+    verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0
     """Prepared data up to this size are hashed before training; larger data only by torchtrain.prepare, with
     prepare.verify."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(self, "data", 1, "streams")
-        require_at_least(self, "data", 0, "prefetch")
-        require(self.verify_gib >= 0, f"data.verify_gib = {self.verify_gib} must be at least 0; inf verifies all")
-
 
 @dataclass(frozen=True)
-class Validation(Sources):
+class Validation(Sources, name="validation"):
     enable: bool = False
     """Compute the loss on held-out data. With several sources, of each and of all together."""
-    interval: int = 500
+    interval: Count = 500
     """Steps between validations; there is always one after the last step."""
-    steps: int = -1
+    steps: CountOrOpen = -1
     """Batches of each source; -1: all of it, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
     """Weights to validate. The names of averaged weights' results (ema.enable) begin with validation_ema_."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, "validation", 1, "interval")
-        require(self.steps == -1 or self.steps >= 1, f"validation.steps = {self.steps} must be -1 (all) or at least 1")
         require(
             not self.enable or bool(self.sources or self.path or self.name),
             "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
@@ -397,25 +392,22 @@ class Validation(Sources):
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Section, name="prepare"):
     """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
 
     output: str = ""
     """Folder for the prepared data; with several sources, folders 0, 1, ... in it."""
-    processes: int = 0
+    processes: CountOrZero = 0
     """Processes that tokenize. 0: one for each core."""
     verify: bool = False
     """Only compare the hashes of all files in the output folder with those in its manifest."""
 
-    def __post_init__(self) -> None:
-        require_at_least(self, "prepare", 0, "processes")
-
 
 @dataclass(frozen=True)
-class Parallelism:
-    data_parallel_replicate_degree: int = 1
+class Parallelism(Section, name="parallelism"):
+    data_parallel_replicate_degree: Count = 1
     """Copies of the (sharded) model: HSDP's replicate axis."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: CountOrOpen = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered parameters after its forward. default: always, but for the last block, whose backward is
@@ -427,50 +419,44 @@ class Parallelism:
     fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
     """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
     in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Count = 1
     """Ranks over which each matrix is split."""
     enable_sequence_parallel: bool = True
     """With tensor parallelism, split norms and residuals along the sequence, too."""
     enable_async_tensor_parallel: bool = False
     """Overlap the collectives of tensor parallelism with its matrix products (CUDA and compile.enable only)."""
-    context_parallel_degree: int = 1
+    context_parallel_degree: Count = 1
     """Ranks over which each sequence is split."""
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: Count = 1
     """Ranks over which the layers are split."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "Interleaved1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
     """Order of forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble two, the interleaved ones
     two or as many as pipeline_parallel_layers_per_stage says."""
-    pipeline_parallel_microbatches: int = -1
+    pipeline_parallel_microbatches: CountOrOpen = -1
     """Microbatches that a pipeline splits its local_batch_size sequences into. -1: one for each sequence."""
-    pipeline_parallel_layers_per_stage: tuple[int, ...] = ()
+    pipeline_parallel_layers_per_stage: tuple[Count, ...] = ()
     """Layers of each stage, first to last. Empty: an even split, in which embedding and output count as one each."""
-
-    def __post_init__(self) -> None:
-        degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
-        require_at_least(self, "parallelism", 1, *(f"{axis}_degree" for axis in degrees))
-        require_each(self, "parallelism", COUNT_OR_OPEN, "data_parallel_shard_degree", "pipeline_parallel_microbatches")
-        require_at_least(self, "parallelism", 1, "pipeline_parallel_layers_per_stage")
 
 
 @dataclass(frozen=True)
-class ActivationCheckpoint:
+class ActivationCheckpoint(Section, name="activation_checkpoint"):
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """Recompute activations in backward: none of them, those of some ops or layers, or all of each block; with
     memory_budget the compiler chooses what fits (compile.enable only)."""
     selective_option: str = "op"
     """op: keep the results of expensive ops, recompute the rest; a number n: recompute all of every n-th block."""
-    memory_budget: float = 0.5
+    memory_budget: Share = 0.5
     """Share of a block's activations that the compiler may keep; 0 recomputes all, 1 nothing."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         option = self.selective_option
         require(
             option == "op" or (option.isdecimal() and int(option) >= 1),
             f"activation_checkpoint.selective_option = {option!r} must be 'op' or a whole number from 1, such as '2'",
         )
-        require_each(self, "activation_checkpoint", SHARE, "memory_budget")
 
 
 @dataclass(frozen=True)
@@ -490,14 +476,14 @@ class Float8:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Section, name="checkpoint"):
     enable: bool = False
     """Save checkpoints, and resume from the newest."""
-    interval: int = 500
+    interval: Count = 500
     """Steps between checkpoints; the last step is always saved."""
-    keep_latest_k: int = 10
+    keep_latest_k: CountOrZero = 10
     """Checkpoints to keep; 0 keeps all."""
-    load_step: int = -1
+    load_step: Annotated[int, at_least(-1)] = -1
     """Step to resume from. -1: the newest."""
     initial_load_path: str = ""
     """Weights that a new run starts from: a run's folder, a step-N in it, or a Hugging Face folder. A run that resumes
@@ -515,39 +501,35 @@ class Checkpoint:
     allow_changes: tuple[str, ...] = ()
     """Options, such as "optimizer.lr", that may differ from the checkpoint's although they change the run.
     docs/checkpoints.md has the table of what needs this."""
-    max_failed_saves: int = 3
+    max_failed_saves: Count = 3
     """Failed saves in a row, as on a full disk, after which the run stops."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "checkpoint", 1, "interval", "max_failed_saves")
-        require_at_least(self, "checkpoint", 0, "keep_latest_k")
-        require_at_least(self, "checkpoint", -1, "load_step")
+        super().__post_init__()
         given = self.enable or self.load_step == -1
         require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
 
 
 @dataclass(frozen=True)
-class Faults:
+class Faults(Section, name="faults"):
     on_bad_numbers: Literal["skip", "rollback", "stop"] = "skip"
     """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: load
     the newest good checkpoint from before it, and go on with the next data. stop: end the run with an error."""
-    max_bad_steps: int = 5
+    max_bad_steps: CountOrZero = 5
     """Bad steps in a row that are skipped, or rollbacks without getting past them, before the run stops."""
-    spike_threshold: float = 0.0
+    spike_threshold: NotNegative = 0.0
     """A loss or gradient norm so many standard deviations above the mean of the last spike_window steps is a spike.
     0: none is."""
-    spike_window: int = 128
+    spike_window: Annotated[int, at_least(2)] = 128
     """Steps that a spike is measured against."""
-    wall_clock_limit_minutes: float = 0.0
+    wall_clock_limit_minutes: NotNegative = 0.0
     """Save and stop so that this process ends within so many minutes. 0: no limit."""
-    stop_grace_seconds: int = 30
+    stop_grace_seconds: CountOrZero = 30
     """Time between a signal and being killed, and the time before the wall-clock limit at which to stop: a save that
     takes longer is given up. After SLURM's warning, SIGUSR1, there is time until the job's limit, if that is more."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "faults", 0, "max_bad_steps", "spike_threshold")
-        require_at_least(self, "faults", 0, "wall_clock_limit_minutes", "stop_grace_seconds")
-        require_at_least(self, "faults", 2, "spike_window")
+        super().__post_init__()
         limit_seconds = 60 * self.wall_clock_limit_minutes
         require(
             limit_seconds == 0 or limit_seconds > self.stop_grace_seconds,
@@ -558,8 +540,8 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Metrics:
-    log_freq: int = 10
+class Metrics(Section, name="metrics"):
+    log_freq: Count = 10
     """Steps between lines in the log, in metrics.jsonl and in TensorBoard."""
     enable_tensorboard: bool = True
     """Write TensorBoard event files."""
@@ -567,67 +549,51 @@ class Metrics:
     """Log to Weights & Biases (pip install 'torchtrain[wandb]'); WANDB_MODE=offline writes to the dump folder alone."""
     wandb_project: str = "torchtrain"
     """Project in Weights & Biases."""
-    straggler_freq: int = 100
+    straggler_freq: CountOrZero = 100
     """Steps between checks for ranks that keep the others waiting; 0: never."""
-    straggler_factor: float = 2.0
+    straggler_factor: Annotated[float, at_least(1), FINITE] = 2.0
     """A rank is slow if its data wait or its computation takes more than this many times the median of all ranks."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, "metrics", 1, "log_freq", "straggler_factor")
-        require_at_least(self, "metrics", 0, "straggler_freq")
 
 
 @dataclass(frozen=True)
-class Profiling:
+class Profiling(Section, name="profiling"):
     enable_profiling: bool = False
     """Write a torch.profiler trace of every rank to traces/."""
-    profile_freq: int = 10
+    profile_freq: Annotated[int, at_least(3)] = 10
     """Steps between traces."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to traces/ as often as profiler traces, and when memory runs out (CUDA only)."""
 
-    def __post_init__(self) -> None:
-        require_at_least(self, "profiling", 3, "profile_freq")
-
 
 @dataclass(frozen=True)
-class Debug:
-    fingerprint_steps: tuple[int, ...] = ()
+class Debug(Section, name="debug"):
+    fingerprint_steps: tuple[Count, ...] = ()
     """Steps whose tensors are described in fingerprints/, for python -m torchtrain.compare (docs/compare.md). They take
     longer, and memory for a second copy of the parameters."""
 
-    def __post_init__(self) -> None:
-        require_at_least(self, "debug", 1, "fingerprint_steps")
-
 
 @dataclass(frozen=True)
-class Comm:
-    init_timeout_seconds: int = 300
+class Comm(Section, name="comm"):
+    init_timeout_seconds: Timeout = 300
     """Time-out of collectives up to the end of the first step, which may compile and load."""
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: Timeout = 100
     """Time for a step after the first one. When it is over, each rank writes its stacks to hangs/ in the dump folder,
     and a few seconds later collectives still under way fail."""
 
-    def __post_init__(self) -> None:
-        keys = ("init_timeout_seconds", "train_timeout_seconds")
-        require_at_least(self, "comm", 1, *keys)
-        # Longer than 292 years does not fit into 64 bits of nanoseconds.
-        require_each(self, "comm", ("be at most 1000000000", lambda value: value <= 10**9), *keys)
-
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Section, name="estimate"):
     """For python -m torchtrain.estimate alone, which tells what a run needs and how fast it goes, without a GPU."""
 
-    world_size: int = 0
+    world_size: CountOrZero = 0
     """Ranks, one a GPU. 0: the product of the degrees in [parallelism], -1 counting as 1."""
     gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
     """Kind of GPU, the number being its memory in GB. h200 has 141, b200 180."""
-    gpus_per_node: int = 8
+    gpus_per_node: Count = 8
     """GPUs of a machine."""
-    memory_gib: float = 0.0
+    memory_gib: NotNegative = 0.0
     """Memory of a GPU. 0: that of its kind."""
-    network_gigabits: float = 0.0
+    network_gigabits: NotNegative = 0.0
     """Speed of a GPU's network card in Gb/s. 0: that of its kind."""
     all_layers: bool = False
     """Run every layer on fake tensors, not only a few that stand for all: slower, to check the estimate."""
@@ -639,10 +605,6 @@ class Estimate:
     """Print JSON instead of a table."""
     picture: str = ""
     """PNG file for a picture of memory over two steps (pip install 'torchtrain[plot]')."""
-
-    def __post_init__(self) -> None:
-        require_at_least(self, "estimate", 0, "world_size", "memory_gib", "network_gigabits")
-        require_at_least(self, "estimate", 1, "gpus_per_node")
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtrain.log import BestEffort, logger
+from torchtrain.outputs import written_whole
 from torchtrain.torch_internals import all_groups, flight_record
 
+POLL_SECONDS = 0.25
 # Ranks enter a step at slightly different times; give each the time to write down where it is.
 COLLECT_SECONDS = 3
 # A collective's time-out must be longer than a step's by this, so that the report is written before it fails.
@@ -36,7 +38,7 @@ WAITING = (
     "torchtrain/distributed/process_group.py",
     "torchtrain/distributed/agreement.py",
 )
-PACKAGE = Path(__file__).parent.parent
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 def enable_flight_recorder(folder: Path) -> None:
@@ -82,51 +84,41 @@ class HangWatch(AbstractContextManager["HangWatch"]):
 
     def __post_init__(self) -> None:
         self.best_effort = BestEffort(f"reports in {self.folder}")
-        self._what: str | None = None
-        self._closed = False
-        # One thread for all bodies: to start one for each would cost every step a tenth of a millisecond.
-        self._changed = threading.Condition()
+        self._watched: tuple[str, float] | None = None  # what is under way, and since when by time.monotonic()
+        self._closed = threading.Event()
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Report if the body, ``what``, takes longer than ``timeout_seconds``."""
-        self._set(what)
+        self._watched = what, time.monotonic()
         try:
             yield
         finally:
-            self._set(None)
+            self._watched = None
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _set(self, what: str | None) -> None:
-        with self._changed:
-            self._what = what
-            self._changed.notify()
+        self._closed.set()
 
     def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                what = self._what
-                changed = self._changed.wait(self.timeout_seconds if what is not None else None)
-                if not changed and what is not None:
-                    self._changed.release()
-                    try:
-                        self._report(what)
-                    finally:
-                        self._changed.acquire()
-                    while self._what == what and not self._closed:
-                        self._changed.wait()
+        reported = None
+        while not self._closed.wait(POLL_SECONDS):
+            watched = self._watched
+            if watched and watched is not reported and time.monotonic() > watched[1] + self.timeout_seconds:
+                reported = watched
+                self._report(watched[0])
 
     def _report(self, what: str) -> None:
         name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
         own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
         now = time.time()
         with self.best_effort:
-            self._write(own_file := self.folder / name.format(self.rank), own)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            own_file = self.folder / name.format(self.rank)
+            with written_whole(own_file) as file:
+                file.write(json.dumps(asdict(own)).encode() + b"\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
             now = own_file.stat().st_mtime  # the file system may have another clock
         time.sleep(COLLECT_SECONDS)
         places = {self.rank: own}
@@ -140,15 +132,6 @@ class HangWatch(AbstractContextManager["HangWatch"]):
                     with path.open() as file:
                         places[rank] = Place(**json.loads(file.readline()))
         logger.error("%s", self._summary(what, places))
-
-    def _write(self, path: Path, place: Place) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        with part.open("w") as file:
-            file.write(json.dumps(asdict(place)) + "\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        part.rename(path)
 
     def _summary(self, what: str, places: dict[int, Place]) -> str:
         """Who waits for whom, in a few lines."""
@@ -178,9 +161,8 @@ def _place(frame: FrameType | None, doing: str) -> Place:
     pending, begun = _collectives()
     stack = traceback.extract_stack(frame)
     waits_in = next((entry.name for entry in reversed(stack) if entry.filename.endswith(WAITING)), "")
-    package = [entry for entry in stack if Path(entry.filename).is_relative_to(PACKAGE)]
-    own = [entry for entry in package if not entry.filename.endswith(WAITING)]
-    entry = own[-1] if own else stack[-1]
+    own = [entry for entry in stack if entry.filename.startswith(PACKAGE) and not entry.filename.endswith(WAITING)]
+    entry = (own or stack)[-1]
     where = f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"
     return Place(where, waits_in, pending, begun, doing)
 

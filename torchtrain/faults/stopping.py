@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,15 +37,13 @@ class StopRequest:
         self._signal_time, self._grace_end = 0.0, float("inf")
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
-        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # Before the handlers, which ignore a signal: none is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, lambda *_: None)
+        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         return self
 

@@ -17,7 +17,6 @@ from torchtrain.faults.stopping import StopRequest
 from torchtrain.log import logger
 from torchtrain.loss import TokenLoss
 
-NAMES = ("loss", "gradient norm")
 LONG_STEP_SECONDS = 10.0
 
 
@@ -108,8 +107,8 @@ class UpdateGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # called by ``judge``: recorded a step ago, so it is done, or nearly so
-        # Of ``NAMES``, and of each its mean and deviation over the window; is it bad; and numbers of ranks: with bad
-        # losses, asked to stop, for which the step took long.
+        # Of loss and norm the values, then their means and deviations over the window; is it bad; and numbers of ranks:
+        # with bad losses, asked to stop, for which the step took long.
         loss, norm, *window, bad, bad_losses, stopping, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
         self.steps_are_long = is_long > 0
@@ -123,25 +122,23 @@ class UpdateGuard:
         elif not math.isfinite(norm):
             problem = "gradient not finite"
         else:
-            rows = zip(NAMES, (loss, norm), window[:2], window[2:], strict=True)
+            rows = zip(("loss", "gradient norm"), (loss, norm), window[:2], window[2:], strict=True)
             spikes = (row for row in rows if row[1] > row[2] + self.config.spike_threshold * row[3])
             name, value, mean, deviation = next(spikes)
             usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
             problem = f"{name} {value:.4g} is a spike: {usual}"
-        self._refused(step, problem, {NAMES[0]: loss, NAMES[1]: norm})
+        self._refused(step, loss, norm, problem)
 
     def rolled_back(self) -> None:
         """Forget results: the run has gone back to an earlier step."""
         self.must_roll_back_before = self._last = None
 
-    def _refused(self, step: int, problem: str, numbers: dict[str, float]) -> None:
+    def _refused(self, step: int, loss: float, norm: float, problem: str) -> None:
         policy = self.config.on_bad_numbers
         self._bad_in_a_row += 1
         self._last_bad_step = max(self._last_bad_step, step)
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-        message = f"bad numbers in step {step} ({shown}): {problem}"
-        values = {name.replace(" ", "_"): value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.record_event(step, f"bad_numbers_{policy}", {**values, "problem": problem})
+        message = f"bad numbers in step {step} (loss {loss:.4g}, gradient norm {norm:.4g}): {problem}"
+        self.record_event(step, f"bad_numbers_{policy}", {"loss": loss, "gradient_norm": norm, "problem": problem})
         if policy == "stop":
             raise FaultError(f"{message}; faults.on_bad_numbers = 'stop'")
         if self._bad_in_a_row > self.config.max_bad_steps:

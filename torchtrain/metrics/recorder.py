@@ -72,9 +72,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and ranks > 1:
-            self.stragglers = StragglerWatch(
-                config.straggler_freq, config.straggler_factor, self.device, self.side_group, self.record_event
-            )
+            self.stragglers = StragglerWatch(config, self.device, self.side_group, self.record_event)
         self.writers: Writers | None = None
         if dist.get_rank() == 0:
             self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
@@ -83,7 +81,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:
-            self.stragglers.close()
+            self.stragglers.report_pending()
         if self.writers is not None:
             self.writers.close()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtrain.config.schema import Metrics
 from torchtrain.log import logger
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
@@ -28,12 +29,12 @@ LEAST_SHARE_OF_STEP = 0.05
 class StragglerWatch:
     """Call ``before_step`` before each step, on all ranks.
 
-    Every ``freq`` steps the ranks' times are sent around in the background. The first rank looks at them when they have
-    arrived, and calls ``report(step, "straggler", values)`` for each rank that takes over ``factor`` times the median.
+    Every ``straggler_freq`` steps the ranks' times are sent around in the background. The first rank looks at them in
+    the next step, and calls ``report(step, "straggler", values)`` for each rank that takes over ``straggler_factor``
+    times the median.
     """
 
-    freq: int
-    factor: float
+    config: Metrics
     device: torch.device
     group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
     report: Callable[[int, str, dict[str, Any]], None]
@@ -51,33 +52,25 @@ class StragglerWatch:
 
     def before_step(self, step: int, waited_seconds: float) -> None:
         """``waited_seconds``: how long this rank waited for the batch of ``step``."""
+        self.report_pending()  # what all ranks sent when they began the step before
         self.wait_seconds += waited_seconds
         self.steps += 1
-        self._look()
-        if step % self.freq:
+        if step % self.config.straggler_freq:
             return
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
         self.wait_seconds, self.steps, self.since = 0.0, 0, time.perf_counter()
-        self._look(wait=True)
         all_ranks = [torch.empty_like(own) for _ in self.hosts]
         work = dist.all_gather(all_ranks, own, group=self.group, async_op=True)
         assert work is not None
         self.pending = (step, work, all_ranks)
 
-    def close(self) -> None:
-        """Wait for the messages under way."""
-        self._look(wait=True)
-
-    def _look(self, wait: bool = False) -> None:
-        """Name the slow ranks, if the times under way have arrived, or after a ``wait`` for them."""
+    def report_pending(self) -> None:
+        """Name the slow ranks by the times under way, if there are any. Call it at the end, too."""
         if self.pending is None:
             return
         step, work, all_ranks = self.pending
-        if wait:
-            work.wait()
-        elif not work.is_completed():
-            return
+        work.wait()
         self.pending = None
         if dist.get_rank() != 0:
             return
@@ -88,7 +81,7 @@ class StragglerWatch:
             for rank, seconds in enumerate(times):
                 # A slow computation, of which the fixed one is a sample, delays the whole step.
                 delay = seconds - median if kind == "data wait" else (seconds / median - 1) * step_seconds
-                if seconds > self.factor * median and delay > LEAST_SHARE_OF_STEP * step_seconds:
+                if seconds > self.config.straggler_factor * median and delay > LEAST_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
                     usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
                     logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")

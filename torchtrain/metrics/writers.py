@@ -3,13 +3,11 @@
 import importlib.util
 import io
 import json
-import math
 import os
 import re
 import socket
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -55,16 +53,6 @@ def check_writers(config: Metrics) -> None:
         raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
 
 
-class Writer(ABC):
-    """Takes lines with ``step``: numbers, or, with ``event``, something that happened."""
-
-    @abstractmethod
-    def write(self, line: dict[str, Any]) -> None: ...
-
-    def close(self) -> None:  # noqa: B027
-        pass
-
-
 def append(path: Path, piece: bytes, after: bytes = b"") -> None:
     """Add ``piece`` to a file, which is first made to end with the byte ``after``, if one is given.
 
@@ -87,23 +75,21 @@ def append(path: Path, piece: bytes, after: bytes = b"") -> None:
         os.close(descriptor)
 
 
-class JsonLines(Writer):
+class JsonLines:
     """``metrics.jsonl``: a line is an object. A number that is not finite, which JSON cannot say, is null."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def write(self, line: dict[str, Any]) -> None:
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
-        }
+        finite = json.loads(json.dumps(line), parse_constant=lambda _: None)
         append(self.path, json.dumps(finite).encode() + b"\n", after=b"\n")
 
 
 def has_validation(path: Path, step: int) -> bool:
     """Whether ``path`` (metrics.jsonl) has a validation after ``step``, and then no rollback or earlier start."""
     found = False
-    try:
+    with suppress(OSError):  # no more is lost than the time to validate again
         for text in path.read_bytes().splitlines():
             if any(part in text for part in (b'"validation_', b'"event": "start"', b'_rollback"')):
                 with suppress(ValueError):  # a line that was cut short
@@ -112,12 +98,10 @@ def has_validation(path: Path, step: int) -> bool:
                         found = found and line["event"] == "start" and line["step"] >= step
                     else:
                         found = found or line["step"] == step
-    except OSError:
-        pass  # no more is lost than the time to validate again
     return found
 
 
-class TensorBoard(Writer):
+class TensorBoard:
     """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
 
     Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
@@ -162,7 +146,7 @@ class TensorBoard(Writer):
             self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
 
 
-class WeightsAndBiases(Writer):
+class WeightsAndBiases:
     """The same in Weights & Biases. One run there for one dump folder: a resumed run goes on in it."""
 
     def __init__(self, folder: Path, config: Metrics, config_toml: str):
@@ -186,14 +170,15 @@ class WeightsAndBiases(Writer):
         values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
         self.run.log(values, step=line["step"])
 
-    def close(self) -> None:
-        self.run.finish()
+
+Writer = JsonLines | TensorBoard | WeightsAndBiases
 
 
 class Writers:
     """All writers that the config asks for. Only the first rank has any.
 
-    One that fails ends nothing: its lines are dropped until it works again.
+    Each takes lines with ``step``: numbers, or, with ``event``, something that happened. One that fails ends nothing:
+    its lines are dropped until it works again.
     """
 
     def __init__(self, config: Metrics, folder: Path, config_toml: str, start_step: int):
@@ -214,8 +199,9 @@ class Writers:
 
     def close(self) -> None:
         for name, writer in self.writers.items():
-            with self.efforts[name]:
-                writer.close()
+            if isinstance(writer, WeightsAndBiases):  # the others keep nothing open
+                with self.efforts[name]:
+                    writer.run.finish()
 
 
 def hyperparameters(config_toml: str) -> dict[str, Any]:
