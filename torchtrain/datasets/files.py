@@ -35,6 +35,7 @@ _CONVERSION = 1  # its version: raise it when the same files give other document
 _ROWS = 1000  # that are converted at once
 _WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
 _BLOCK_BYTES = 1 << 16  # else three blocks of it
+_PLAIN = {("txt", ""), ("md", "")}  # kinds that are read in place
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -44,8 +45,7 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
         DataError: there are none, they are damaged, or have no column of text ``column``.
     """
     files = list(dict.fromkeys(file for path in paths for file in _find_files(path, label)))
-    kinds = {kind_of(file.name) for file in files}
-    if kinds <= {("txt", ""), ("md", "")}:
+    if {kind_of(file.name) for file in files} <= _PLAIN:
         return _text_files(files, label)
     dataset = _converted(files, column, label)
     if len(dataset) == 0:
@@ -148,7 +148,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
     """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
     path = Path(pattern)
     if path.is_dir():
-        files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
+        files = sorted(file for file in _matches(path, ["**"]) if kind_of(file.name)[0] and not file.is_dir())
         for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
         if not files:
@@ -176,23 +176,9 @@ def _find_files(pattern: str, label: str) -> list[Path]:
                 head = content.read(4096)
         except PermissionError as error:
             raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
-        if kind_of(file.name) in (("txt", ""), ("md", "")):
+        if kind_of(file.name) in _PLAIN:
             _require_utf8(head, file)
     return files
-
-
-def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """All files in ``folder`` and the folders in it, by links too, but not hidden ones; StorageError for one that
-    cannot be read."""
-    above |= {folder.resolve()}
-    for name in names_in(folder):
-        path = folder / name
-        if name.startswith("."):
-            continue
-        if not path.is_dir():
-            yield path
-        elif path.resolve() not in above:  # else a link that leads up again
-            yield from _walk(path, above)
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
@@ -202,15 +188,22 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
         return
     part, *rest = pattern
     if part == "**":
-        found = {folder, *(parent for file in _walk(folder) for parent in file.parents if folder in parent.parents)}
-        yield from {match for inner in found for match in _matches(inner, rest or ["*"])}
+        for inner in _folders(folder):
+            yield from _matches(inner, rest or ["*"])
     elif has_magic(part):
-        if folder.is_dir():
-            for name in names_in(folder):
-                if fnmatchcase(name, part) and not name.startswith("."):
-                    yield from _matches(folder / name, rest)
+        for name in names_in(folder):
+            if fnmatchcase(name, part) and not name.startswith("."):
+                yield from _matches(folder / name, rest)
     elif (folder / part).exists():
         yield from _matches(folder / part, rest)
+
+
+def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """``folder`` and those in it, by links too, but not hidden ones."""
+    if folder.is_dir() and folder.resolve() not in above:  # else a link that leads up again
+        yield folder
+        for inner in _matches(folder, ["*"]):
+            yield from _folders(inner, above | {folder.resolve()})
 
 
 def _require_utf8(head: bytes, file: Path) -> None:
