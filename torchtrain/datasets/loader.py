@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,8 @@ class Batch:
     labels: torch.Tensor
 
 
-class _Read(NamedTuple):
-    """A batch, as the background thread hands it over."""
-
-    batch: Batch
-    state: npt.NDArray[np.int64]  # of the loader after this batch
-    targets: int  # number of labels that are not masked
-    full: bool  # no label is masked
+_Read = tuple[Batch, npt.NDArray[np.int64]]
+"""A batch, and the state of the loader after it, as the background thread hands them over."""
 
 
 @dataclass(eq=False)
@@ -98,14 +93,15 @@ class Loader(Iterator[Batch]):
         if failed:
             self.close()
             self._raise_on_all_ranks(read if isinstance(read, BaseException) else None)
-        assert isinstance(read, _Read)
+        assert isinstance(read, tuple)
         if (ended and self.drop_last) or not targets:
             self.close()
             raise StopIteration
-        self._next_read, self._state = None, read.state
+        batch, self._state = read
+        self._next_read = None
         if self._group is not None and self.prefetch > 0:
             self._poll(0.0)  # at the next batch: its all-reduce runs during this step
-        return read.batch
+        return batch
 
     def _poll(self, timeout_seconds: float) -> None:
         """See whether the next batch is there, and tell the other ranks. Collective."""
@@ -116,8 +112,9 @@ class Loader(Iterator[Batch]):
             self.wait_seconds += time.perf_counter() - start
         read = self._next_read
         own = [read is not None, True, 0, False]
-        if isinstance(read, _Read):
-            own = [False, False, read.targets, not read.full]
+        if isinstance(read, tuple):
+            targets = int((read[0].labels != IGNORE_INDEX).sum())
+            own = [False, False, targets, targets < read[0].labels.numel()]
         values, work = torch.tensor(own, dtype=torch.int64), None
         if self._group is not None:
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -178,7 +175,6 @@ class Loader(Iterator[Batch]):
         return np.concatenate(columns, axis=1)
 
     def _read(self) -> _Read:
-        """The next batch, and the state after it."""
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         filled = np.empty(len(self.rows), dtype=np.int64)
         # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
@@ -198,13 +194,12 @@ class Loader(Iterator[Batch]):
         self._turns = turns[:, -1] + 1
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
-        full = bool((filled == self.seq_len + 1).all())
-        if not full:
+        if filled.min() <= self.seq_len:
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
         if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
+        return Batch(tokens, labels), self._snapshot()
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
         told = None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))
