@@ -163,10 +163,9 @@ def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterat
 def _row(line: str) -> object:
     """The JSON object in ``line``, or ``line`` if it is none."""
     try:
-        row = json.loads(line)
+        return json.loads(line) if line.lstrip()[:1] == "{" else line
     except (ValueError, RecursionError):  # the second for lists in lists, thousands deep
         return line
-    return row if isinstance(row, dict) else line
 
 
 def _array(content: bytes) -> list[object]:
@@ -230,12 +229,11 @@ def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
     """Of both formats: a stream, as the library ``datasets`` writes it, and a file."""
     if raw.read(6) == b"ARROW1":
-        file = pyarrow.ipc.open_file(raw)
-        schema, batches = file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        reader = pyarrow.ipc.open_file(raw)
+        batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
         raw.seek(0)
-        stream = pyarrow.ipc.open_stream(raw)
-        schema, batches = stream.schema, iter(stream)
-    require_text(column, schema)
+        reader = batches = pyarrow.ipc.open_stream(raw)
+    require_text(column, reader.schema)
     for batch in batches:
-        yield from batch.column(schema.get_field_index(column)).to_pylist()
+        yield from batch.column(column).to_pylist()
