@@ -5,7 +5,6 @@ A window begins with the last token of the one before, so that every token is pr
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +17,6 @@ from torchtrain.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
 State = tuple[int, ...]
-
-
-class Stream(Protocol):
-    """Windows for one or more rows of the batch."""
-
-    state: State
-    """Where the next window begins; set it to resume there. A streamed file is then read up to that place."""
-
-    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
-        """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
-
-        ``turns``: for each window, how many the source has given to all rows of all ranks before it.
-
-        Raises:
-            DataError: all of the source does not fill one window, and it would be repeated to do so.
-        """
-        ...
 
 
 class TextStream:
@@ -155,3 +137,14 @@ class WindowStream:
         full = order < self._full  # the last window may not be
         order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
         return (order * self._seq_len).tolist()
+
+
+Stream = TextStream | WindowStream
+"""Windows for one or more rows of the batch.
+
+``fill(windows, turns)`` writes the next tokens into each window, and returns how many, fewer than fit only at the end
+of the data. ``turns``: for each window, how many the source has given to all rows of all ranks before it. DataError:
+all of the source does not fill one window, and it would be repeated to do so.
+
+``state``: where the next window begins; set it to resume there. A streamed file is then read up to that place.
+"""
