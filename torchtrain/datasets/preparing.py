@@ -177,7 +177,7 @@ def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> Non
                             "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
-                if isinstance(message, TorchtrainError):
+                if isinstance(message, Exception):
                     raise message
                 progress.update(message)
 
@@ -195,10 +195,9 @@ def _work(
                     continue
                 next_shard.value = number + 1
             if not _is_complete(folder, name):
-                with _writing(folder):
-                    write(name, documents)
+                write(name, documents)
             pipe.send(len(documents))
-    except TorchtrainError as error:
+    except (TorchtrainError, OSError) as error:
         pipe.send(error)
 
 
