@@ -86,18 +86,16 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
                         # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
                         rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
                         writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
-    except OSError as error:
-        if error.errno in MAY_PASS:
-            raise  # whoever opens the data tries again
-        raise DataError(
-            f"{label} cannot be converted into {cache}: {error.strerror or error}. Make room, or name "
-            "another folder by HF_DATASETS_CACHE, and start again"
-        ) from error
-    try:
         return datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
+        number = getattr(error, "errno", None)
+        if number in MAY_PASS:
+            raise  # whoever opens the data tries again
+        if number:
+            raise DataError(
+                f"{label} cannot be converted into {cache}: {os.strerror(number)}. Make room, or name "
+                "another folder by HF_DATASETS_CACHE, and start again"
+            ) from error
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error
