@@ -374,8 +374,8 @@ def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
     assert batch.tokens.shape == (8, seq_len)
     assert loader.state_dict()["rows"][:, 1].tolist() == [10_000_008] * 8
     stream = loader.streams[0][0]
-    assert len(stream._blocks) == 1  # type: ignore[attr-defined]
-    assert len(stream._blocks[0, 10_000_000 // 1024]) == 1024  # type: ignore[attr-defined]
+    assert stream._block.cache_info().currsize == 1  # type: ignore[attr-defined]
+    assert len(stream._block(0, 10_000_000 // 1024)) == 1024  # type: ignore[attr-defined]
     assert take(loader, 2).count_nonzero() == 0
 
 

@@ -19,20 +19,16 @@ def require_folder(folder: Path, given: str) -> None:
 
     ``given``: the option and its value, as in ``job.dump_folder = 'outputs'``.
     """
-    problem = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
-            problem = "it cannot be written to"
+            raise PermissionError(errno.EACCES, "it cannot be written to")
     except OSError as error:
+        problem = f"{given} cannot be used: {error.strerror or error}"
         if error.errno in MAY_PASS:
-            raise StorageError(
-                f"{given} cannot be used: {error.strerror}. Start again when the file system answers"
-            ) from error
+            raise StorageError(f"{problem}. Start again when the file system answers") from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
-            problem = error.strerror or str(error)
-    if problem:
-        raise ConfigError(f"{given} cannot be used: {problem}; name another folder")
+            raise ConfigError(f"{problem}; name another folder") from error
 
 
 def require_file(path: str, option: str) -> None:

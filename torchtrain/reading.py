@@ -33,10 +33,8 @@ def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float]
     for pause in (*pauses_seconds, None):
         try:
             return read()
-        except MISSING:
-            raise
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # a mistake, not a failure
+            if isinstance(error, MISSING) or error.errno == errno.ENAMETOOLONG:  # a mistake, not a failure
                 raise
             if pause is None:
                 raise unreadable(path, error, len(pauses_seconds) + 1) from error

@@ -67,12 +67,7 @@ def build_loader(
             for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)
         }
         streams.append([by_lane[row // rows_of_lane] for row in rows])
-    option = "sources" if config.sources else "name" if config.name else "path"
-
-    def identity() -> dict[str, str]:
-        data = "; ".join(of_source() for of_source in identities)
-        return {f"{section}.{option}": data, "model.tokenizer_path": tokenizer.identity}
-
+    option = f"{section}.{'sources' if config.sources else 'name' if config.name else 'path'}"
     return Loader(
         streams,
         Mixture([source.weight for source in config.all]),
@@ -82,5 +77,8 @@ def build_loader(
         prefetch=config.prefetch,
         drop_last=drop_last,
         device=device,
-        identity=identity,
+        identity=lambda: {
+            option: "; ".join(identity() for identity in identities),
+            "model.tokenizer_path": tokenizer.identity,
+        },
     )

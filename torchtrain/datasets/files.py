@@ -35,6 +35,7 @@ _CONVERSION = 1  # its version: raise it when the same files give other document
 _ROWS = 1000  # that are converted at once
 _WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
 _BLOCK_BYTES = 1 << 16  # else three blocks of it
+_PLAIN = {("txt", ""), ("md", "")}  # kinds that are read in place
 
 
 def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
@@ -44,8 +45,7 @@ def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
         DataError: there are none, they are damaged, or have no column of text ``column``.
     """
     files = list(dict.fromkeys(file for path in paths for file in _find_files(path, label)))
-    kinds = {kind_of(file.name) for file in files}
-    if kinds <= {("txt", ""), ("md", "")}:
+    if {kind_of(file.name) for file in files} <= _PLAIN:
         return _text_files(files, label)
     dataset = _converted(files, column, label)
     if len(dataset) == 0:
@@ -86,18 +86,16 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
                         # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
                         rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
                         writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
-    except OSError as error:
-        if error.errno in MAY_PASS:
-            raise  # whoever opens the data tries again
-        raise DataError(
-            f"{label} cannot be converted into {cache}: {error.strerror or error}. Make room, or name "
-            "another folder by HF_DATASETS_CACHE, and start again"
-        ) from error
-    try:
         return datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
+        number = getattr(error, "errno", None)
+        if number in MAY_PASS:
+            raise  # whoever opens the data tries again
+        if number:
+            raise DataError(
+                f"{label} cannot be converted into {cache}: {os.strerror(number)}. Make room, or name "
+                "another folder by HF_DATASETS_CACHE, and start again"
+            ) from error
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error
@@ -148,7 +146,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
     """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
     path = Path(pattern)
     if path.is_dir():
-        files = sorted(file for file in _walk(path) if kind_of(file.name)[0])
+        files = sorted(file for file in _matches(path, ["**"]) if kind_of(file.name)[0] and not file.is_dir())
         for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
         if not files:
@@ -176,23 +174,9 @@ def _find_files(pattern: str, label: str) -> list[Path]:
                 head = content.read(4096)
         except PermissionError as error:
             raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
-        if kind_of(file.name) in (("txt", ""), ("md", "")):
+        if kind_of(file.name) in _PLAIN:
             _require_utf8(head, file)
     return files
-
-
-def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """All files in ``folder`` and the folders in it, by links too, but not hidden ones; StorageError for one that
-    cannot be read."""
-    above |= {folder.resolve()}
-    for name in names_in(folder):
-        path = folder / name
-        if name.startswith("."):
-            continue
-        if not path.is_dir():
-            yield path
-        elif path.resolve() not in above:  # else a link that leads up again
-            yield from _walk(path, above)
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
@@ -202,15 +186,22 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
         return
     part, *rest = pattern
     if part == "**":
-        found = {folder, *(parent for file in _walk(folder) for parent in file.parents if folder in parent.parents)}
-        yield from {match for inner in found for match in _matches(inner, rest or ["*"])}
+        for inner in _folders(folder):
+            yield from _matches(inner, rest or ["*"])
     elif has_magic(part):
-        if folder.is_dir():
-            for name in names_in(folder):
-                if fnmatchcase(name, part) and not name.startswith("."):
-                    yield from _matches(folder / name, rest)
+        for name in names_in(folder):
+            if fnmatchcase(name, part) and not name.startswith("."):
+                yield from _matches(folder / name, rest)
     elif (folder / part).exists():
         yield from _matches(folder / part, rest)
+
+
+def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """``folder`` and those in it, by links too, but not hidden ones."""
+    if folder.is_dir() and folder.resolve() not in above:  # else a link that leads up again
+        yield folder
+        for inner in _matches(folder, ["*"]):
+            yield from _folders(inner, above | {folder.resolve()})
 
 
 def _require_utf8(head: bytes, file: Path) -> None:

@@ -58,10 +58,10 @@ def documents(
     if kind in ("txt", "md") and not text_by_line:
         return itertools.islice(_pieces(blocks), start, None)
     block = next(blocks, b"")
-    is_array = kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    lines = _decoded(itertools.islice(_lines(itertools.chain([block], blocks)), None if is_array else head))
-    if is_array:
-        return itertools.islice(_texts(_array(lines), column), start, None)
+    blocks = itertools.chain([block], blocks)
+    if kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        return itertools.islice(_texts(_array(b"".join(blocks)), column), start, None)
+    lines = _decoded(itertools.islice(_lines(blocks), head))
     if kind in ("json", "jsonl"):  # Line by line: a column's type may change between lines, and a bad line is skipped.
         return _texts(map(_row, itertools.islice(lines, start, None)), column, check=start == 0)
     rows = _table(lines, column, "," if kind == "csv" else "\t") if kind in ("csv", "tsv") else lines
@@ -74,10 +74,11 @@ def require_column(column: str, columns: Sequence[str]) -> None:
         raise DataError(f"it has no column {column!r} (text_column); its columns are {', '.join(columns)}")
 
 
-def require_text(column: str, dtype: Any) -> None:
-    """Raise ``DataError`` where the Arrow type ``dtype`` of a column is not that of text."""
-    dtype = dtype.value_type if pyarrow.types.is_dictionary(dtype) else dtype
-    types = pyarrow.types
+def require_text(column: str, schema: Any) -> None:
+    """Raise ``DataError`` where an Arrow schema has no such column, or one of another type than text."""
+    require_column(column, schema.names)
+    dtype, types = schema.field(column).type, pyarrow.types
+    dtype = dtype.value_type if types.is_dictionary(dtype) else dtype
     if not any(test(dtype) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
         raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
 
@@ -139,21 +140,21 @@ def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterat
     kinds: set[str] = set()  # of values in the column
     begin = ""  # of the first row that is no JSON object
     for row in rows:
-        if not isinstance(row, dict):
+        if isinstance(row, dict):
+            if len(columns) < 100:
+                columns.update(dict.fromkeys(row))
+            if column in row:
+                kinds.add(type(row[column]).__name__)
+            yield row[column] if isinstance(row.get(column), str) else None
+        else:
             line = str(row).strip()
             begin = begin or line[:40]
             yield None if line else ""
-            continue
-        if len(columns) < 100:
-            columns.update(dict.fromkeys(row))
-        if column in row:
-            kinds.add(type(row[column]).__name__)
-        yield row[column] if isinstance(row.get(column), str) else None
     if not check:
         return
-    if columns:
-        require_column(column, (*columns, *([column] if kinds else [])))
-    elif begin:
+    if columns and not kinds:
+        require_column(column, list(columns))
+    if begin and not columns:
         raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {begin!r}")
     if kinds and not kinds & {"str", "NoneType"}:
         raise DataError(f"the column {column!r} (text_column) holds {', '.join(sorted(kinds))}, not text")
@@ -162,15 +163,14 @@ def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterat
 def _row(line: str) -> object:
     """The JSON object in ``line``, or ``line`` if it is none."""
     try:
-        row = json.loads(line)
+        return json.loads(line) if line.lstrip()[:1] == "{" else line
     except (ValueError, RecursionError):  # the second for lists in lists, thousands deep
         return line
-    return row if isinstance(row, dict) else line
 
 
-def _array(lines: Iterator[str]) -> list[object]:
+def _array(content: bytes) -> list[object]:
     try:
-        items: list[object] = json.loads("\n".join(lines))
+        items: list[object] = json.loads(decode_piece(content, 0))
     except json.JSONDecodeError as error:
         raise DataError(f"line {error.lineno} is not valid JSON: {error.msg}") from None
     if not items:
@@ -215,8 +215,7 @@ def decode_piece(piece: bytes, begin: int) -> str:
 def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
     """Reads only this column, from the row group that holds document ``start``."""
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
-    require_column(column, parquet.schema_arrow.names)
-    require_text(column, parquet.schema_arrow.field(column).type)
+    require_text(column, parquet.schema_arrow)
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
         if start >= rows:
@@ -230,13 +229,11 @@ def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
     """Of both formats: a stream, as the library ``datasets`` writes it, and a file."""
     if raw.read(6) == b"ARROW1":
-        file = pyarrow.ipc.open_file(raw)
-        schema, batches = file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        reader = pyarrow.ipc.open_file(raw)
+        batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
         raw.seek(0)
-        stream = pyarrow.ipc.open_stream(raw)
-        schema, batches = stream.schema, iter(stream)
-    require_column(column, schema.names)
-    require_text(column, schema.field(column).type)
+        reader = batches = pyarrow.ipc.open_stream(raw)
+    require_text(column, reader.schema)
     for batch in batches:
-        yield from batch.column(schema.get_field_index(column)).to_pylist()
+        yield from batch.column(column).to_pylist()

@@ -24,7 +24,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
 from torchtrain.datasets.files import identity_of
-from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_column, require_text
+from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_text
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
@@ -78,8 +78,7 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
     try:
-        require_column(column, dataset.column_names)
-        require_text(column, dataset.data.schema.field(column).type)
+        require_text(column, dataset.data.schema)
     except DataError as error:
         raise DataError(f"{label}: {error}") from None
     identity = _identity(source, label, f"revision {dataset._fingerprint}")  # the hub's revision is in it, and no path

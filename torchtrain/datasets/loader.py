@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,8 @@ class Batch:
     labels: torch.Tensor
 
 
-class _Read(NamedTuple):
-    """A batch, as the background thread hands it over."""
-
-    batch: Batch
-    state: npt.NDArray[np.int64]  # of the loader after this batch
-    targets: int  # number of labels that are not masked
-    full: bool  # no label is masked
+_Read = tuple[Batch, npt.NDArray[np.int64]]
+"""A batch, and the state of the loader after it, as the background thread hands them over."""
 
 
 @dataclass(eq=False)
@@ -72,8 +67,8 @@ class Loader(Iterator[Batch]):
         """How long this rank waited for its own last batch."""
         self._group: dist.ProcessGroup | None = None
         self._background: _Background | None = None
-        # The next batch, or the error in place of it; neither while it is late.
-        self._next_read: tuple[_Read | None, BaseException | None] = (None, None)
+        # The next batch, or the error in place of it; None while it is late.
+        self._next_read: _Read | BaseException | None = None
         # What all ranks know of their next batches: the tensor that is summed up, and the all-reduce under way.
         self._reduction: tuple[torch.Tensor, dist.Work | None] | None = None
 
@@ -91,43 +86,45 @@ class Loader(Iterator[Batch]):
             self._background = _Background(self._read, self.prefetch, self.device)
         self._background.ask()
         self.wait_seconds = 0.0
-        if self._reduction is None:
-            self._poll(ROUND_SECONDS)
-        while True:
+        failed, late, targets, ended = self._agreed()
+        while late and not failed:
             failed, late, targets, ended = self._agreed()
-            if failed or not late:
-                break
-            self._poll(ROUND_SECONDS)
-        read, error = self._next_read
+        read = self._next_read
         if failed:
             self.close()
-            self._raise_on_all_ranks(error)
-        assert read is not None
+            self._raise_on_all_ranks(read if isinstance(read, BaseException) else None)
+        assert isinstance(read, tuple)
         if (ended and self.drop_last) or not targets:
             self.close()
             raise StopIteration
-        self._next_read, self._state = (None, None), read.state
+        batch, self._state = read
+        self._next_read = None
         if self._group is not None and self.prefetch > 0:
             self._poll(0.0)  # at the next batch: its all-reduce runs during this step
-        return read.batch
+        return batch
 
     def _poll(self, timeout_seconds: float) -> None:
         """See whether the next batch is there, and tell the other ranks. Collective."""
-        if self._next_read[0] is None and self._next_read[1] is None:
+        if self._next_read is None:
             assert self._background is not None
             start = time.perf_counter()
             self._next_read = self._background.next(timeout_seconds)
             self.wait_seconds += time.perf_counter() - start
-        read, error = self._next_read
-        own = (error is not None, read is None, read.targets if read else 0, read is not None and not read.full)
+        read = self._next_read
+        own = [read is not None, True, 0, False]
+        if isinstance(read, tuple):
+            targets = int((read[0].labels != IGNORE_INDEX).sum())
+            own = [False, False, targets, targets < read[0].labels.numel()]
         values, work = torch.tensor(own, dtype=torch.int64), None
         if self._group is not None:
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._reduction = values, work
 
     def _agreed(self) -> list[int]:
-        """Of the last ``_poll`` of all ranks, the maximum of each: whether reading failed, whether the batch is late,
-        the number of labels that are not masked, whether the data ended."""
+        """Of the last ``_poll`` of all ranks, or a new one, the maximum of each: whether reading failed, whether the
+        batch is late, the number of labels that are not masked, whether the data ended."""
+        if self._reduction is None:
+            self._poll(ROUND_SECONDS)
         assert self._reduction is not None
         (values, work), self._reduction = self._reduction, None
         if work is not None:
@@ -170,7 +167,7 @@ class Loader(Iterator[Batch]):
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._next_read, self._reduction = (None, None), None
+        self._next_read, self._reduction = None, None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
         columns = [np.tile(np.array([self._step, *self._turns]), (len(self.rows), 1))]
@@ -178,7 +175,6 @@ class Loader(Iterator[Batch]):
         return np.concatenate(columns, axis=1)
 
     def _read(self) -> _Read:
-        """The next batch, and the state after it."""
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         filled = np.empty(len(self.rows), dtype=np.int64)
         # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
@@ -188,26 +184,22 @@ class Loader(Iterator[Batch]):
         sources = self.mixture.choose(np.arange(self.global_batch_size) + self._step * self.global_batch_size)
         of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
-        rows_of: dict[int, list[int]] = {}  # by the stream that they share
-        for row, number in enumerate(self.rows):
-            rows_of.setdefault(id(self.streams[sources[number]][row]), []).append(row)
-        for rows in rows_of.values():
-            numbers = [self.rows[row] for row in rows]
-            stream = self.streams[sources[numbers[0]]][rows[0]]
-            filled[rows] = stream.fill(
-                [windows[row] for row in rows], [int(turns[sources[number], number]) for number in numbers]
-            )
+        turn_of = turns[sources[self.rows], self.rows]  # of this rank's rows
+        rows_of: dict[Stream, list[int]] = {}  # by the stream that they share
+        for row, source in enumerate(sources[self.rows]):
+            rows_of.setdefault(self.streams[source][row], []).append(row)
+        for stream, rows in rows_of.items():
+            filled[rows] = stream.fill([windows[row] for row in rows], turn_of[rows].tolist())
         self._step += 1
         self._turns = turns[:, -1] + 1
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
-        full = bool((filled == self.seq_len + 1).all())
-        if not full:
+        if filled.min() <= self.seq_len:
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
         if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        return _Read(Batch(tokens, labels), self._snapshot(), int((filled - 1).clip(0).sum()), full)
+        return Batch(tokens, labels), self._snapshot()
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
         told = None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))
@@ -242,16 +234,14 @@ class _Background:
         """Allow one more ``read``. Call it once for each result, before the first ``next`` for it."""
         self._allowed.release()
 
-    def next(self, timeout_seconds: float) -> tuple[_Read | None, BaseException | None]:
+    def next(self, timeout_seconds: float) -> _Read | BaseException | None:
         """The next result, if there is one in time. After an error always that error, even if results are left."""
         if self._thread is None:
             self._read_one()
-        if self._error is None:
-            with contextlib.suppress(queue.Empty):
-                read = self._results.get(timeout=timeout_seconds)
-                if self._error is None:
-                    return read, None
-        return None, self._error
+        read = None
+        with contextlib.suppress(queue.Empty):
+            read = self._results.get(timeout=timeout_seconds)
+        return read if self._error is None else self._error
 
     def close(self) -> None:
         """Let the thread end. One that hangs on the network is left behind: it ends with the process."""

@@ -3,8 +3,8 @@
 A window begins with the last token of the one before, so that every token is predicted exactly once.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,6 @@ from torchtrain.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
 State = tuple[int, ...]
-
-
-class Stream(Protocol):
-    """Windows for one or more rows of the batch."""
-
-    state: State
-    """Where the next window begins; set it to resume there. A streamed file is then read up to that place."""
-
-    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
-        """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
-
-        ``turns``: for each window, how many the source has given to all rows of all ranks before it.
-
-        Raises:
-            DataError: all of the source does not fill one window, and it would be repeated to do so.
-        """
-        ...
 
 
 class TextStream:
@@ -130,7 +113,7 @@ class WindowStream:
         self._full = targets // seq_len
         # What is repeated is cut after the last full window; what is read once is read to its end.
         self._windows = self._full if repeat else -(-targets // seq_len)
-        self._blocks: dict[tuple[int, int], list[int]] = {}
+        self._block = functools.lru_cache(64)(self._make_block)
         if self._windows == 0:
             raise DataError(
                 f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
@@ -142,7 +125,7 @@ class WindowStream:
         for window, turn in zip(windows, turns, strict=True):
             epoch, number = divmod(turn, self._windows)
             block, place = divmod(number, self._BLOCK)
-            starts.append((self._blocks.get((epoch, block)) or self._make_block(epoch, block))[place])
+            starts.append(self._block(epoch, block)[place])
             ended = epoch > 0 and not self._repeat
             filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
         self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
@@ -153,8 +136,15 @@ class WindowStream:
         order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
         full = order < self._full  # the last window may not be
         order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
-        starts: list[int] = (order * self._seq_len).tolist()
-        if len(self._blocks) > 64:
-            self._blocks.clear()
-        self._blocks[epoch, block] = starts
-        return starts
+        return (order * self._seq_len).tolist()
+
+
+Stream = TextStream | WindowStream
+"""Windows for one or more rows of the batch.
+
+``fill(windows, turns)`` writes the next tokens into each window, and returns how many, fewer than fit only at the end
+of the data. ``turns``: for each window, how many the source has given to all rows of all ranks before it. DataError:
+all of the source does not fill one window, and it would be repeated to do so.
+
+``state``: where the next window begins; set it to resume there. A streamed file is then read up to that place.
+"""

@@ -135,14 +135,12 @@ class PreparedTokens:
     def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
         """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""
         assert start + len(out) <= len(self)
-        shard, filled = int(np.searchsorted(self._ends, start, side="right")), 0
-        while filled < len(out):
-            tokens = self._manifest.shards[shard].tokens
-            first = start + filled - (int(self._ends[shard]) - tokens)
-            part = out[filled : filled + tokens - first]
-            if len(part):
-                yield shard, first, part
-            filled, shard = filled + len(part), shard + 1
+        while len(out):
+            shard = int(np.searchsorted(self._ends, start, side="right"))  # passes over shards without tokens
+            rest = int(self._ends[shard]) - start
+            part, out = out[:rest], out[rest:]
+            yield shard, self._manifest.shards[shard].tokens - rest, part
+            start += rest
 
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
         content = b""
@@ -154,7 +152,7 @@ class PreparedTokens:
                 raise
             if not block:
                 raise DataError(f"{self._paths[shard]} is shorter than when the run began: put back what was there")
-            content = content + block if content else block
+            content += block
         return content
 
 

@@ -54,7 +54,7 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(whole=True))
     shards = _deal(documents.units)
     folder.mkdir(parents=True, exist_ok=True)
-    with _writing(folder), _locked(folder):
+    with _alone_in(folder):
         for name in (MANIFEST, UNFINISHED):
             if (folder / name).exists():
                 _require_same(plan, Manifest.read(folder / name, str(folder)), folder)
@@ -97,26 +97,21 @@ def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder alone, to write to it; the lock ends with the process, however that ends."""
     try:
-        yield
+        with open(folder / ".lock", "w") as file:
+            try:
+                # Not flock, whose lock the worker processes would inherit.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # as POSIX has it; others say that there are no locks
+                raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
+            yield
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
             "complete is kept, and the same command goes on from there"
         ) from error
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder alone; the lock ends with the process, however that ends."""
-    with open(folder / ".lock", "w") as file:
-        try:
-            # Not flock, whose lock the worker processes would inherit.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # as POSIX has it; others say that there are no locks
-            raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
-        yield
 
 
 def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, processes: int) -> None:
@@ -177,7 +172,7 @@ def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> Non
                             "memory; run prepare again to go on, with fewer --prepare.processes"
                         ) from None
                     continue
-                if isinstance(message, TorchtrainError):
+                if isinstance(message, Exception):
                     raise message
                 progress.update(message)
 
@@ -195,10 +190,9 @@ def _work(
                     continue
                 next_shard.value = number + 1
             if not _is_complete(folder, name):
-                with _writing(folder):
-                    write(name, documents)
+                write(name, documents)
             pipe.send(len(documents))
-    except TorchtrainError as error:
+    except (TorchtrainError, OSError) as error:
         pipe.send(error)
 
 

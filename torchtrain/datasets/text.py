@@ -15,6 +15,7 @@ from torchtrain.log import logger
 from torchtrain.reading import MISSING, patiently
 
 T = TypeVar("T")
+Documents = Callable[[int], Iterator[str | None]]
 
 # Pauses before each new attempt to read data, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
@@ -81,13 +82,7 @@ class StreamedText(TextSource):
     ``files``: for each file a function that gives its documents from a number on. ``lanes``: number of readers.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Callable[[int], Iterator[str | None]]],
-        lanes: int,
-        name: str,
-        identity: Callable[..., str],
-    ):
+    def __init__(self, files: Sequence[Documents], lanes: int, name: str, identity: Callable[..., str]):
         self._shares = math.ceil(lanes / len(files))
         super().__init__(len(files) * self._shares, name, identity)
         self._files = files
