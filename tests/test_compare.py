@@ -129,8 +129,9 @@ FAULTS = {
     ),
     "norm left out of sequence parallelism": Fault(
         "parallelisms/tensor_parallel.py",
-        'plan[f"{block}.ffn_norm"] = norm()',
-        'plan[f"{block}.ffn_norm"] = left_out = ReplicateParallel()\n        left_out.use_local_output = True',
+        "    if model.config.qk_norm:",
+        '    plan["layers.*.ffn_norm"] = left_out = ReplicateParallel()\n    left_out.use_local_output = True\n'
+        "    if model.config.qk_norm:",
         f"step 1, layers.1.ffn_norm.weight gradient: {COPIES_DIFFER}",
         ranks=2,
         options=("--parallelism.tensor_parallel_degree", "2"),

@@ -38,7 +38,7 @@ from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Op
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, local, resolve_degrees
 from torchtrain.errors import ConfigError
-from torchtrain.float8 import apply_float8, check_float8
+from torchtrain.float8 import apply_float8
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer, update
@@ -157,7 +157,7 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
 
 def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        check_float8(Float8(recipe="rowwise"), TINY, CPU, 1, 16)
+        layout.check_layout(config_of(float8={"recipe": "rowwise"}), CPU, Degrees(), TINY)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
 @contextmanager
 def emulated_float8() -> Iterator[None]:
     with (
-        patch.object(layout, "check_float8"),
+        patch.object(layout, "_check_float8"),
         patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)),
     ):
         yield

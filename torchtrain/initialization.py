@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -52,10 +52,7 @@ def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[N
     ``normal_``, ``trunc_normal_`` and ``uniform_`` follow it; those that draw no random numbers are what they were; the
     other random ones raise NotImplementedError. ``parts``: a model, or the pipeline stages of one that this rank holds.
     """
-    names: dict[int, str] = {}
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            names.setdefault(id(parameter), full_name(name))
+    names = {id(parameter): full_name(name) for part in parts for name, parameter in part.named_parameters()}
 
     def fill(tensor: Tensor, transform: Transform) -> Tensor:
         assert id(tensor) in names, "only parameters of the model can be initialized by name"
@@ -75,14 +72,10 @@ def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[N
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError("use normal_, trunc_normal_ or uniform_ in init_weights: others depend on the layout")
 
-    replacements = dict.fromkeys(
-        ("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "xavier_normal_", "xavier_uniform_"), refuse
-    )
-    with ExitStack() as stack:
-        for function in (normal_, uniform_, trunc_normal_):
-            stack.enter_context(patch.object(nn.init, function.__name__, function))
-        for name, function in replacements.items():
-            stack.enter_context(patch.object(nn.init, name, function))
+    others = ("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "xavier_normal_", "xavier_uniform_")
+    replacements: dict[str, Any] = dict.fromkeys(others, refuse)
+    replacements |= {"normal_": normal_, "uniform_": uniform_, "trunc_normal_": trunc_normal_}
+    with patch.multiple(nn.init, **replacements):
         yield
 
 

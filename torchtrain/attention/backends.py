@@ -8,12 +8,6 @@ from torchtrain.devices import device_kind
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 CPU_BACKENDS = ("flash", "math")
 
 
@@ -38,15 +32,14 @@ def attention_backend_name(
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, kv_heads)
     )
-    gqa = model.n_heads != kv_heads
     try:
-        choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=gqa))
+        choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != kv_heads))
     except RuntimeError:
         raise ConfigError(
             f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
             f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; take 'auto'"
         ) from None
-    name = next(name for name, backend in BACKENDS.items() if backend == choice)
+    name = choice.name.removesuffix("_ATTENTION").lower()
     batched = has_batched_backward(wanted, dtype, device) and not (documents or split)
     return f"{name}, backward in batched products" if batched else name
 

@@ -1,5 +1,6 @@
 """Connections between ranks: the limit on open files, the network, gloo groups, and which ranks share a machine."""
 
+import math
 import os
 import resource
 import socket
@@ -22,23 +23,21 @@ def raise_file_limit(ranks: int) -> None:
     the store where they meet (docs/cluster.md). Where the system allows less than that: ConfigError.
     """
     needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = max(needed, ENOUGH_FILES)
-    if soft != resource.RLIM_INFINITY and soft < enough:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise ConfigError(
-                f"{ranks} ranks may need {needed} open files and connections each, and the system allows {hard}; raise "
-                f"that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd), or start fewer ranks"
-            )
-        wanted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    wanted = min(max(needed, ENOUGH_FILES), hard)
+    problem = f"the system allows {hard}"
+    if soft < wanted and needed <= hard:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
+            return
         except (OSError, ValueError) as error:  # a sandbox, or a system with another limit
-            if soft < needed:
-                raise ConfigError(
-                    f"{ranks} ranks may need {needed} open files and connections each, and the limit of {soft} cannot "
-                    f"be raised: {error}; start fewer ranks, or raise it (ulimit -n {needed})"
-                ) from None
+            problem = f"the limit of {soft} cannot be raised: {error}"
+    if soft < needed:
+        raise ConfigError(
+            f"{ranks} ranks may need {needed} open files and connections each, and {problem}; start fewer ranks, or "
+            f"raise that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd)"
+        )
 
 
 def check_interface() -> None:

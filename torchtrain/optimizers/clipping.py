@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtrain.devices import device_kind
-from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import all_reduce
 
 FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
@@ -24,28 +24,23 @@ def clip_grad_norm(
     The parameters are DTensors. ``copies``: those whose gradient another pipeline stage counts. The norm, a float32
     scalar, is the same on every rank; with ``exact`` it has the same bits for any number of data-parallel ranks.
     """
-    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
-    device = torch.device("cpu")
+    gradients = {p: cast(DTensor, p.grad) for part in parts for p in part.parameters() if p.grad is not None}
+    first = next(iter(gradients.values()))
     # Each element of the gradient enters once, from one rank: so one sum over all ranks serves every layout.
-    norms = [torch.zeros(1, device=parameters[0].device)]
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert isinstance(gradient, DTensor)
-        device = torch.device(gradient.device_mesh.device_type)
-        if _is_first_copy(gradient) and not any(parameter is copy for copy in copies):
-            # A float32 sum over a large matrix is off by 1e-5 on a CPU, by another amount for each layout. So float32
-            # only within a row, and float64 over rows: a quarter of the time of float64 throughout.
-            norms.append(row_norms(gradient.to_local(), exact))
+    own = [g for p, g in gradients.items() if _is_first_copy(g) and not any(p is copy for copy in copies)]
+    # A float32 sum over a large matrix is off by 1e-5 on a CPU, by another amount for each layout. So float32 only
+    # within a row, and float64 over rows: a quarter of the time of float64 throughout.
+    norms = [torch.zeros(1, device=first.device), *(row_norms(gradient.to_local(), exact) for gradient in own)]
     # Where the ranks talk to each other, which under CPU offload is not where the gradients lie.
-    squares = torch.cat(norms).double().square().to(device)
+    squares = torch.cat(norms).double().square().to(first.device_mesh.device_type)
     if exact:
         total = exact_sum(squares)
     else:
         all_reduce(total := squares.sum())
-    norm = total.sqrt().float().to(parameters[0].device)
+    norm = total.sqrt().float().to(first.device)
     # As torch.nn.utils.clip_grads_with_norm_, but on local tensors: DTensor takes seconds to plan this product.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(parameter.grad) for parameter in parameters], factor)
+    torch._foreach_mul_([gradient.to_local() for gradient in gradients.values()], factor)
     return norm
 
 

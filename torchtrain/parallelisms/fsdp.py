@@ -1,6 +1,7 @@
 """Per-parameter sharding with FSDP2."""
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -10,7 +11,7 @@ from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.reductions.exact_sums import ExactReduceScatter, ExactSums
-from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter, gather_ahead_on_cpu
+from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
 
 
 def apply_fsdp(
@@ -43,19 +44,22 @@ def apply_fsdp(
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
     shard(model, reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always")
-    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root, then its blocks
+    for module in modules:
         # Sum, not mean: each rank's loss is already divided by the tokens of the whole global batch. By plain sums,
         # since gloo has no other reduction.
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if sums is not None:
-            exact = ExactReduceScatter(sums, dtype, mesh, parallelism.fsdp_exact_transport)
-            module.set_custom_reduce_scatter(exact)
+            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, mesh, parallelism.fsdp_exact_transport))
         elif on_cpu:
             module.set_custom_reduce_scatter(AllToAllReduceScatter() if mesh.size() > 1 else NoReduceScatter())
     if on_cpu and mesh.size() > 1:
-        gather_ahead_on_cpu(model, blocks)
+        # Gather each block while the one before computes, without the streams that a GPU has for it.
+        modules[0]._set_unshard_async_op(True)
+        for block, following in pairwise(modules[1:]):
+            block.set_modules_to_forward_prefetch([following])
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

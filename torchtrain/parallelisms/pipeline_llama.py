@@ -104,9 +104,7 @@ class Pipeline:
         self.mesh = mesh.pipeline
         self.device = device
         self.loss = loss
-        self.losses = torch.zeros(2, device=device)
-        self.global_tokens = torch.ones((), device=device)
-        self.stages = dict(sorted(stages.items()))
+        self.stages = stages
         model = next(iter(stages.values())).config
         count = len(plan_stages(model, parallelism))
         self.first, self.last = stages.get(0), stages.get(count - 1)

@@ -52,29 +52,26 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     """
     residual = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel if sequence_parallel else ReplicateParallel
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, ParallelStyle] = {
+        "layers.*.attention_norm": norm(),
+        "layers.*.attention": PrepareModuleInput(  # x, cos, sin, mask
+            input_layouts=(residual, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=residual),
+        "layers.*.ffn_norm": norm(),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),)),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=residual),
+    }
+    if model.config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            plan[f"layers.*.attention.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # by heads
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
     if model.norm is not None:
         plan["norm"] = norm()
     if model.output is not None:
         plan["output"] = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
-    for layer_id in model.layers:
-        block = f"layers.{layer_id}"
-        plan[f"{block}.attention_norm"] = norm()
-        plan[f"{block}.attention"] = PrepareModuleInput(  # x, cos, sin, mask
-            input_layouts=(residual, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-        )
-        plan[f"{block}.ffn_norm"] = norm()
-        plan[f"{block}.feed_forward"] = PrepareModuleInput(
-            input_layouts=(residual,), desired_input_layouts=(Replicate(),)
-        )
-        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-            plan[f"{block}.{name}"] = ColwiseParallel()
-        for name in ("attention.wo", "feed_forward.w2"):
-            plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=residual)
-        if model.config.qk_norm:
-            for name in ("attention.q_norm", "attention.k_norm"):
-                plan[f"{block}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # split by heads
     parallelize_module(model, mesh, plan)
     model.tie_weights()  # the plan has made two parameters of a shared one

@@ -267,10 +267,8 @@ class Transformer(nn.Module):
         layer: a loss that need not have all logits at once.
         """
         if positions is None:
-            cos, sin = self.rope_cos[None, : tokens.shape[1]], self.rope_sin[None, : tokens.shape[1]]
-        else:
-            cos, sin = self.rope_cos[positions], self.rope_sin[positions]
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (1 or bs, seq, 1, head_dim / 2)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cos, sin = self.rope_cos[positions, None], self.rope_sin[positions, None]  # (1 or bs, seq, 1, head_dim / 2)
         h = tokens  # later stages get hidden states; the last one may hold the tied embedding and must not apply it
         if self.tok_embeddings is not None and not tokens.is_floating_point():
             h = self.tok_embeddings(tokens)

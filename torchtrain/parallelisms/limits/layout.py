@@ -1,17 +1,21 @@
 """What a device or a layout cannot do is refused here, before any process group starts."""
 
+import importlib.util
+
 import torch
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import streams_of
+from torchtrain.devices import compute_capability
 from torchtrain.distributed.mesh import Degrees
 from torchtrain.errors import ConfigError
-from torchtrain.float8 import check_float8
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.float8 import gathers_float8
+from torchtrain.models.llama.model import TransformerBlock, TransformerConfig
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 
 MOST_TOKENS = 2**25
 """Limit for a rank in a step: twice what Llama 3 had on all ranks together (https://arxiv.org/abs/2407.21783)."""
+FLOAT8_MULTIPLE = 16  # of both sides of a matrix, activations among them: what the float8 kernels ask for
 
 
 def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig) -> None:
@@ -30,8 +34,8 @@ def check_layout(config: JobConfig, device: torch.device, degrees: Degrees, mode
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     _check_streams(config, degrees)
-    offload = config.training.enable_cpu_offload
-    check_float8(config.float8, model, device, degrees.tensor, tokens, shards=degrees.fsdp, offload=offload)
+    if config.float8.recipe != "none":
+        _check_float8(config, device, degrees, model, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
@@ -167,3 +171,45 @@ def _check_async_tensor(config: JobConfig, degrees: Degrees, device: torch.devic
             f"parallelism.enable_async_tensor_parallel needs {' and '.join(missing)}: it lets the compiler overlap "
             "CUDA kernels; add what is missing or switch it off"
         )
+
+
+def _check_float8(
+    config: JobConfig, device: torch.device, degrees: Degrees, model: TransformerConfig, tokens: int
+) -> None:
+    """``tokens``: of a forward on a rank."""
+    given = f"float8.recipe = {config.float8.recipe!r}"
+    if device.type != "cuda" or compute_capability(device) < (8, 9):
+        name = "one of {}.{}".format(*compute_capability(device)) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
+        )
+    if not importlib.util.find_spec("torchao"):
+        raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
+    if degrees.tensor > 1:
+        raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {degrees.tensor} do not go together yet")
+    if tokens % FLOAT8_MULTIPLE:
+        raise ConfigError(
+            f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, of the sequences "
+            "in a microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
+        )
+    gathers = gathers_float8(config.float8, degrees.fsdp)
+    whole = "or set float8.enable_fsdp_float8_all_gather = false"
+    if gathers and config.training.enable_cpu_offload:
+        raise ConfigError(
+            f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
+            f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
+        )
+    with torch.device("meta"):
+        block = TransformerBlock(model)
+    for name in block.PRODUCTS:
+        rows, columns = block.get_parameter(f"{name}.weight").shape
+        if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+            raise ConfigError(
+                f"{given} needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
+                f"{columns}; set 'none', or change the model's shape"
+            )
+        if gathers and rows % degrees.fsdp:
+            raise ConfigError(
+                f"{given} gathers float8 from {degrees.fsdp} shards, which must divide the rows of each matrix, and "
+                f"{name} has {rows}; take other degrees of [parallelism], {whole}"
+            )

@@ -1,13 +1,11 @@
 """What stands in for FSDP's reduce-scatter: over gloo, on one rank with a CPU, and for exact sums."""
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from torchtrain.torch_internals import ReduceScatter
 
@@ -61,10 +59,3 @@ def summands_of_all_ranks(summands: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = torch.empty_like(summands)
     dist.all_to_all_single(gathered, summands, group=group)
     return gathered.view(group.size(), -1)
-
-
-def gather_ahead_on_cpu(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Gather each of ``blocks`` while the one before computes, without the streams that a GPU has for it."""
-    cast(FSDPModule, model)._set_unshard_async_op(True)
-    for block, following in pairwise(blocks):
-        cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
