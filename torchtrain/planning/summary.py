@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
-from torchtrain.errors import ConfigError
+from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
@@ -19,6 +18,7 @@ from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehears
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.request import refuse
 from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
 from torchtrain.planning.timing import Clock, replay
 
@@ -53,12 +53,11 @@ class RankFigures:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         (_, first), (place, last) = (max(step.items(), key=lambda item: sum(item[1])) for step in self.peaks)
-        kinds = dict(zip(KINDS, last, strict=True))
         sizes = {
+            **dict(zip(KINDS, last, strict=True)),
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            **{kind: kinds[kind] for kind in ("gathered", "activations", "temporary")},
             "peak_active": sum(last),
             "first_step_peak_active": sum(first),
             "peak_reserved": self.needed + self.scattered,
@@ -248,31 +247,14 @@ def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
     return work
 
 
-def world_size_of(config: JobConfig) -> int:
-    """``estimate.world_size``, or as many ranks as the degrees need."""
-    if config.estimate.world_size:
-        return config.estimate.world_size
-    parallelism = config.parallelism
-    shard = parallelism.data_parallel_shard_degree
-    if shard == -1:
-        raise ConfigError(
-            "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 takes all ranks that the "
-            "others leave; say how many there are, such as --estimate.world_size 8"
-        )
-    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-    return replicate * shard * parallelism.context_parallel_degree * tensor * parallelism.pipeline_parallel_degree
+def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
+    """Refuse what the trainer refuses; then rehearse one rank of each kind, and time them together.
 
-
-def estimate(
-    config: JobConfig, shape: TransformerConfig, gpu: Gpu, *, all_layers: bool = False, stand_ins: bool = False
-) -> Estimate:
-    """Rehearse one rank of each kind, and time them together.
-
-    ``config`` must be one that ``check_layout`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
-    the smallest pipeline stage, then with one more in each, and extended from these. With ``stand_ins``, of the ranks
-    in the middle of a pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
+    Unless all layers are asked for, or a picture, which is of all, ``LAYERS`` are rehearsed in the smallest pipeline
+    stage, then one more in each, and the figures are extended from these. For a search, of the ranks in the middle of a
+    pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """
-    degrees = resolve_degrees(config.parallelism, world_size_of(config))
+    degrees, options = refuse(config, shape, gpu), config.estimate
     clock = Clock(gpu, config.estimate.gpus_per_node, Efficiency(), config)
     global_batch_size = resolve_global_batch_size(config, degrees)
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
@@ -284,7 +266,7 @@ def estimate(
         if len(stages) > 1:
             run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
         ranks, firsts = ranks_of_each_kind(degrees), list(range(degrees.pipeline))
-        if stand_ins:
+        if options.search:
             firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
         records = {
             first: rehearse(
@@ -307,7 +289,7 @@ def estimate(
     left_out = min(stages) - LAYERS
     # Where every so many layers are checkpointed, layers are not alike.
     alike = config.activation_checkpoint.selective_option == "op" or config.activation_checkpoint.mode != "selective"
-    if all_layers or left_out <= 1 or not alike:
+    if options.all_layers or options.picture or left_out <= 1 or not alike:
         found = figures(stages)
     else:
         few, more = (tuple(n - left_out + extra for n in stages) for extra in (0, 1))
