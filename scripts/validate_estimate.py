@@ -171,7 +171,7 @@ def trace(row: Row) -> Trace:
 
 
 def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
-    clock = Clock(GPUS["h100-96"], 8, efficiency, config_of(row))
+    clock = Clock(GPUS["h100-96"], efficiency, config_of(row))
     seconds = replay({0: found.operations}, clock)[0].seconds
     return row.batch * row.seq_len / row.tensor / seconds
 

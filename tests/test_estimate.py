@@ -629,7 +629,7 @@ def test_without_time_a_search_rehearses_the_layout_as_it_is(
 
 def test_durations_are_those_of_closed_forms() -> None:
     e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
-    clock = Clock(GPUS["h100-80"], 8, e, JobConfig())
+    clock = Clock(GPUS["h100-80"], e, JobConfig())
     product = Operation("mm", "forward", "", flops=10**12, dtype=torch.bfloat16)
     for operation, seconds in (
         (product, 1e12 / 989e12 / e.matrices),

@@ -6,7 +6,7 @@ memory what a matrix product, attention, a collective or another graph takes; al
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -53,17 +53,6 @@ def written_nodes(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in written if node.op == "call_function"}
 
 
-def is_known(node: fx.Node) -> bool:
-    """Whether the result of ``node`` is new tensors of sizes that are known before it runs."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and not node.target._schema.is_mutable
-        and all(isinstance(v, Tensor) and all(type(n) is int for n in (*v.shape, *v.stride())) for v in values)
-    )
-
-
 def base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -83,9 +72,6 @@ class FusedRun(fx.Interpreter):
             self.reads[node] = frozenset().union(*(sources[n] for n in node.all_input_nodes))
             in_memory = node in self.written or node.op != "call_function"
             sources[node] = frozenset([node]) if in_memory else self.reads[node]
-        fused = [n for n in module.graph.nodes if n.op == "call_function" and not is_opaque(n) and not is_view(n)]
-        # What is fused has no result of its own: the shapes of what is written are enough.
-        self.shapes_alone = all(is_known(node) for node in fused)
 
     def run_node(self, n: fx.Node) -> Any:
         ledger = self.ledger
@@ -93,10 +79,10 @@ class FusedRun(fx.Interpreter):
             with self._of(n):
                 return super().run_node(n)
         source = base(n)
-        if self.shapes_alone and source.op == "call_function" and source not in self.written:
-            return None
+        if source.op == "call_function" and source not in self.written:
+            return None  # fused into what reads it: the shapes of what is written are known without it
         with ledger.marking(paused=True):
-            result = like(result_of(n)) if self.shapes_alone and source is n else super().run_node(n)
+            result = like(result_of(n)) if source is n else super().run_node(n)
         if n in self.written:
             with self._of(n):
                 ledger.wrote(result, sum(nbytes(result_of(source)) for source in self.reads[n]))
@@ -105,7 +91,7 @@ class FusedRun(fx.Interpreter):
     def _of(self, node: fx.Node) -> AbstractContextManager[None]:
         """In the backward's graph, mark what belongs to the forward as computed again."""
         again = self.ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
-        return self.ledger.marking(part="recompute") if again else nullcontext()
+        return self.ledger.marking(**({"part": "recompute"} if again else {}))
 
 
 def result_of(node: fx.Node) -> Any:
@@ -142,22 +128,22 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
         ),
         decompositions=select_decomp_table(),
     )
-    compile_module, compile_function = nn.Module.compile, torch.compile
 
-    def module_compile(module: nn.Module, **options: Any) -> None:
-        compile_module(module, **{**options, "backend": backend})
+    def by_backend(original: Any) -> Any:
+        def run(target: Any, **options: Any) -> Any:
+            options.pop("options", None)
+            # Not dynamic: the sizes of results must be known before they are computed.
+            return original(target, **{**options, "dynamic": False, "backend": backend})
 
-    def function_compile(function: Any, **options: Any) -> Any:
-        options.pop("options", None)
-        return compile_function(function, **{**options, "backend": backend})
+        return run
 
     torch._dynamo.reset()
     with (
         warnings.catch_warnings(),
         # What one rehearsal sets is not for the next.
         torch._functorch.config.patch(activation_memory_budget=1.0),
-        patch.object(nn.Module, "compile", module_compile),
-        patch.object(torch, "compile", function_compile),
+        patch.object(nn.Module, "compile", by_backend(nn.Module.compile)),
+        patch.object(torch, "compile", by_backend(torch.compile)),
     ):
         # Dynamo looks at .grad of every tensor, and hides what torch says to that.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")

@@ -78,13 +78,14 @@ def ranks_of_each_kind(degrees: Degrees) -> list[int]:
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The name of the mesh's axis by group name."""
-    axes: dict[str, str] = {mesh.stage.get_group().group_name: "stage" if mesh.degrees.pipeline > 1 else "all"}
-    axes |= {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
-    shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
-    axes[shard.group_name] = "shard"
-    for name in ("pipeline", "replicate", "context", "tensor"):
-        axes[mesh.world[name].get_group().group_name] = name
-    return axes
+    groups = {
+        "stage" if mesh.degrees.pipeline > 1 else "all": mesh.stage.get_group(),
+        "loss": mesh.loss.get_group(),
+        "batch": mesh.batch.get_group(),
+        "shard": mesh.fsdp.get_group(mesh.fsdp.ndim - 1),
+        **{name: mesh.world[name].get_group() for name in ("pipeline", "replicate", "context", "tensor")},
+    }
+    return {group.group_name: name for name, group in groups.items()}
 
 
 @contextmanager

@@ -63,8 +63,6 @@ class _Storage:
     ref: weakref.ref[torch.UntypedStorage]
     kind: str
     bytes: int = 0
-    number: int = 0
-    """Of its allocation."""
     stream: int = 0
     """That it was allocated on."""
 
@@ -162,13 +160,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _resize(self, entry: _Storage, size: int) -> None:
         """From now on ``entry`` has ``size`` bytes; 0 where it is freed."""
         if entry.bytes:
-            self.allocations.append(Allocation(entry.number, 0, entry.stream))
+            self.allocations.append(Allocation(id(entry), 0, entry.stream))
             self.on_stream[entry.stream] -= entry.bytes
         if size:
-            device = torch.cpu if self.device_type == "cpu" else torch.cuda
-            entry.stream = self.streams.setdefault(id(device.current_stream()), len(self.streams))
-            entry.number = len(self.allocations)
-            self.allocations.append(Allocation(entry.number, size, entry.stream))
+            stream = torch.get_device_module(self.device_type).current_stream()
+            entry.stream = self.streams.setdefault(id(stream), len(self.streams))
+            self.allocations.append(Allocation(id(entry), size, entry.stream))
             self.on_stream[entry.stream] += size
         self.live[entry.kind] += size - entry.bytes
         entry.bytes = size
@@ -183,11 +180,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_stream = *place, stream
         record.by_stream[on_stream] = max(self.on_stream[stream], record.by_stream.get(on_stream, 0))
 
+    def issue(self, name: str, **values: Any) -> None:
+        """Record an operation here and now."""
+        self.record.operations.append(Operation(name, self.phase, self.module, **values))
+
     def crossed(self, name: str, group: FSDPParamGroup) -> None:
         """Count the copies of what this rank holds of ``group``, in float32, between the host and the device."""
         size = sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params)
-        module = group._module_fqn or ""
-        self.record.operations.append(Operation(name, self.phase, module, bytes=size, axis="host", fsdp=True))
+        with self.marking(module=group._module_fqn or ""):
+            self.issue(name, bytes=size, axis="host", fsdp=True)
 
     def end_step(self) -> None:
         self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
@@ -222,8 +223,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def wrote(self, result: Any, read_bytes: int) -> None:
         """Count a fused kernel that has read ``read_bytes`` and written ``result``."""
-        moved = read_bytes + nbytes(self._see_all(result))
-        self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
+        self.issue("fused", bytes=read_bytes + nbytes(self._see_all(result)))
 
     def _see_all(self, result: Any) -> list[Tensor]:
         outputs = tensors_in(result)
@@ -237,18 +237,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
-            self.record.operations.append(
-                Operation(
-                    name,
-                    self.phase,
-                    self.module,
-                    bytes=size,
-                    axis=self.axes.get(group.group_name, "all"),
-                    ranks=ranks,
-                    peer=ranks[args[2]] if name in ("send", "recv") else None,
-                    fsdp=self.fsdp,
-                )
-            )
+            peer = ranks[args[2]] if name in ("send", "recv") else None
+            axis = self.axes.get(group.group_name, "all")
+            self.issue(name, bytes=size, axis=axis, ranks=ranks, peer=peer, fsdp=self.fsdp)
             return
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
@@ -259,4 +250,4 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tensors_in((args, kwargs))
         dtype = inputs[0].dtype if inputs else torch.float32
         flops, share = flops_of(func, name, args)
-        self.record.operations.append(Operation(name, self.phase, self.module, flops, dtype, moved, share=share))
+        self.issue(name, flops=flops, dtype=dtype, bytes=moved, share=share)

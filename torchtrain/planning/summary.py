@@ -255,7 +255,7 @@ def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
     pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """
     degrees, options = refuse(config, shape, gpu), config.estimate
-    clock = Clock(gpu, config.estimate.gpus_per_node, Efficiency(), config)
+    clock = Clock(gpu, Efficiency(), config)
     global_batch_size = resolve_global_batch_size(config, degrees)
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
     stages = plan_stages(shape, config.parallelism)
