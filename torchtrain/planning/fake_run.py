@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import adam
 
@@ -35,8 +35,9 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
-from torchtrain.planning.ledger import Ledger
-from torchtrain.planning.stand_ins import Action, orders_of
+from torchtrain.planning.ledger import Action, Ledger, is_wrapper
+from torchtrain.planning.operations import tensors_in
+from torchtrain.planning.stand_ins import orders_of
 from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import (
     FakeStore,
@@ -107,36 +108,23 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
-@contextmanager
-def allocated_in(mode: FakeTensorMode) -> Iterator[None]:
-    """Let ``to_empty`` make fake tensors of meta tensors. (All around it works on real ones: the mesh of ranks.)"""
-    to_empty = nn.Module.to_empty
-
-    def fake_to_empty(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        mode.allow_non_fake_inputs = True
-        try:
-            with mode:
-                return to_empty(module, *args, **options)
-        finally:
-            mode.allow_non_fake_inputs = False
-
-    with patch.object(nn.Module, "to_empty", fake_to_empty), _AllocatedOnDevice(mode):
-        yield
-
-
-class _AllocatedOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Outside of ``mode``, makes new tensors on a device that is not there fake ones of ``mode``."""
+class AllocatedIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Outside of ``mode``, makes fake tensors of it where memory is allocated: for what was on the meta device, and on
+    a device that is not there. All else works on real ones: the mesh of ranks.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper(t) for t in types):
+            return NotImplemented
         kwargs = kwargs or {}
-        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            with self.mode:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or "meta").type
+        materialized = device == "cpu" and any(tensor.is_meta for tensor in tensors_in(args))
+        with self.mode if device == "cuda" or materialized else nullcontext():
+            return func(*args, **kwargs)
 
 
 @contextmanager
@@ -200,7 +188,7 @@ def rehearse(
             the GPU.
     """
     device = device or torch.device("cpu")
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # until the model is made of real tensors on the meta device
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, prod(astuple(degrees))))
@@ -215,10 +203,11 @@ def rehearse(
                 stack.enter_context(kernels_of_a_gpu())
         # As torchrun would say: the ranks of a machine.
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
-        with allocated_in(mode):
+        with AllocatedIn(mode):
             mesh = Mesh(device, degrees)
             ledger.axes = axes_of(mesh)
             model = build_parallel_model(shape, mesh, device, config)
+        mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.parts, device)
             return two_steps(config, model, ledger, rank, max_microbatches)

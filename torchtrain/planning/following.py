@@ -65,7 +65,7 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
                 ledger.adopt(local(parameter.sharded_param.grad), "gradients")
 
     def chunk(name: str, stage: PipelineStage, number: int, *_: Any) -> None:
-        ledger.record.chunks.append((len(ledger.record.operations), name, stage.stage_index, number))
+        ledger.record.chunks[len(ledger.record.operations)] = name, stage.stage_index // stage.group_size, number
 
     def microbatch(*_: Any) -> None:
         ledger.record.microbatches.append(len(ledger.record.operations))

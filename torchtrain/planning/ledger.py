@@ -28,6 +28,8 @@ aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 ON_HOST = KINDS[:3]  # under CPU offload
 Sizes = tuple[int, ...]  # live bytes by kind, in the order of KINDS
+# What a pipeline does, as torch's schedules call it, for which stage among those of the rank, for which microbatch.
+Action = tuple[str, int, int]
 
 
 @dataclass
@@ -37,8 +39,8 @@ class StepRecord:
     operations: list[Operation] = field(default_factory=list)
     microbatches: list[int] = field(default_factory=list)
     """The number of operations before each of them."""
-    chunks: list[tuple[int, str, int, int]] = field(default_factory=list)
-    """Of each computation of a pipeline: number of operations before it, name, stage, microbatch of the run."""
+    chunks: dict[int, Action] = field(default_factory=dict)
+    """The computations of a pipeline, by the number of operations before each of them."""
     timeline: list[Sizes] = field(default_factory=list)
     """Live bytes whenever they changed."""
     peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)
@@ -65,6 +67,11 @@ class _Storage:
     bytes: int = 0
     stream: int = 0
     """That it was allocated on."""
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether it is DTensor or its like. To a mode that returns NotImplemented they come again with what they hold."""
+    return hasattr(kind, "__torch_dispatch__") and kind.__name__ not in ("FakeTensor", "Parameter", "Tensor")
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -204,10 +211,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].device  # more than half of what comes here asks for it
         if self.paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        if any(
-            hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
-        ):
-            return NotImplemented  # DTensor and its like: they come again with what they hold
+        if any(is_wrapper(t) for t in types):
+            return NotImplemented
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
