@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import validate_estimate
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of
@@ -122,7 +121,7 @@ def test_segments_of_fixed_size_are_not_joined() -> None:
 def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
     ledger = Ledger("cpu")
-    two_steps(config, build(config, shape), ledger, dist.get_rank(), new_tokens=torch.zeros)
+    two_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
     return counts, [sum(step.peak) for step in ledger.steps]
 
@@ -215,7 +214,7 @@ def test_traffic_of_accumulation() -> None:
     assert counts["sharded"] == 2 * counts["unsharded"]  # two microbatches
     # What is kept between microbatches: whole float32 gradients, or a quarter of them.
     kept = {
-        way: max(sizes[KINDS.index("gradients")] for sizes in record.ledger.steps[-1].timeline)
+        way: max(moment.sizes[KINDS.index("gradients")] for moment in record.ledger.steps[-1].timeline)
         for way, record in by.items()
     }
     assert kept["unsharded"] > 2 * kept["sharded"]  # that of one block is whole for a moment
@@ -223,7 +222,7 @@ def test_traffic_of_accumulation() -> None:
 
 def test_exact_sums_keep_eight_bytes_of_each_gradient() -> None:
     fast, exact = (planned(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
-    kept = [max(sizes[KINDS.index("gradients")] for sizes in r.ledger.steps[-1].timeline) for r in (fast, exact)]
+    kept = [max(m.sizes[KINDS.index("gradients")] for m in r.ledger.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
     # They travel as they are, and are added where they arrive.
     assert "alltoall_base" in sent(exact, "shard")
@@ -396,7 +395,7 @@ def test_float8_scales_are_computed_by_one_reduction() -> None:
 def test_gradients_do_not_outlive_their_step() -> None:
     first, second = planned(2).ledger.steps
     assert first.kept["gradients"] == second.kept["gradients"] == 0
-    assert second.timeline[0] == tuple(first.kept[kind] for kind in KINDS)
+    assert second.timeline[0].sizes == tuple(first.kept[kind] for kind in KINDS)
 
 
 def test_padding_is_for_real_cpus_alone() -> None:

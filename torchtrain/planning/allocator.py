@@ -32,29 +32,28 @@ class _Pool:
     def __init__(self, small: bool, expandable: bool):
         self.small, self.expandable = small, expandable
         self.free: list[tuple[int, int]] = []  # size and address, sorted
-        # With expandable segments the free block at the end is not among these: it is all from ``top`` to ``end``.
-        self.top = self.end = 0
+        # With expandable segments the free block at the end is not among these: it is from ``top`` to ``reserved``.
+        self.top = self.reserved = 0
 
-    def allocate(self, size: int) -> tuple[int, int, int]:
-        """Size and address of a block of at least ``size``, and how many bytes had to be reserved for it."""
-        at, reserved = bisect_left(self.free, (size, 0)), 0
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Size and address of a block of at least ``size``."""
+        at = bisect_left(self.free, (size, 0))
         if at < len(self.free):
             length, address = self.free.pop(at)
         elif self.expandable:
             length, address = size, self.top
             self.top += size
-            reserved = max(0, _up(self.top - self.end, SMALL_SEGMENT if self.small else LARGE_SEGMENT))
-            self.end += reserved
+            self.reserved = max(self.reserved, _up(self.top, SMALL_SEGMENT if self.small else LARGE_SEGMENT))
         else:
             large = LARGE_SEGMENT if size < MIN_LARGE else _up(size, ROUND_LARGE)
-            length = reserved = SMALL_SEGMENT if self.small else large
-            address = self.top + 1  # gaps before and after it: blocks of two segments are never joined
-            self.top = address + length + 1
+            length, address = SMALL_SEGMENT if self.small else large, self.top + 1
+            self.top = address + length + 1  # gaps before and after: blocks of two segments are never joined
+            self.reserved += length
         rest = length - size
         if rest and (self.small or self.expandable or rest > SMALL_SIZE):
             insort(self.free, (rest, address + size))
             length = size
-        return length, address, reserved
+        return length, address
 
     def release(self, size: int, address: int) -> None:
         neighbors = [block for block in self.free if sum(block) == address or block[1] == address + size]
@@ -75,7 +74,6 @@ def peak_reserved(allocations: Iterable[Allocation], *, expandable_segments: boo
     """The most bytes that are reserved at once; nothing is given back to the device, as while there is enough."""
     pools: dict[tuple[int, bool], _Pool] = {}
     blocks: dict[int, tuple[_Pool, int, int]] = {}
-    reserved = 0
     for key, bytes, stream in allocations:
         if key in blocks:
             pool, size, address = blocks.pop(key)
@@ -84,7 +82,5 @@ def peak_reserved(allocations: Iterable[Allocation], *, expandable_segments: boo
             size = _up(bytes, MIN_BLOCK)
             small = size <= SMALL_SIZE
             pool = pools.setdefault((stream, small), _Pool(small, expandable_segments))
-            size, address, more = pool.allocate(size)
-            blocks[key] = pool, size, address
-            reserved += more
-    return reserved
+            blocks[key] = pool, *pool.allocate(size)
+    return sum(pool.reserved for pool in pools.values())

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import count
 from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,6 @@ from torchtrain.torch_internals import (
 )
 
 aten = torch.ops.aten
-_numbers = count(1)  # of rehearsals
 STEPS = 2  # the second has Adam's states from its beginning
 
 
@@ -62,13 +61,6 @@ class RankRecord:
     ledger: Ledger
     orders: Mapping[int, Sequence[Action]]
     """What each rank of its pipeline does in one run."""
-
-
-class _Guard(UpdateGuard):
-    """An ``UpdateGuard`` whose results are never read: fake tensors have no values."""
-
-    def settle(self) -> None:
-        pass
 
 
 def ranks_of_each_kind(degrees: Degrees) -> list[int]:
@@ -92,9 +84,9 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be ``rank`` among ``world_size`` ranks that are not there."""
-    init, number = DeviceMesh.__init__, next(_numbers)
+    init, number = DeviceMesh.__init__, uuid4().int
 
-    def numbered_init(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+    def numbered_init(mesh: Any, *args: Any, **options: Any) -> None:
         init(mesh, *args, **options)
         mesh._thread_id = number
 
@@ -190,19 +182,16 @@ def rehearse(
     device = device or torch.device("cpu")
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # until the model is made of real tensors on the meta device
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
-    with ExitStack() as stack:
-        stack.enter_context(fake_ranks(rank, prod(astuple(degrees))))
-        if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
-            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
+    with (
+        fake_ranks(rank, prod(astuple(degrees))),
+        patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes, create=True),  # since torch 2.13
         # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
-        stack.enter_context(patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value))
-        stack.enter_context(compiling_for(ledger))
-        if capability is not None:
-            stack.enter_context(planned_for_gpu(capability))
-            if device.type == "cpu":
-                stack.enter_context(kernels_of_a_gpu())
-        # As torchrun would say: the ranks of a machine.
-        stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
+        patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value),
+        compiling_for(ledger),
+        planned_for_gpu(capability) if capability else nullcontext(),
+        kernels_of_a_gpu() if capability and device.type == "cpu" else nullcontext(),
+        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun would say
+    ):
         with AllocatedIn(mode):
             mesh = Mesh(device, degrees)
             ledger.axes = axes_of(mesh)
@@ -210,14 +199,13 @@ def rehearse(
         mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.parts, device)
-            return two_steps(config, model, ledger, rank, max_microbatches)
+            return two_steps(config, model, ledger, max_microbatches)
 
 
 def two_steps(
     config: JobConfig,
     model: ParallelModel,
     ledger: Ledger,
-    rank: int,
     max_microbatches: int | None = None,
     new_tokens: Callable[..., Tensor] = torch.empty,
 ) -> RankRecord:
@@ -233,13 +221,13 @@ def two_steps(
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A StopRequest would take over the signals of this process.
-    never_asked = SimpleNamespace(pending=False, agreed=False)
+    stop = cast(StopRequest, SimpleNamespace(pending=False))
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        _Guard(config.faults, cast(StopRequest, never_asked), SpikeWindow(config.faults, device), lambda *_: None),
+        UpdateGuard(config.faults, stop, SpikeWindow(config.faults, device), lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         averages=averages,
@@ -248,7 +236,8 @@ def two_steps(
     if averages is not None:
         ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
-    with following(ledger):
+    # What the guard found is never read: fake tensors have no values.
+    with following(ledger), patch.object(UpdateGuard, "settle", lambda _: None):
         for step in range(1, STEPS + 1):
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
@@ -257,4 +246,4 @@ def two_steps(
             ledger.end_step()
     count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
     size = sum(parameter.nbytes for parameter in parameters)
-    return RankRecord(rank, size, ledger, orders_of(model.pipeline, count))
+    return RankRecord(dist.get_rank(), size, ledger, orders_of(model.pipeline, count))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,18 @@ Sizes = tuple[int, ...]  # live bytes by kind, in the order of KINDS
 Action = tuple[str, int, int]
 
 
+class Moment(NamedTuple):
+    """Live bytes when they changed."""
+
+    phase: str
+    module: str
+    sizes: Sizes
+    stream: int
+    """On which something was allocated or freed."""
+    on_stream: int
+    """Live bytes that were allocated on it."""
+
+
 @dataclass
 class StepRecord:
     """What the ledger saw in one step."""
@@ -41,21 +53,18 @@ class StepRecord:
     """The number of operations before each of them."""
     chunks: dict[int, Action] = field(default_factory=dict)
     """The computations of a pipeline, by the number of operations before each of them."""
-    timeline: list[Sizes] = field(default_factory=list)
-    """Live bytes whenever they changed."""
-    peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)
-    """By phase and module, the moment with the most."""
-    by_stream: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    """By phase, module and stream that it was allocated on, the most live bytes."""
-    kept: dict[str, int] = field(default_factory=dict)
-    """Live bytes by kind at the end of the step."""
-    allocations: int = 0
-    """Length of ``Ledger.allocations`` at the end of the step."""
+    timeline: list[Moment] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
 
     @property
     def peak(self) -> Sizes:
         """The moment with the most live bytes."""
-        return max(self.peaks.values(), key=sum)
+        return max((moment.sizes for moment in self.timeline), key=sum)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Live bytes by kind at the end of the step."""
+        return dict(zip(KINDS, self.timeline[-1].sizes, strict=True))
 
 
 @dataclass
@@ -96,7 +105,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
         self.module = ""
-        self.allocations: list[Allocation] = []
         self.paused = False
         self.fsdp = False
 
@@ -167,25 +175,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _resize(self, entry: _Storage, size: int) -> None:
         """From now on ``entry`` has ``size`` bytes; 0 where it is freed."""
         if entry.bytes:
-            self.allocations.append(Allocation(id(entry), 0, entry.stream))
+            self.record.allocations.append(Allocation(id(entry), 0, entry.stream))
             self.on_stream[entry.stream] -= entry.bytes
         if size:
             stream = torch.get_device_module(self.device_type).current_stream()
             entry.stream = self.streams.setdefault(id(stream), len(self.streams))
-            self.allocations.append(Allocation(id(entry), size, entry.stream))
+            self.record.allocations.append(Allocation(id(entry), size, entry.stream))
             self.on_stream[entry.stream] += size
         self.live[entry.kind] += size - entry.bytes
         entry.bytes = size
         self._look(entry.stream)
 
     def _look(self, stream: int) -> None:
-        """Record the live bytes in the timeline, and as the peak of this phase and module if they are it."""
-        sizes, record = tuple(self.live[kind] for kind in KINDS), self.record
-        record.timeline.append(sizes)
-        place = self.phase, self.module
-        record.peaks[place] = max(sizes, record.peaks.get(place, sizes), key=sum)
-        on_stream = *place, stream
-        record.by_stream[on_stream] = max(self.on_stream[stream], record.by_stream.get(on_stream, 0))
+        sizes = tuple(self.live[kind] for kind in KINDS)
+        self.record.timeline.append(Moment(self.phase, self.module, sizes, stream, self.on_stream[stream]))
 
     def issue(self, name: str, **values: Any) -> None:
         """Record an operation here and now."""
@@ -198,7 +201,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.issue(name, bytes=size, axis="host", fsdp=True)
 
     def end_step(self) -> None:
-        self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
         self.steps.append(self.record)
         self.record = StepRecord()
         self._look(0)

@@ -65,7 +65,7 @@ def draw(found: Estimate, path: str) -> None:
     from matplotlib.figure import Figure
 
     record = max(found.records, key=lambda record: max(sum(step.peak) for step in record.ledger.steps))
-    points = [sizes for step in record.ledger.steps for sizes in step.timeline]
+    points = [moment.sizes for step in record.ledger.steps for moment in step.timeline]
     figure = Figure(figsize=(10, 5), layout="tight")
     axes = figure.subplots()
     series = [[size / GIB for size in sizes] for sizes in zip(*points, strict=True)]

@@ -199,22 +199,22 @@ def figures_of(
 
 
 def rank_figures(record: RankRecord) -> RankFigures:
-    last = record.ledger.steps[-1]
+    steps = record.ledger.steps
     peaks: list[dict[Place, Live]] = []
     by_stream: dict[int, dict[Place, float]] = {}
-    for step in record.ledger.steps:
-        name = layer_names(module for _, module in step.peaks)
+    for step in steps:
+        name = layer_names(moment.module for moment in step.timeline)
         worst: dict[Place, Live] = {}
-        for (phase, module), sizes in step.peaks.items():
-            place = phase, name[module]
+        for phase, module, sizes, stream, size in step.timeline:
+            place, own = (phase, name[module]), by_stream.setdefault(stream, {})
             worst[place] = max(sizes, worst.get(place, sizes), key=sum)
-        peaks.append(worst)
-        for (phase, module, stream), size in step.by_stream.items():
-            own, place = by_stream.setdefault(stream, {}), (phase, name[module])
             own[place] = max(size, own.get(place, 0))
-    gradients = max((sizes[KINDS.index("gradients")] for sizes in last.timeline), default=0)
-    found = RankFigures(record.rank, record.parameter_bytes, gradients, last.kept.get("optimizer", 0), peaks, by_stream)
-    return replace(found, scattered=peak_reserved(record.ledger.allocations) - found.needed)
+        peaks.append(worst)
+    gradients = max(moment.sizes[KINDS.index("gradients")] for moment in steps[-1].timeline)
+    kept = steps[-1].kept["optimizer"]
+    found = RankFigures(record.rank, record.parameter_bytes, gradients, kept, peaks, by_stream)
+    allocations = [allocation for step in steps for allocation in step.allocations]
+    return replace(found, scattered=peak_reserved(allocations) - found.needed)
 
 
 def layer_names(modules: Iterable[str]) -> dict[str, str]:
