@@ -44,15 +44,6 @@ def is_view(node: fx.Node) -> bool:
     return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "overloadpacket", None) in VIEWS
 
 
-def written_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose results lie in memory; of a view, what it is a view of."""
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output" or is_opaque(node):
-            written |= {node, *map(base, node.all_input_nodes)}
-    return {node for node in written if node.op == "call_function"}
-
-
 def base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -65,7 +56,10 @@ class FusedRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, ledger: Ledger):
         super().__init__(module)
         self.ledger = ledger
-        self.written = written_nodes(module.graph)
+        self.written: set[fx.Node] = set()  # what lies in memory; of a view, what it is a view of
+        for node in module.graph.nodes:
+            if node.op == "output" or is_opaque(node):
+                self.written |= {node, *map(base, node.all_input_nodes)}
         self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
         sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the same, or the node itself where it lies in memory
         for node in module.graph.nodes:

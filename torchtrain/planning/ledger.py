@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.offloaded = offloaded
         self.axes: Mapping[str, str] = {}
         """The name of the mesh's axis by group name."""
-        self.live = Counter(dict.fromkeys(KINDS, 0))
+        self.live: Counter[str] = Counter()  # bytes by kind
         self.streams: dict[int, int] = {}  # numbered as they come
         self.on_stream: Counter[int] = Counter()
         """Live bytes by the stream that they were allocated on."""
@@ -168,8 +168,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize(entry, 0)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        entry = self.storages.get(storage._cdata)
-        if entry is not None:
+        if entry := self.storages.get(storage._cdata):
             self._resize(entry, size)
 
     def _resize(self, entry: _Storage, size: int) -> None:

@@ -37,10 +37,9 @@ def search(config: JobConfig) -> tuple[str, JobConfig]:
         ConfigError: none fits.
     """
     gpu, shape, size = gpu_of(config), shape_of(config), world_size_of(config)
-    batch = config.training.global_batch_size
-    if batch == -1:
+    if config.training.global_batch_size == -1:
         batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
-    config = replace(config, training=replace(config.training, global_batch_size=batch))
+        config = replace(config, training=replace(config.training, global_batch_size=batch))
     own, guesses = [], []
     with suppress(ConfigError):
         degrees = refuse(config, shape, gpu)

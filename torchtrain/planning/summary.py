@@ -262,21 +262,13 @@ def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
     rehearsed: list[RankRecord] = []
 
     def figures(stages: tuple[int, ...]) -> Figures:
-        run = config
-        if len(stages) > 1:
-            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
+        run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
+        model = replace(shape, n_layers=sum(stages))
         ranks, firsts = ranks_of_each_kind(degrees), list(range(degrees.pipeline))
         if options.search:
             firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
         records = {
-            first: rehearse(
-                run,
-                replace(shape, n_layers=sum(stages)),
-                degrees,
-                ranks[first],
-                capability=gpu.capability,
-                max_microbatches=MICROBATCHES,
-            )
+            first: rehearse(run, model, degrees, ranks[first], capability=gpu.capability, max_microbatches=MICROBATCHES)
             for first in sorted(set(firsts))
         }
         rehearsed[:] = records.values()
