@@ -286,12 +286,5 @@ def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
     else:
         few, more = (tuple(n - left_out + extra for n in stages) for extra in (0, 1))
         found = figures(few).extended(figures(more), left_out)
-    return Estimate(
-        gpu,
-        degrees,
-        found,
-        global_batch_size * config.training.seq_len,
-        config.training.steps,
-        flops_per_token(shape, config.training.seq_len),
-        rehearsed,
-    )
+    tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(shape, config.training.seq_len)
+    return Estimate(gpu, degrees, found, tokens, config.training.steps, flops, rehearsed)
