@@ -7,6 +7,7 @@ memory what a matrix product, attention, a collective or another graph takes; al
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +35,9 @@ def is_opaque(node: fx.Node) -> bool:
         getattr(target, "overloadpacket", None) in PRODUCTS
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
-        or (not is_view(node) and getattr(result_of(node), "is_complex", bool)())  # Inductor has no kernels of these
+        or (
+            not is_view(node) and getattr(node.meta.get("val"), "is_complex", bool)()
+        )  # Inductor has no kernels of these
     )
 
 
@@ -76,20 +79,16 @@ class FusedRun(fx.Interpreter):
         if source.op == "call_function" and source not in self.written:
             return None  # fused into what reads it: the shapes of what is written are known without it
         with ledger.marking(paused=True):
-            result = like(result_of(n)) if source is n else super().run_node(n)
+            result = like(n.meta["val"]) if source is n else super().run_node(n)
         if n in self.written:
             with self._of(n):
-                ledger.wrote(result, sum(nbytes(result_of(source)) for source in self.reads[n]))
+                ledger.wrote(result, sum(nbytes(source.meta.get("val")) for source in self.reads[n]))
         return result
 
     def _of(self, node: fx.Node) -> AbstractContextManager[None]:
         """In the backward's graph, mark what belongs to the forward as computed again."""
         again = self.ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
         return self.ledger.marking(**({"part": "recompute"} if again else {}))
-
-
-def result_of(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 def like(value: Any) -> Any:
@@ -117,9 +116,7 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        partition_fn=lambda *args, **options: min_cut_rematerialization_partition(
-            *args, **{**options, "compiler": "inductor"}
-        ),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
 
