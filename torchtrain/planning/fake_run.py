@@ -35,7 +35,7 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
-from torchtrain.planning.ledger import Action, Ledger, is_wrapper
+from torchtrain.planning.ledger import Action, Ledger
 from torchtrain.planning.operations import tensors_in
 from torchtrain.planning.stand_ins import orders_of
 from torchtrain.steps.train_step import TrainStep
@@ -110,8 +110,6 @@ class AllocatedIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_wrapper(t) for t in types):
-            return NotImplemented
         kwargs = kwargs or {}
         device = torch.device(kwargs.get("device") or "meta").type
         materialized = device == "cpu" and any(tensor.is_meta for tensor in tensors_in(args))

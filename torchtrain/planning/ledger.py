@@ -78,11 +78,6 @@ class _Storage:
     """That it was allocated on."""
 
 
-def is_wrapper(kind: type) -> bool:
-    """Whether it is DTensor or its like. To a mode that returns NotImplemented they come again with what they hold."""
-    return hasattr(kind, "__torch_dispatch__") and kind.__name__ not in ("FakeTensor", "Parameter", "Tensor")
-
-
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts everything that happens inside it on tensors of ``device_type``.
 
@@ -212,8 +207,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].device  # more than half of what comes here asks for it
         if self.paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        if any(is_wrapper(t) for t in types):
-            return NotImplemented
+        if any(
+            hasattr(t, "__torch_dispatch__") and t.__name__ not in ("FakeTensor", "Parameter", "Tensor") for t in types
+        ):
+            return NotImplemented  # DTensor and its like: they come again with what they hold
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.0 if args[0].dtype.is_floating_point else 0
         out = func(*args, **kwargs)
