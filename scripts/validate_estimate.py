@@ -160,18 +160,16 @@ def trace(row: Row) -> Trace:
     degrees = resolve_degrees(config.parallelism, row.ranks)
     shape = model_shape(config.model, None, row.seq_len)
     with their_policies(row):
-        ledger = rehearse(config, shape, degrees, 0, capability=(9, 0)).ledger
-    peaks = [sum(step.peak) for step in ledger.steps]
-    return Trace(
-        max(peaks) / GIB,
-        peak_reserved(ledger.allocations, expandable_segments=row.expandable) / GIB,
-        peak_reserved(ledger.allocations[: ledger.steps[0].allocations], expandable_segments=row.expandable) / GIB,
-        ledger.steps[-1].operations,
+        first, last = rehearse(config, shape, degrees, 0, capability=(9, 0)).ledger.steps
+    reserved, first_step = (
+        peak_reserved(allocations, expandable_segments=row.expandable) / GIB
+        for allocations in (first.allocations + last.allocations, first.allocations)
     )
+    return Trace(max(sum(first.peak), sum(last.peak)) / GIB, reserved, first_step, last.operations)
 
 
 def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
-    clock = Clock(GPUS["h100-96"], 8, efficiency, config_of(row))
+    clock = Clock(GPUS["h100-96"], efficiency, config_of(row))
     seconds = replay({0: found.operations}, clock)[0].seconds
     return row.batch * row.seq_len / row.tensor / seconds
 

@@ -13,12 +13,12 @@ from call_order import calls_of, difference, disagreements
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.estimate import refuse
 from torchtrain.planning import fake_run
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import VIEWS, tensors_in
+from torchtrain.planning.request import refuse
 from torchtrain.shape import model_shape
 
 GPU = GPUS["h100-80"]

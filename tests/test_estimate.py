@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import validate_estimate
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of
@@ -26,12 +25,13 @@ from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
-from torchtrain.planning import summary
+from torchtrain.planning import search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse, two_steps
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
+from torchtrain.planning.request import gpu_of, shape_of
 from torchtrain.planning.stand_ins import stand_in
 from torchtrain.planning.summary import Estimate, Figures, RankFigures, estimate
 from torchtrain.planning.timing import Clock
@@ -56,6 +56,15 @@ def planned(
     first = max(kind for kind in ranks_of_each_kind(degrees) if kind <= rank)
     record: RankRecord = rehearse(config, shape, degrees, first, capability=capability)
     return record
+
+
+def estimate_of(config: JobConfig) -> Estimate:
+    return estimate(config, shape_of(config), gpu_of(config))
+
+
+def asked(config: JobConfig, **options: Any) -> JobConfig:
+    """With these ``options`` of its section [estimate]."""
+    return replace(config, estimate=replace(config.estimate, **options))
 
 
 def flops(record: RankRecord, *phases: str) -> int:
@@ -112,7 +121,7 @@ def test_segments_of_fixed_size_are_not_joined() -> None:
 def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
     ledger = Ledger("cpu")
-    two_steps(config, build(config, shape), ledger, dist.get_rank(), new_tokens=torch.zeros)
+    two_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
     return counts, [sum(step.peak) for step in ledger.steps]
 
@@ -205,7 +214,7 @@ def test_traffic_of_accumulation() -> None:
     assert counts["sharded"] == 2 * counts["unsharded"]  # two microbatches
     # What is kept between microbatches: whole float32 gradients, or a quarter of them.
     kept = {
-        way: max(sizes[KINDS.index("gradients")] for sizes in record.ledger.steps[-1].timeline)
+        way: max(moment.sizes[KINDS.index("gradients")] for moment in record.ledger.steps[-1].timeline)
         for way, record in by.items()
     }
     assert kept["unsharded"] > 2 * kept["sharded"]  # that of one block is whole for a moment
@@ -213,7 +222,7 @@ def test_traffic_of_accumulation() -> None:
 
 def test_exact_sums_keep_eight_bytes_of_each_gradient() -> None:
     fast, exact = (planned(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
-    kept = [max(sizes[KINDS.index("gradients")] for sizes in r.ledger.steps[-1].timeline) for r in (fast, exact)]
+    kept = [max(m.sizes[KINDS.index("gradients")] for m in r.ledger.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
     # They travel as they are, and are added where they arrive.
     assert "alltoall_base" in sent(exact, "shard")
@@ -227,7 +236,7 @@ def test_published_identities() -> None:
         options = ["--job.config_file", str(ROOT / "train_configs/llama3_8b.toml"), "--estimate.world_size", "8"]
         options += ["--training.local_batch_size", "1", "--training.global_batch_size", "8", "--compile.no-enable"]
         options += ["--activation_checkpoint.mode", "selective", "--parallelism.fsdp_reshard_after_forward", reshard]
-        (rank,) = door.estimate_of(parse(options)).ranks
+        (rank,) = estimate_of(parse(options)).ranks
         return rank["first_step_peak_active_gib"], rank["peak_active_gib"]
 
     (first, second), (_, never) = peaks("default"), peaks("never")
@@ -252,7 +261,7 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
     few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MICROBATCHES", 100)
-    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
+    whole = estimate(asked(config, all_layers=True), shape, GPUS["h100-80"])
     assert few.figures.flops_by_phase == whole.figures.flops_by_phase
     assert few.figures.collectives == whole.figures.collectives
     # The step's tokens and labels are on the device: those of the microbatch that is left out are not.
@@ -280,10 +289,10 @@ def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
     training = {"local_batch_size": 4, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
     shape = replace(SHAPE, n_layers=len(layers))
-    whole = estimate(config, shape, GPUS["h100-80"], all_layers=True)
+    whole = estimate(asked(config, all_layers=True), shape, GPUS["h100-80"])
     records = {record.rank: record for record in whole.records}
     monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
-    few = estimate(config, shape, GPUS["h100-80"], all_layers=True, stand_ins=True)
+    few = estimate(asked(config, all_layers=True, search=True), shape, GPUS["h100-80"])
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
     alike = stand_in(second, 1, 2, whole.records[1].orders[2], (0, 2, 4, 6))
@@ -309,7 +318,7 @@ def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.Monkey
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(config, DEEPER, GPUS["h100-80"], all_layers=all_layers) for all_layers in (False, True))
+    found, whole = (estimate(asked(config, all_layers=whole), DEEPER, GPUS["h100-80"]) for whole in (False, True))
     assert found.figures == whole.figures
 
 
@@ -386,7 +395,7 @@ def test_float8_scales_are_computed_by_one_reduction() -> None:
 def test_gradients_do_not_outlive_their_step() -> None:
     first, second = planned(2).ledger.steps
     assert first.kept["gradients"] == second.kept["gradients"] == 0
-    assert second.timeline[0] == tuple(first.kept[kind] for kind in KINDS)
+    assert second.timeline[0].sizes == tuple(first.kept[kind] for kind in KINDS)
 
 
 def test_padding_is_for_real_cpus_alone() -> None:
@@ -456,18 +465,18 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
     config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
-    assert door.shape_of(config).vocab_size == 128256
-    assert door.shape_of(JobConfig()).vocab_size == load_tokenizer("").vocab_size
+    assert shape_of(config).vocab_size == 128256
+    assert shape_of(JobConfig()).vocab_size == load_tokenizer("").vocab_size
 
 
-@pytest.mark.parametrize("plan", [plan_run, door.shape_of])
+@pytest.mark.parametrize("plan", [plan_run, shape_of])
 def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], Any]) -> None:
     tokenizer = load_tokenizer("")
     tokenizer.bos_id = None
     config = JobConfig(data=Data(document_mask=True))
     with (
         patch("torchtrain.run_plan.load_tokenizer", lambda _: tokenizer),
-        patch("torchtrain.tokenizers.load_tokenizer", lambda _: tokenizer),
+        patch("torchtrain.planning.request.load_tokenizer", lambda _: tokenizer),
         pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
     ):
         plan(config)
@@ -502,7 +511,7 @@ def test_a_step_of_a_config_that_takes_long_is_not_reported_as_a_hang(path: Path
 def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
     told = HEAD.search(path.read_text())
     assert told, path
-    found = door.estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", told[1]]))
+    found = estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", told[1]]))
     low, high = (found.tokens_per_second_per_gpu * (1 + sign * summary.INTERVAL) for sign in (-1, 1))
     assert found.fits
     expected = [found.peak_reserved_gib, low, high]
@@ -529,7 +538,7 @@ def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pyt
 def test_search_writes_what_the_trainer_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SEARCH_SECONDS", 4)
+    monkeypatch.setattr(search, "SECONDS", 4)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
     assert door.main([*argv, "--estimate.output", str(best)]) == 0
@@ -539,7 +548,7 @@ def test_search_writes_what_the_trainer_takes(
     config = parse(["--job.config_file", str(best)])
     assert resolve_degrees(config.parallelism, 4)
     # What it rehearsed of few layers is what all of them do.
-    whole = door.estimate_of(replace(config, estimate=replace(config.estimate, world_size=4)))
+    whole = estimate_of(asked(config, world_size=4))
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
     assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
@@ -548,7 +557,7 @@ def test_search_writes_what_the_trainer_takes(
 def test_a_search_may_begin_where_the_trainer_refuses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    monkeypatch.setattr(search, "SECONDS", 0)
     argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(tmp_path / "best")]
     assert door.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
     training = parse(["--job.config_file", str(tmp_path / "best")]).training
@@ -561,10 +570,10 @@ def test_a_search_may_begin_where_the_trainer_refuses(
 def test_what_cannot_be_written_is_refused_before_the_work(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_work(_config: JobConfig) -> None:
+    def no_work(*_: Any, **__: Any) -> None:
         pytest.fail("it rehearsed before it refused")
 
-    monkeypatch.setattr(door, "estimate_of", no_work)
+    monkeypatch.setattr(summary, "rehearse", no_work)
     (tmp_path / "file").touch()
     argv = [*OPTIONS, "--estimate.world_size", "4"]
     for options, message in (
@@ -585,7 +594,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 def test_what_was_found_is_told_before_a_disk_is_full(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    monkeypatch.setattr(search, "SECONDS", 0)
     (tmp_path / "full.png").symlink_to("/dev/full")
     argv = [*OPTIONS, "--estimate.world_size", "1"]
     for options in (
@@ -602,7 +611,7 @@ def test_what_was_found_is_told_before_a_disk_is_full(
 def test_without_time_a_search_rehearses_the_layout_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "SEARCH_SECONDS", 0)
+    monkeypatch.setattr(search, "SECONDS", 0)
     own = ["--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"]
     output = ["--estimate.output", str(tmp_path / "best.toml")]
     assert door.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
@@ -619,7 +628,7 @@ def test_without_time_a_search_rehearses_the_layout_as_it_is(
 
 def test_durations_are_those_of_closed_forms() -> None:
     e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
-    clock = Clock(GPUS["h100-80"], 8, e, JobConfig())
+    clock = Clock(GPUS["h100-80"], e, JobConfig())
     product = Operation("mm", "forward", "", flops=10**12, dtype=torch.bfloat16)
     for operation, seconds in (
         (product, 1e12 / 989e12 / e.matrices),

@@ -27,8 +27,8 @@ from torchtrain.config.schema import Model, Source, Validation
 from torchtrain.conversion import convert
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.estimate import shape_of
 from torchtrain.models.families import hf_name
+from torchtrain.planning.request import shape_of
 from torchtrain.shape import model_shape, resolve_model
 from torchtrain.tokenizers import load_tokenizer
 from torchtrain.trained_model import load_model

@@ -9,7 +9,6 @@ import torch
 from torchtrain.config.schema import Profiling
 from torchtrain.log import BestEffort, logger
 
-WARMUP_STEPS, ACTIVE_STEPS = 1, 1
 MAX_SNAPSHOT_ENTRIES = 100_000
 
 
@@ -28,11 +27,8 @@ class Profiler:
         if config.enable_profiling:
             # It advises acc_events, which would keep the events of all traces in memory.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
-            wait = config.profile_freq - WARMUP_STEPS - ACTIVE_STEPS
-            self.profile = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=wait, warmup=WARMUP_STEPS, active=ACTIVE_STEPS),
-                on_trace_ready=self._write_trace,
-            )
+            schedule = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
+            self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write_trace)
         self.best_effort = BestEffort("profiling")
 
     def __enter__(self) -> "Profiler":

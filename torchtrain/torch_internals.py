@@ -29,6 +29,7 @@ NAMES = {
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "what of a tensor a rank holds"),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
+    "tree_leaves": ("torch.utils._pytree", "tensors in the arguments of an operation"),
     "tree_map_only": ("torch.utils._pytree", "tensors in the results of an operation, replaced"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),

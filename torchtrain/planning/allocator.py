@@ -27,65 +27,60 @@ class Allocation(NamedTuple):
 
 
 class _Pool:
-    """The free blocks of one stream and size class."""
+    """The blocks of one stream and size class."""
 
     def __init__(self, small: bool, expandable: bool):
         self.small, self.expandable = small, expandable
         self.free: list[tuple[int, int]] = []  # size and address, sorted
-        self.end = 0  # the address up to which memory is reserved
+        # With expandable segments the free block at the end is not among these: it is from ``top`` to ``reserved``.
+        self.top = self.reserved = 0
 
-    def allocate(self, size: int) -> tuple[int, int, int]:
-        """Size and address of a block of at least ``size``, and how many bytes had to be reserved for it."""
-        at, reserved = bisect_left(self.free, (size, 0)), 0
-        if self.expandable and at + 1 < len(self.free) and sum(self.free[at]) == self.end:
-            at += 1
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Size and address of a block of at least ``size``."""
+        at = bisect_left(self.free, (size, 0))
         if at < len(self.free):
             length, address = self.free.pop(at)
         elif self.expandable:
-            length, address = next((block for block in self.free if sum(block) == self.end), (0, self.end))
-            if length:
-                self.free.remove((length, address))
-            page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-            reserved = -(-(size - length) // page) * page
-            length += reserved
-            self.end += reserved
+            length, address = size, self.top
+            self.top += size
+            self.reserved = max(self.reserved, _up(self.top, SMALL_SEGMENT if self.small else LARGE_SEGMENT))
         else:
-            length = reserved = self._segment(size)
-            address = self.end + 1  # a gap: blocks of two segments are never joined
-            self.end = address + reserved
+            large = LARGE_SEGMENT if size < MIN_LARGE else _up(size, ROUND_LARGE)
+            length, address = SMALL_SEGMENT if self.small else large, self.top + 1
+            self.top = address + length + 1  # gaps before and after: blocks of two segments are never joined
+            self.reserved += length
         rest = length - size
-        if rest >= MIN_BLOCK and (self.small or self.expandable or rest > SMALL_SIZE):
+        if rest and (self.small or self.expandable or rest > SMALL_SIZE):
             insort(self.free, (rest, address + size))
             length = size
-        return length, address, reserved
-
-    def _segment(self, size: int) -> int:
-        if self.small:
-            return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        return length, address
 
     def release(self, size: int, address: int) -> None:
         neighbors = [block for block in self.free if sum(block) == address or block[1] == address + size]
         for neighbor in neighbors:
             self.free.remove(neighbor)
             size, address = size + neighbor[0], min(address, neighbor[1])
-        insort(self.free, (size, address))
+        if address + size == self.top:
+            self.top = address
+        else:
+            insort(self.free, (size, address))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def peak_reserved(allocations: Iterable[Allocation], *, expandable_segments: bool = True) -> int:
     """The most bytes that are reserved at once; nothing is given back to the device, as while there is enough."""
     pools: dict[tuple[int, bool], _Pool] = {}
     blocks: dict[int, tuple[_Pool, int, int]] = {}
-    reserved = 0
     for key, bytes, stream in allocations:
         if key in blocks:
             pool, size, address = blocks.pop(key)
             pool.release(size, address)
         if bytes:
-            size = -(-bytes // MIN_BLOCK) * MIN_BLOCK
+            size = _up(bytes, MIN_BLOCK)
             small = size <= SMALL_SIZE
             pool = pools.setdefault((stream, small), _Pool(small, expandable_segments))
-            size, address, more = pool.allocate(size)
-            blocks[key] = pool, size, address
-            reserved += more
-    return reserved
+            blocks[key] = pool, *pool.allocate(size)
+    return sum(pool.reserved for pool in pools.values())

@@ -6,7 +6,8 @@ memory what a matrix product, attention, a collective or another graph takes; al
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +35,9 @@ def is_opaque(node: fx.Node) -> bool:
         getattr(target, "overloadpacket", None) in PRODUCTS
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
-        or (not is_view(node) and getattr(result_of(node), "is_complex", bool)())  # Inductor has no kernels of these
+        or (
+            not is_view(node) and getattr(node.meta.get("val"), "is_complex", bool)()
+        )  # Inductor has no kernels of these
     )
 
 
@@ -42,26 +45,6 @@ def is_view(node: fx.Node) -> bool:
     if getattr(node.target, "__name__", "") == "getitem":
         return True
     return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "overloadpacket", None) in VIEWS
-
-
-def written_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose results lie in memory; of a view, what it is a view of."""
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "output" or is_opaque(node):
-            written |= {node, *map(base, node.all_input_nodes)}
-    return {node for node in written if node.op == "call_function"}
-
-
-def is_known(node: fx.Node) -> bool:
-    """Whether the result of ``node`` is new tensors of sizes that are known before it runs."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and not node.target._schema.is_mutable
-        and all(isinstance(v, Tensor) and all(type(n) is int for n in (*v.shape, *v.stride())) for v in values)
-    )
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -76,16 +59,16 @@ class FusedRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, ledger: Ledger):
         super().__init__(module)
         self.ledger = ledger
-        self.written = written_nodes(module.graph)
+        self.written: set[fx.Node] = set()  # what lies in memory; of a view, what it is a view of
+        for node in module.graph.nodes:
+            if node.op == "output" or is_opaque(node):
+                self.written |= {node, *map(base, node.all_input_nodes)}
         self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
         sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the same, or the node itself where it lies in memory
         for node in module.graph.nodes:
             self.reads[node] = frozenset().union(*(sources[n] for n in node.all_input_nodes))
             in_memory = node in self.written or node.op != "call_function"
             sources[node] = frozenset([node]) if in_memory else self.reads[node]
-        fused = [n for n in module.graph.nodes if n.op == "call_function" and not is_opaque(n) and not is_view(n)]
-        # What is fused has no result of its own: the shapes of what is written are enough.
-        self.shapes_alone = all(is_known(node) for node in fused)
 
     def run_node(self, n: fx.Node) -> Any:
         ledger = self.ledger
@@ -93,23 +76,19 @@ class FusedRun(fx.Interpreter):
             with self._of(n):
                 return super().run_node(n)
         source = base(n)
-        if self.shapes_alone and source.op == "call_function" and source not in self.written:
-            return None
+        if source.op == "call_function" and source not in self.written:
+            return None  # fused into what reads it: the shapes of what is written are known without it
         with ledger.marking(paused=True):
-            result = like(result_of(n)) if self.shapes_alone and source is n else super().run_node(n)
+            result = like(n.meta["val"]) if source is n else super().run_node(n)
         if n in self.written:
             with self._of(n):
-                ledger.wrote(result, sum(nbytes(result_of(source)) for source in self.reads[n]))
+                ledger.wrote(result, sum(nbytes(source.meta.get("val")) for source in self.reads[n]))
         return result
 
     def _of(self, node: fx.Node) -> AbstractContextManager[None]:
         """In the backward's graph, mark what belongs to the forward as computed again."""
         again = self.ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
-        return self.ledger.marking(part="recompute") if again else nullcontext()
-
-
-def result_of(node: fx.Node) -> Any:
-    return node.meta.get("val")
+        return self.ledger.marking(**({"part": "recompute"} if again else {}))
 
 
 def like(value: Any) -> Any:
@@ -137,27 +116,25 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        partition_fn=lambda *args, **options: min_cut_rematerialization_partition(
-            *args, **{**options, "compiler": "inductor"}
-        ),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    compile_module, compile_function = nn.Module.compile, torch.compile
 
-    def module_compile(module: nn.Module, **options: Any) -> None:
-        compile_module(module, **{**options, "backend": backend})
+    def by_backend(original: Any) -> Any:
+        def run(target: Any, **options: Any) -> Any:
+            options.pop("options", None)
+            # Not dynamic: the sizes of results must be known before they are computed.
+            return original(target, **{**options, "dynamic": False, "backend": backend})
 
-    def function_compile(function: Any, **options: Any) -> Any:
-        options.pop("options", None)
-        return compile_function(function, **{**options, "backend": backend})
+        return run
 
     torch._dynamo.reset()
     with (
         warnings.catch_warnings(),
         # What one rehearsal sets is not for the next.
         torch._functorch.config.patch(activation_memory_budget=1.0),
-        patch.object(nn.Module, "compile", module_compile),
-        patch.object(torch, "compile", function_compile),
+        patch.object(nn.Module, "compile", by_backend(nn.Module.compile)),
+        patch.object(torch, "compile", by_backend(torch.compile)),
     ):
         # Dynamo looks at .grad of every tensor, and hides what torch says to that.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")

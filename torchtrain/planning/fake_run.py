@@ -2,18 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import count
 from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import adam
 
@@ -35,8 +35,9 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
 from torchtrain.planning.following import following
-from torchtrain.planning.ledger import Ledger
-from torchtrain.planning.stand_ins import Action, orders_of
+from torchtrain.planning.ledger import Action, Ledger
+from torchtrain.planning.operations import tensors_in
+from torchtrain.planning.stand_ins import orders_of
 from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import (
     FakeStore,
@@ -48,7 +49,6 @@ from torchtrain.torch_internals import (
 )
 
 aten = torch.ops.aten
-_numbers = count(1)  # of rehearsals
 STEPS = 2  # the second has Adam's states from its beginning
 
 
@@ -63,13 +63,6 @@ class RankRecord:
     """What each rank of its pipeline does in one run."""
 
 
-class _Guard(UpdateGuard):
-    """An ``UpdateGuard`` whose results are never read: fake tensors have no values."""
-
-    def settle(self) -> None:
-        pass
-
-
 def ranks_of_each_kind(degrees: Degrees) -> list[int]:
     """The first rank of each pipeline stage: the others of a stage do the same, and hold no more."""
     ranks = degrees.replicate * degrees.shard * degrees.context * degrees.tensor
@@ -78,21 +71,22 @@ def ranks_of_each_kind(degrees: Degrees) -> list[int]:
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """The name of the mesh's axis by group name."""
-    axes: dict[str, str] = {mesh.stage.get_group().group_name: "stage" if mesh.degrees.pipeline > 1 else "all"}
-    axes |= {mesh.loss.get_group().group_name: "loss", mesh.batch.get_group().group_name: "batch"}
-    shard = mesh.fsdp.get_group(mesh.fsdp.ndim - 1) if mesh.fsdp.ndim > 1 else mesh.fsdp.get_group()
-    axes[shard.group_name] = "shard"
-    for name in ("pipeline", "replicate", "context", "tensor"):
-        axes[mesh.world[name].get_group().group_name] = name
-    return axes
+    groups = {
+        "stage" if mesh.degrees.pipeline > 1 else "all": mesh.stage.get_group(),
+        "loss": mesh.loss.get_group(),
+        "batch": mesh.batch.get_group(),
+        "shard": mesh.fsdp.get_group(mesh.fsdp.ndim - 1),
+        **{name: mesh.world[name].get_group() for name in ("pipeline", "replicate", "context", "tensor")},
+    }
+    return {group.group_name: name for name, group in groups.items()}
 
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Be ``rank`` among ``world_size`` ranks that are not there."""
-    init, number = DeviceMesh.__init__, next(_numbers)
+    init, number = DeviceMesh.__init__, uuid4().int
 
-    def numbered_init(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+    def numbered_init(mesh: Any, *args: Any, **options: Any) -> None:
         init(mesh, *args, **options)
         mesh._thread_id = number
 
@@ -106,25 +100,10 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
-@contextmanager
-def allocated_in(mode: FakeTensorMode) -> Iterator[None]:
-    """Let ``to_empty`` make fake tensors of meta tensors. (All around it works on real ones: the mesh of ranks.)"""
-    to_empty = nn.Module.to_empty
-
-    def fake_to_empty(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        mode.allow_non_fake_inputs = True
-        try:
-            with mode:
-                return to_empty(module, *args, **options)
-        finally:
-            mode.allow_non_fake_inputs = False
-
-    with patch.object(nn.Module, "to_empty", fake_to_empty), _AllocatedOnDevice(mode):
-        yield
-
-
-class _AllocatedOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Outside of ``mode``, makes new tensors on a device that is not there fake ones of ``mode``."""
+class AllocatedIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Outside of ``mode``, makes fake tensors of it where memory is allocated: for what was on the meta device, and on
+    a device that is not there. All else works on real ones: the mesh of ranks.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,21 +111,18 @@ class _AllocatedOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            with self.mode:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or "meta").type
+        materialized = device == "cpu" and any(tensor.is_meta for tensor in tensors_in(args))
+        with self.mode if device == "cuda" or materialized else nullcontext():
+            return func(*args, **kwargs)
 
 
 @contextmanager
 def fused_rms_norm() -> Iterator[None]:
     """Let autograd see one operation, as on a GPU. A CPU has no kernel of it, so autograd would see its parts."""
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("a fake tensor takes the shapes of an operation, and does not call it")
-
     with _scoped_library("aten", "IMPL") as kernels:
-        kernels.impl("_fused_rms_norm", never, "CPU")
+        # Not called: a fake tensor takes the shapes of an operation alone.
+        kernels.impl("_fused_rms_norm", lambda *_: None, "CPU")
         yield
 
 
@@ -199,35 +175,32 @@ def rehearse(
             the GPU.
     """
     device = device or torch.device("cpu")
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # until the model is made of real tensors on the meta device
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
-    with ExitStack() as stack:
-        stack.enter_context(fake_ranks(rank, prod(astuple(degrees))))
-        if hasattr(_PipelineSchedule, "_warmup_p2p"):  # since torch 2.13
-            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes))
+    with (
+        fake_ranks(rank, prod(astuple(degrees))),
+        patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes, create=True),  # since torch 2.13
         # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
-        stack.enter_context(patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value))
-        stack.enter_context(compiling_for(ledger))
-        if capability is not None:
-            stack.enter_context(planned_for_gpu(capability))
-            if device.type == "cpu":
-                stack.enter_context(kernels_of_a_gpu())
-        # As torchrun would say: the ranks of a machine.
-        stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)))
-        with allocated_in(mode):
+        patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value),
+        compiling_for(ledger),
+        planned_for_gpu(capability) if capability else nullcontext(),
+        kernels_of_a_gpu() if capability and device.type == "cpu" else nullcontext(),
+        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun would say
+    ):
+        with AllocatedIn(mode):
             mesh = Mesh(device, degrees)
             ledger.axes = axes_of(mesh)
             model = build_parallel_model(shape, mesh, device, config)
+        mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.parts, device)
-            return two_steps(config, model, ledger, rank, max_microbatches)
+            return two_steps(config, model, ledger, max_microbatches)
 
 
 def two_steps(
     config: JobConfig,
     model: ParallelModel,
     ledger: Ledger,
-    rank: int,
     max_microbatches: int | None = None,
     new_tokens: Callable[..., Tensor] = torch.empty,
 ) -> RankRecord:
@@ -243,13 +216,13 @@ def two_steps(
     # Offloaded averages take memory and time of the host alone.
     averages = Averages(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A StopRequest would take over the signals of this process.
-    never_asked = SimpleNamespace(pending=False, agreed=False)
+    stop = cast(StopRequest, SimpleNamespace(pending=False))
     train_step = TrainStep(
         model,
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        _Guard(config.faults, cast(StopRequest, never_asked), SpikeWindow(config.faults, device), lambda *_: None),
+        UpdateGuard(config.faults, stop, SpikeWindow(config.faults, device), lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         averages=averages,
@@ -258,7 +231,8 @@ def two_steps(
     if averages is not None:
         ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
-    with following(ledger):
+    # What the guard found is never read: fake tensors have no values.
+    with following(ledger), patch.object(UpdateGuard, "settle", lambda _: None):
         for step in range(1, STEPS + 1):
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
@@ -267,4 +241,4 @@ def two_steps(
             ledger.end_step()
     count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
     size = sum(parameter.nbytes for parameter in parameters)
-    return RankRecord(rank, size, ledger, orders_of(model.pipeline, count))
+    return RankRecord(dist.get_rank(), size, ledger, orders_of(model.pipeline, count))

@@ -26,21 +26,20 @@ class Gpu:
     host_memory_bytes: float
     """Its share of the bandwidth of the host's memory, bytes/s."""
     capability: tuple[int, int]
-    source: str
 
 
-# The host is an eighth of a DGX: PCIe 4.0 and 5.0 x16; 16 channels of DDR4-3200, DDR5-4800 and DDR5-5600.
-A100 = "NVIDIA A100 data sheet (2021); HDR InfiniBand, one 200 Gb/s card a GPU; DGX A100 data sheet"
-H100 = "NVIDIA H100 data sheet (SXM); one 400 Gb/s card a GPU; DGX H100 data sheet"
-H200 = "NVIDIA H200 data sheet; as H100"
-B200 = "NVIDIA DGX B200 data sheet, an eighth"
+# A network card a GPU. The host is an eighth of a DGX, by its data sheet: PCIe 4.0 and 5.0 x16; 16 channels of
+# DDR4-3200, DDR5-4800 and DDR5-5600.
 GPUS = {
-    "a100-40": Gpu(39.4, 312e12, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 32e9, 51e9, (8, 0), A100),
-    "a100-80": Gpu(79.1, 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 51e9, (8, 0), A100),
-    "h100-80": Gpu(79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 77e9, (9, 0), H100),
-    "h100-96": Gpu(95.0, 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9, 64e9, 77e9, (9, 0), H100 + "; memory HBM2e"),
-    "h200": Gpu(139.8, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 77e9, (9, 0), H200),
-    "b200": Gpu(178.4, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 90e9, (10, 0), B200),
+    # NVIDIA A100 data sheet (2021); HDR InfiniBand, 200 Gb/s
+    "a100-40": Gpu(39.4, 312e12, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 32e9, 51e9, (8, 0)),
+    "a100-80": Gpu(79.1, 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 51e9, (8, 0)),
+    # NVIDIA H100 data sheet (SXM), the second with HBM2e, and H200 data sheet; 400 Gb/s
+    "h100-80": Gpu(79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
+    "h100-96": Gpu(95.0, 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
+    "h200": Gpu(139.8, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
+    # NVIDIA DGX B200 data sheet, an eighth
+    "b200": Gpu(178.4, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 90e9, (10, 0)),
 }
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,20 @@ aten = torch.ops.aten
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 ON_HOST = KINDS[:3]  # under CPU offload
 Sizes = tuple[int, ...]  # live bytes by kind, in the order of KINDS
+# What a pipeline does, as torch's schedules call it, for which stage among those of the rank, for which microbatch.
+Action = tuple[str, int, int]
+
+
+class Moment(NamedTuple):
+    """Live bytes when they changed."""
+
+    phase: str
+    module: str
+    sizes: Sizes
+    stream: int
+    """On which something was allocated or freed."""
+    on_stream: int
+    """Live bytes that were allocated on it."""
 
 
 @dataclass
@@ -37,23 +51,20 @@ class StepRecord:
     operations: list[Operation] = field(default_factory=list)
     microbatches: list[int] = field(default_factory=list)
     """The number of operations before each of them."""
-    chunks: list[tuple[int, str, int, int]] = field(default_factory=list)
-    """Of each computation of a pipeline: number of operations before it, name, stage, microbatch of the run."""
-    timeline: list[Sizes] = field(default_factory=list)
-    """Live bytes whenever they changed."""
-    peaks: dict[tuple[str, str], Sizes] = field(default_factory=dict)
-    """By phase and module, the moment with the most."""
-    by_stream: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    """By phase, module and stream that it was allocated on, the most live bytes."""
-    kept: dict[str, int] = field(default_factory=dict)
-    """Live bytes by kind at the end of the step."""
-    allocations: int = 0
-    """Length of ``Ledger.allocations`` at the end of the step."""
+    chunks: dict[int, Action] = field(default_factory=dict)
+    """The computations of a pipeline, by the number of operations before each of them."""
+    timeline: list[Moment] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
 
     @property
     def peak(self) -> Sizes:
         """The moment with the most live bytes."""
-        return max(self.peaks.values(), key=sum)
+        return max((moment.sizes for moment in self.timeline), key=sum)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Live bytes by kind at the end of the step."""
+        return dict(zip(KINDS, self.timeline[-1].sizes, strict=True))
 
 
 @dataclass
@@ -63,8 +74,6 @@ class _Storage:
     ref: weakref.ref[torch.UntypedStorage]
     kind: str
     bytes: int = 0
-    number: int = 0
-    """Of its allocation."""
     stream: int = 0
     """That it was allocated on."""
 
@@ -81,7 +90,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.offloaded = offloaded
         self.axes: Mapping[str, str] = {}
         """The name of the mesh's axis by group name."""
-        self.live = Counter(dict.fromkeys(KINDS, 0))
+        self.live: Counter[str] = Counter()  # bytes by kind
         self.streams: dict[int, int] = {}  # numbered as they come
         self.on_stream: Counter[int] = Counter()
         """Live bytes by the stream that they were allocated on."""
@@ -91,7 +100,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kind = ""  # of what is allocated now, if it is known
         self.part = "forward"  # outside of autograd's nodes
         self.module = ""
-        self.allocations: list[Allocation] = []
         self.paused = False
         self.fsdp = False
 
@@ -155,42 +163,38 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize(entry, 0)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        entry = self.storages.get(storage._cdata)
-        if entry is not None:
+        if entry := self.storages.get(storage._cdata):
             self._resize(entry, size)
 
     def _resize(self, entry: _Storage, size: int) -> None:
         """From now on ``entry`` has ``size`` bytes; 0 where it is freed."""
         if entry.bytes:
-            self.allocations.append(Allocation(entry.number, 0, entry.stream))
+            self.record.allocations.append(Allocation(id(entry), 0, entry.stream))
             self.on_stream[entry.stream] -= entry.bytes
         if size:
-            device = torch.cpu if self.device_type == "cpu" else torch.cuda
-            entry.stream = self.streams.setdefault(id(device.current_stream()), len(self.streams))
-            entry.number = len(self.allocations)
-            self.allocations.append(Allocation(entry.number, size, entry.stream))
+            stream = torch.get_device_module(self.device_type).current_stream()
+            entry.stream = self.streams.setdefault(id(stream), len(self.streams))
+            self.record.allocations.append(Allocation(id(entry), size, entry.stream))
             self.on_stream[entry.stream] += size
         self.live[entry.kind] += size - entry.bytes
         entry.bytes = size
         self._look(entry.stream)
 
     def _look(self, stream: int) -> None:
-        """Record the live bytes in the timeline, and as the peak of this phase and module if they are it."""
-        sizes, record = tuple(self.live[kind] for kind in KINDS), self.record
-        record.timeline.append(sizes)
-        place = self.phase, self.module
-        record.peaks[place] = max(sizes, record.peaks.get(place, sizes), key=sum)
-        on_stream = *place, stream
-        record.by_stream[on_stream] = max(self.on_stream[stream], record.by_stream.get(on_stream, 0))
+        sizes = tuple(self.live[kind] for kind in KINDS)
+        self.record.timeline.append(Moment(self.phase, self.module, sizes, stream, self.on_stream[stream]))
+
+    def issue(self, name: str, **values: Any) -> None:
+        """Record an operation here and now."""
+        self.record.operations.append(Operation(name, self.phase, self.module, **values))
 
     def crossed(self, name: str, group: FSDPParamGroup) -> None:
         """Count the copies of what this rank holds of ``group``, in float32, between the host and the device."""
         size = sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params)
-        module = group._module_fqn or ""
-        self.record.operations.append(Operation(name, self.phase, module, bytes=size, axis="host", fsdp=True))
+        with self.marking(module=group._module_fqn or ""):
+            self.issue(name, bytes=size, axis="host", fsdp=True)
 
     def end_step(self) -> None:
-        self.record.kept, self.record.allocations = dict(self.live), len(self.allocations)
         self.steps.append(self.record)
         self.record = StepRecord()
         self._look(0)
@@ -222,8 +226,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def wrote(self, result: Any, read_bytes: int) -> None:
         """Count a fused kernel that has read ``read_bytes`` and written ``result``."""
-        moved = read_bytes + nbytes(self._see_all(result))
-        self.record.operations.append(Operation("fused", self.phase, self.module, bytes=moved))
+        self.issue("fused", bytes=read_bytes + nbytes(self._see_all(result)))
 
     def _see_all(self, result: Any) -> list[Tensor]:
         outputs = tensors_in(result)
@@ -237,18 +240,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
-            self.record.operations.append(
-                Operation(
-                    name,
-                    self.phase,
-                    self.module,
-                    bytes=size,
-                    axis=self.axes.get(group.group_name, "all"),
-                    ranks=ranks,
-                    peer=ranks[args[2]] if name in ("send", "recv") else None,
-                    fsdp=self.fsdp,
-                )
-            )
+            peer = ranks[args[2]] if name in ("send", "recv") else None
+            axis = self.axes.get(group.group_name, "all")
+            self.issue(name, bytes=size, axis=axis, ranks=ranks, peer=peer, fsdp=self.fsdp)
             return
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
@@ -259,4 +253,4 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tensors_in((args, kwargs))
         dtype = inputs[0].dtype if inputs else torch.float32
         flops, share = flops_of(func, name, args)
-        self.record.operations.append(Operation(name, self.phase, self.module, flops, dtype, moved, share=share))
+        self.issue(name, flops=flops, dtype=dtype, bytes=moved, share=share)

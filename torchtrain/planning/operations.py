@@ -1,7 +1,6 @@
 """The operations of a step: what each computes, moves and sends, from its arguments."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from torchtrain.torch_internals import _resolve_process_group as resolve_process_group
+from torchtrain.torch_internals import _resolve_process_group, tree_leaves
 
 aten = torch.ops.aten
 
@@ -43,7 +42,7 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
         )
         return name.strip("_"), group, max(nbytes(a) for a in args)
     if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
-        group = resolve_process_group(args[-1])
+        group = _resolve_process_group(args[-1])
         return name, group, max((t.nbytes for t in tensors_in((args, outputs))), default=0)
     return None
 
@@ -80,33 +79,17 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
         return 2 * nbytes(outputs)
     if name == "all_gather_copy_in":  # into this rank's part of a buffer that is the second argument
         return 2 * nbytes(args[0])
-    is_mutable, arguments = times_moved(func)
-    moved = 0 if is_mutable else nbytes(outputs)
-    for i, (argument, times) in enumerate(arguments):
-        moved += nbytes(args[i] if i < len(args) else kwargs.get(argument)) * times
-    return moved
-
-
-@cache
-def times_moved(func: Any) -> tuple[bool, list[tuple[str, int]]]:
-    """Whether ``func`` changes arguments; and of each its name, and 1 if it is read or written, 2 if both."""
-    arguments = []
-    for argument in func._schema.arguments:
+    moved = 0 if func._schema.is_mutable else nbytes(outputs)
+    for i, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        overwritten = written and (argument.is_out or func._opname in OVERWRITES)
-        arguments.append((argument.name, written + (not overwritten)))
-    return func._schema.is_mutable, arguments
+        overwritten = written and (argument.is_out or name in OVERWRITES)
+        moved += nbytes(args[i] if i < len(args) else kwargs.get(argument.name)) * (written + (not overwritten))
+    return moved
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return []
-    return [tensor for inner in value for tensor in tensors_in(inner)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def nbytes(value: Any) -> int:

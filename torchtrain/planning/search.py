@@ -1,24 +1,80 @@
 """Which layout of a run is the fastest that fits."""
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import Degrees
+from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK, plan_stages
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
+from torchtrain.planning.report import ranking_table
+from torchtrain.planning.request import gpu_of, refuse, shape_of, world_size_of
 from torchtrain.planning.stand_ins import first_of_each_kind
-from torchtrain.planning.summary import MICROBATCHES, world_size_of
+from torchtrain.planning.summary import MICROBATCHES, estimate
 
+BEST = 10  # layouts that are shown
+# The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
+ALLOWANCE = 1.15
+SECONDS = 80  # of CPU time to rehearse for, up to 64 GPUs; five times as much beyond
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
 RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
+
+
+def search(config: JobConfig) -> tuple[str, JobConfig]:
+    """A table of the ten best layouts, for people, and the first of them, without what was only asked of the planner.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    gpu, shape, size = gpu_of(config), shape_of(config), world_size_of(config)
+    if config.training.global_batch_size == -1:
+        batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
+        config = replace(config, training=replace(config.training, global_batch_size=batch))
+    own, guesses = [], []
+    with suppress(ConfigError):
+        degrees = refuse(config, shape, gpu)
+        own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
+    for layout in layouts(config, shape):
+        with suppress(ConfigError):
+            guesses.append((*guess(layout, shape, refuse(layout, shape, gpu), gpu), layout))
+    if not (own or guesses):
+        refuse(config, shape, gpu)  # says what is wrong with all of them, as far as it is with this one
+    guesses.sort(key=lambda candidate: candidate[:2])
+    promising = [layout for _, memory_gib, layout in guesses if memory_gib <= gpu.memory_gib * ALLOWANCE]
+    tried, work, passed_over, began = [], 0, 0, time.process_time()
+    budget = SECONDS if size <= 64 else 5 * SECONDS
+    # First the config as it is: what is found is no slower.
+    for layout in own + [layout for layout in promising if layout not in own]:
+        spent, more = time.process_time() - began, forwards(layout, shape)
+        # What would take too long, pipelines of many microbatches, is passed over.
+        if work and spent + spent / work * more > budget:
+            passed_over += 1
+            continue
+        tried.append((layout, estimate(layout, shape, gpu)))
+        work += more
+    fitting = [(layout, found) for layout, found in tried if found.fits]
+    best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:BEST]
+    if not best:
+        raise ConfigError(
+            f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
+            f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
+        )
+    head = (
+        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in "
+        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {passed_over} passed over for "
+        "lack of time"
+    )
+    return f"{head}\n{ranking_table(best)}", replace(best[0][0], estimate=JobConfig().estimate)
 
 
 def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
@@ -35,11 +91,9 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
         for replicate in sorted({1, max(1, batch * tensor * context // config.estimate.gpus_per_node)}):
             if batch % replicate:
                 continue
-            for local, mode, schedule, reshard in product(LOCAL_BATCHES, MODES, SCHEDULES, RESHARD):
-                if pipeline == 1 and schedule != SCHEDULES[0]:
-                    continue
-                if reshard == "never" and (pipeline > 1 or batch // replicate * context == 1):
-                    continue
+            schedules = SCHEDULES if pipeline > 1 else (own.pipeline_parallel_schedule,)
+            reshards = RESHARD if pipeline == 1 and batch // replicate * context > 1 else RESHARD[:1]
+            for local, mode, schedule, reshard in product(LOCAL_BATCHES, MODES, schedules, reshards):
                 yield replace(
                     config,
                     training=replace(config.training, local_batch_size=local),
@@ -51,7 +105,7 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
                         tensor_parallel_degree=tensor,
                         context_parallel_degree=context,
                         pipeline_parallel_degree=pipeline,
-                        pipeline_parallel_schedule=schedule if pipeline > 1 else own.pipeline_parallel_schedule,
+                        pipeline_parallel_schedule=schedule,
                         pipeline_parallel_layers_per_stage=(),
                         fsdp_reshard_after_forward=reshard,
                     ),
@@ -69,20 +123,21 @@ def guess(config: JobConfig, shape: TransformerConfig, degrees: Degrees, gpu: Gp
     matrices = shape.n_layers * block + output
     on_rank = (matrices + (0 if shape.tied_embeddings else output)) / degrees.tensor / degrees.pipeline
     count = global_batch_size // degrees.batch // local  # microbatches of a step, or runs of a pipeline
+    in_run = local if piped else 1  # microbatches of a run, a sequence each
 
     # Memory: states; what is gathered, with its gradients; activations of what is under way; two copies of logits.
     whole = config.parallelism.fsdp_reshard_after_forward == "never" or piped
-    gathered = 2 * on_rank if whole else 0.0
-    gathered += 6 * (block + 2 * output) / degrees.tensor
+    gathered = (2 * on_rank if whole else 0.0) + 6 * (block + 2 * output) / degrees.tensor
     width = {
         "none": 6 * shape.dim + 2 * heads + 4 * shape.ffn_dim,
         "selective": 2 * shape.dim + heads + 2 * shape.ffn_dim,
         "full": shape.dim,
     }[mode]
-    under_way = min(local, degrees.pipeline) if piped else local  # sequences, in the first stage
+    rows = local // in_run
+    under_way = min(in_run, degrees.pipeline) * rows  # sequences, in the first stage
     layers = shape.n_layers / degrees.pipeline
     activations = 2 * under_way * seq / degrees.context / degrees.tensor * width * layers
-    logits = 8 * seq * (1 if piped else local) / degrees.context * shape.vocab_size / degrees.tensor
+    logits = 8 * seq * rows / degrees.context * shape.vocab_size / degrees.tensor
     memory = 16 * on_rank / degrees.fsdp + gathered + activations + min(logits, 4 * GIB)
 
     # Time: products, what of the traffic nothing hides, and a pipeline's idle share.
@@ -91,14 +146,13 @@ def guess(config: JobConfig, shape: TransformerConfig, degrees: Degrees, gpu: Gp
     work = (flops_per_token(shape, seq) - attention) * again
     tokens = local * seq / degrees.context * count
     computing = work * tokens / degrees.tensor / degrees.pipeline / (gpu.flops_bfloat16 * efficiency.matrices)
-    if piped:
-        stages = STAGES_PER_RANK[config.parallelism.pipeline_parallel_schedule]
-        computing *= 1 + (degrees.pipeline - 1) / (local * stages)
+    stages = STAGES_PER_RANK[config.parallelism.pipeline_parallel_schedule]
+    computing *= 1 + (degrees.pipeline - 1) / (in_run * stages)
     near, far = gpu.link_bytes * efficiency.link, gpu.network_bytes * efficiency.network
     tensor = 16 * tokens * shape.dim * (1 - 1 / degrees.tensor) * layers / near
     node = config.estimate.gpus_per_node
     rate = near if degrees.tensor * degrees.fsdp <= node else far * max(1, node // degrees.tensor)
-    times = count * ((2 if whole else 4) + 4 * (local if piped else 1))
+    times = count * ((2 if whole else 4) + 4 * in_run)
     sharding = times * on_rank / rate if degrees.fsdp > 1 else 0.0
     return max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB
 
@@ -106,11 +160,8 @@ def guess(config: JobConfig, shape: TransformerConfig, degrees: Degrees, gpu: Gp
 def forwards(config: JobConfig, shape: TransformerConfig) -> int:
     """How many forwards of a stage a rehearsal of ``config`` runs, by which its time goes."""
     parallelism, local = config.parallelism, config.training.local_batch_size
-    pipeline = parallelism.pipeline_parallel_degree
+    pipeline, stages = parallelism.pipeline_parallel_degree, plan_stages(shape, parallelism)
     batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     count = min(MICROBATCHES, config.training.global_batch_size // (batch * local))
-    if pipeline == 1:
-        return count
-    schedule = parallelism.pipeline_parallel_schedule
-    kinds = len(set(first_of_each_kind(plan_stages(shape, parallelism), pipeline, schedule)))
-    return count * local * kinds * STAGES_PER_RANK[schedule]
+    kinds = len(set(first_of_each_kind(stages, pipeline, parallelism.pipeline_parallel_schedule)))
+    return count * (local if pipeline > 1 else 1) * kinds * len(stages) // pipeline

@@ -6,18 +6,15 @@ none of the others needs more memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
-from torchtrain.planning.ledger import StepRecord
+from torchtrain.planning.ledger import Action, StepRecord
 from torchtrain.planning.operations import Operation
 
-Action = tuple[str, int, int]
-"""What is done, as torch's schedules call it, for which stage among those of the rank, and for which microbatch.
-
-Messages are all alike: they have 0 and 0.
-"""
 COMPUTES = ("FORWARD", "FULL_BACKWARD")
-# What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next).
+# What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next). Messages are
+# all alike: as actions they have 0 and 0.
 MESSAGES = {
     "SEND_F": ("send", True),
     "RECV_F": ("recv", False),
@@ -74,48 +71,43 @@ def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action],
     ``order``: what it does in a run. ``ranks``: of the pipeline, as numbered in the world.
     """
     shift = ranks[number] - ranks[first]
-    found = StepRecord()
-    found.operations += shifted(step.operations[: step.microbatches[0]], shift)
-    for start, stop in zip(step.microbatches, [*step.microbatches[1:], len(step.operations)], strict=True):
+    operations = [shifted(operation, shift) for operation in step.operations]
+    found = StepRecord(operations[: step.microbatches[0]])
+    for start, stop in pairwise([*step.microbatches, len(operations)]):
         found.microbatches.append(len(found.operations))
-        head, parts, tail = parts_of(step, range(start, stop), ranks[first], len(ranks))
-        for operations in (head, *(parts[action] for action in order), tail):
-            found.operations += shifted(operations, shift)
-    return found
-
-
-def shifted(operations: Sequence[Operation], shift: int) -> list[Operation]:
-    """``operations`` with ``shift`` added to their ranks, except in groups that span all stages."""
-    found = []
-    for operation in operations:
-        if operation.peer is not None:
-            found.append(replace(operation, peer=operation.peer + shift))
-        elif operation.axis in WITHIN_STAGE:
-            found.append(replace(operation, ranks=tuple(rank + shift for rank in operation.ranks)))
-        else:
-            found.append(operation)
+        head, parts, tail = parts_of(operations, step.chunks, range(start, stop), ranks[number])
+        for part in (head, *(parts[action] for action in order), tail):
+            found.operations += part
     return found
 
 
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
 
 
+def shifted(operation: Operation, shift: int) -> Operation:
+    """``operation`` with ``shift`` added to its ranks, except in groups that span all stages."""
+    if operation.peer is not None:
+        return replace(operation, peer=operation.peer + shift)
+    if operation.axis in WITHIN_STAGE:
+        return replace(operation, ranks=tuple(rank + shift for rank in operation.ranks))
+    return operation
+
+
 def parts_of(
-    step: StepRecord, run: range, own: int, ranks: int
+    operations: Sequence[Operation], chunks: Mapping[int, Action], run: range, own: int
 ) -> tuple[list[Operation], dict[Action, list[Operation]], list[Operation]]:
     """The operations of one run of the schedule: before its first action, for each action, and after the last one."""
     head: list[Operation] = []
     tail: list[Operation] = []
     parts: dict[Action, list[Operation]] = {}
-    marks = {i: (name, stage // ranks, number) for i, name, stage, number in step.chunks}
     directions = {meaning: name for name, meaning in MESSAGES.items()}
     current = head
     for i in run:
-        operation = step.operations[i]
-        if i in marks:
+        operation = operations[i]
+        if i in chunks:
             # What came since the last message, such as gathering parameters, belongs to this computation.
             current = tail if current is tail else []
-            parts[marks[i]], tail = current, []
+            parts[chunks[i]], tail = current, []
         if operation.peer is not None:
             parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
             current = tail

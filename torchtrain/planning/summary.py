@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
-from torchtrain.errors import ConfigError
+from torchtrain.distributed.mesh import Degrees
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
@@ -19,6 +18,7 @@ from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehears
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.request import refuse
 from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
 from torchtrain.planning.timing import Clock, replay
 
@@ -53,12 +53,11 @@ class RankFigures:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         (_, first), (place, last) = (max(step.items(), key=lambda item: sum(item[1])) for step in self.peaks)
-        kinds = dict(zip(KINDS, last, strict=True))
         sizes = {
+            **dict(zip(KINDS, last, strict=True)),
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            **{kind: kinds[kind] for kind in ("gathered", "activations", "temporary")},
             "peak_active": sum(last),
             "first_step_peak_active": sum(first),
             "peak_reserved": self.needed + self.scattered,
@@ -200,22 +199,22 @@ def figures_of(
 
 
 def rank_figures(record: RankRecord) -> RankFigures:
-    last = record.ledger.steps[-1]
+    steps = record.ledger.steps
     peaks: list[dict[Place, Live]] = []
     by_stream: dict[int, dict[Place, float]] = {}
-    for step in record.ledger.steps:
-        name = layer_names(module for _, module in step.peaks)
+    for step in steps:
+        name = layer_names(moment.module for moment in step.timeline)
         worst: dict[Place, Live] = {}
-        for (phase, module), sizes in step.peaks.items():
-            place = phase, name[module]
+        for phase, module, sizes, stream, size in step.timeline:
+            place, own = (phase, name[module]), by_stream.setdefault(stream, {})
             worst[place] = max(sizes, worst.get(place, sizes), key=sum)
-        peaks.append(worst)
-        for (phase, module, stream), size in step.by_stream.items():
-            own, place = by_stream.setdefault(stream, {}), (phase, name[module])
             own[place] = max(size, own.get(place, 0))
-    gradients = max((sizes[KINDS.index("gradients")] for sizes in last.timeline), default=0)
-    found = RankFigures(record.rank, record.parameter_bytes, gradients, last.kept.get("optimizer", 0), peaks, by_stream)
-    return replace(found, scattered=peak_reserved(record.ledger.allocations) - found.needed)
+        peaks.append(worst)
+    gradients = max(moment.sizes[KINDS.index("gradients")] for moment in steps[-1].timeline)
+    kept = steps[-1].kept["optimizer"]
+    found = RankFigures(record.rank, record.parameter_bytes, gradients, kept, peaks, by_stream)
+    allocations = [allocation for step in steps for allocation in step.allocations]
+    return replace(found, scattered=peak_reserved(allocations) - found.needed)
 
 
 def layer_names(modules: Iterable[str]) -> dict[str, str]:
@@ -248,53 +247,28 @@ def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
     return work
 
 
-def world_size_of(config: JobConfig) -> int:
-    """``estimate.world_size``, or as many ranks as the degrees need."""
-    if config.estimate.world_size:
-        return config.estimate.world_size
-    parallelism = config.parallelism
-    shard = parallelism.data_parallel_shard_degree
-    if shard == -1:
-        raise ConfigError(
-            "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 takes all ranks that the "
-            "others leave; say how many there are, such as --estimate.world_size 8"
-        )
-    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-    return replicate * shard * parallelism.context_parallel_degree * tensor * parallelism.pipeline_parallel_degree
+def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
+    """Refuse what the trainer refuses; then rehearse one rank of each kind, and time them together.
 
-
-def estimate(
-    config: JobConfig, shape: TransformerConfig, gpu: Gpu, *, all_layers: bool = False, stand_ins: bool = False
-) -> Estimate:
-    """Rehearse one rank of each kind, and time them together.
-
-    ``config`` must be one that ``check_layout`` passes. Without ``all_layers`` it is rehearsed with ``LAYERS`` in
-    the smallest pipeline stage, then with one more in each, and extended from these. With ``stand_ins``, of the ranks
-    in the middle of a pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
+    Unless all layers are asked for, or a picture, which is of all, ``LAYERS`` are rehearsed in the smallest pipeline
+    stage, then one more in each, and the figures are extended from these. For a search, of the ranks in the middle of a
+    pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
     """
-    degrees = resolve_degrees(config.parallelism, world_size_of(config))
-    clock = Clock(gpu, config.estimate.gpus_per_node, Efficiency(), config)
+    degrees, options = refuse(config, shape, gpu), config.estimate
+    clock = Clock(gpu, Efficiency(), config)
     global_batch_size = resolve_global_batch_size(config, degrees)
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
     stages = plan_stages(shape, config.parallelism)
     rehearsed: list[RankRecord] = []
 
     def figures(stages: tuple[int, ...]) -> Figures:
-        run = config
-        if len(stages) > 1:
-            run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
+        run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
+        model = replace(shape, n_layers=sum(stages))
         ranks, firsts = ranks_of_each_kind(degrees), list(range(degrees.pipeline))
-        if stand_ins:
+        if options.search:
             firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
         records = {
-            first: rehearse(
-                run,
-                replace(shape, n_layers=sum(stages)),
-                degrees,
-                ranks[first],
-                capability=gpu.capability,
-                max_microbatches=MICROBATCHES,
-            )
+            first: rehearse(run, model, degrees, ranks[first], capability=gpu.capability, max_microbatches=MICROBATCHES)
             for first in sorted(set(firsts))
         }
         rehearsed[:] = records.values()
@@ -307,17 +281,10 @@ def estimate(
     left_out = min(stages) - LAYERS
     # Where every so many layers are checkpointed, layers are not alike.
     alike = config.activation_checkpoint.selective_option == "op" or config.activation_checkpoint.mode != "selective"
-    if all_layers or left_out <= 1 or not alike:
+    if options.all_layers or options.picture or left_out <= 1 or not alike:
         found = figures(stages)
     else:
         few, more = (tuple(n - left_out + extra for n in stages) for extra in (0, 1))
         found = figures(few).extended(figures(more), left_out)
-    return Estimate(
-        gpu,
-        degrees,
-        found,
-        global_batch_size * config.training.seq_len,
-        config.training.steps,
-        flops_per_token(shape, config.training.seq_len),
-        rehearsed,
-    )
+    tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(shape, config.training.seq_len)
+    return Estimate(gpu, degrees, found, tokens, config.training.steps, flops, rehearsed)

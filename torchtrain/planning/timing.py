@@ -30,13 +30,13 @@ Arrivals = dict[tuple[int, int], list[float]]
 """By sender and receiver, when each message is there."""
 
 
+@dataclass(frozen=True)
 class Clock:
-    """Durations on ``gpu``, in machines of ``gpus_per_node``."""
+    """Durations on ``gpu``, in the machines of ``config``."""
 
-    def __init__(self, gpu: Gpu, gpus_per_node: int, efficiency: Efficiency, config: JobConfig):
-        self.gpu, self.gpus_per_node, self.efficiency = gpu, gpus_per_node, efficiency
-        self.async_tensor = config.parallelism.enable_async_tensor_parallel
-        self.offloaded = config.training.enable_cpu_offload
+    gpu: Gpu
+    efficiency: Efficiency
+    config: JobConfig
 
     def compute(self, operation: Operation) -> float:
         """The longer of computing and of moving bytes."""
@@ -49,7 +49,7 @@ class Clock:
             peak = gpu.flops_float32 * efficiency.matrices
         if "attention" in operation.name:
             peak *= efficiency.attention / efficiency.matrices
-        on_host = self.offloaded and operation.phase == "update"
+        on_host = self.config.training.enable_cpu_offload and operation.phase == "update"
         moving = operation.bytes / ((gpu.host_memory_bytes if on_host else gpu.memory_bytes) * efficiency.memory)
         return max(operation.flops * operation.share / peak, moving, efficiency.kernel_seconds)
 
@@ -60,7 +60,7 @@ class Clock:
             return operation.bytes / (gpu.host_bytes * efficiency.link)
         if len(ranks) < 2:
             return 0.0
-        nodes = Counter(rank // self.gpus_per_node for rank in ranks)
+        nodes = Counter(rank // self.config.estimate.gpus_per_node for rank in ranks)
         rate = gpu.link_bytes * efficiency.link
         if len(nodes) > 1:
             rate = min(rate, min(nodes.values()) * gpu.network_bytes * efficiency.network)
@@ -105,41 +105,37 @@ def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals,
         host += clock.efficiency.launch_seconds
         if operation.name == "wait":
             device = wait(gathered.get(operation.module, 0.0), "shard")
-        elif operation.phase == "update" and stream > device:
-            device = wait(stream, "shard")
-        if operation.name == "wait":
             continue
+        if operation.phase == "update" and stream > device:
+            device = wait(stream, "shard")
+        seconds = clock.communicate(operation) if operation.axis else clock.compute(operation)
         if not operation.axis:
-            seconds = clock.compute(operation)
             device = wait(host, "host") + seconds
             time.by_phase[operation.phase] += seconds
             if operation.name == "split_with_sizes_copy":
                 copied_out = device
+        elif operation.peer is not None and operation.name == "send":
+            arrivals[rank, operation.peer].append(max(device, host) + seconds)
         elif operation.peer is not None:
-            seconds = clock.communicate(operation)
-            if operation.name == "send":
-                arrivals[rank, operation.peer].append(max(device, host) + seconds)
-                continue
             sent = arrivals[operation.peer, rank]
             while len(sent) <= received[operation.peer]:
                 yield True
             device = wait(sent[received[operation.peer]], "pipeline")
             received[operation.peer] += 1
         elif operation.axis == "host":  # between the gathering or the reduction, and so on their stream
-            stream = max(stream, host) + clock.communicate(operation)
+            stream = max(stream, host) + seconds
             if operation.name == WAITING_COPY:
                 host = max(host, stream)
         elif operation.fsdp and "gather" in operation.name:
-            stream = max(stream, host, copied_out) + clock.communicate(operation)
+            stream = max(stream, host, copied_out) + seconds
             gathered[operation.module] = stream
         elif operation.fsdp:
             if operation.axis == "shard":
                 device = wait(reduced, "shard")  # one reduction under way at a time
-            stream = max(stream, host, device) + clock.communicate(operation)
+            stream = max(stream, host, device) + seconds
             reduced = stream
         else:
-            seconds = clock.communicate(operation)
-            if operation.axis == "tensor" and clock.async_tensor:
+            if operation.axis == "tensor" and clock.config.parallelism.enable_async_tensor_parallel:
                 seconds *= 1 - clock.efficiency.async_tensor
             device = wait(max(device, host) + seconds, operation.axis)
     time.seconds = wait(stream, "shard")
