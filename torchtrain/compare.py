@@ -10,6 +10,7 @@ from json import dumps
 from pathlib import Path
 
 import tyro
+from tyro.conf import Positional
 
 from torchtrain.errors import ConfigError
 from torchtrain.log import run_door
@@ -17,12 +18,7 @@ from torchtrain.outputs import require_picture, writing
 
 
 def compare(
-    run_a: tyro.conf.Positional[str],
-    run_b: tyro.conf.Positional[str] = "",
-    *,
-    against: str = "",
-    json: bool = False,
-    picture: str = "",
+    run_a: Positional[str], run_b: Positional[str] = "", *, against: str = "", json: bool = False, picture: str = ""
 ) -> int:
     """Compare, and say it; returns the exit code of the process.
 

@@ -161,19 +161,21 @@ def checkpoints(run: Run, step: int, *folders: Path) -> Iterator[Line]:
     for folder in folders:
         verify(folder, read_manifest(folder).files)
     readers = [VerifiedReader(folder) for folder in folders]
-    bitwise, differ = 0, False
+    rounded, differ = 0, False
     for name, (moved, relative) in saved_tensors(run, step).items():
         x, y = (saved_tensor(reader, name) for reader in readers)
         if torch.equal(x, y):
-            bitwise += 1
             continue
-        apart, size = size_of(x - y) if x.shape == y.shape else math.inf, size_of(x)
-        if not apart <= run.rounding * moved + relative * size:
-            beside = f"its updates so far are {moved:.1e} at most" if moved else f"its size is {size:.1e}"
-            yield Line(f"step {step}, {name}: {apart:.1e} apart where {beside}", False, step, name)
-            differ = True
+        apart = size_of(x.double() - y) if x.shape == y.shape else math.inf
+        size = size_of(x)
+        if apart <= run.rounding * moved + relative * size:
+            rounded += 1
+            continue
+        differ = True
+        beside = f"its updates so far move it by {moved:.1e} at most" if moved else f"its size is {size:.1e}"
+        yield Line(f"step {step}, {name}: {apart:.1e} apart where {beside}", False, step, name)
     if not differ:
-        yield Line(f"step {step}: alike to rounding, {bitwise} tensors bitwise", True)
+        yield Line(f"step {step}: alike, {rounded} tensors to rounding and the others bitwise", True)
 
 
 def saved_tensors(run: Run, step: int) -> dict[str, tuple[float, float]]:
