@@ -32,7 +32,7 @@ def compare_implementations(run: Path, hf_folder: Path) -> Line:
         raise CheckpointError(f"{hf_folder} cannot be loaded by transformers: {error}") from error
     for parameter in ours.parameters():
         parameter.data = parameter.data.to(theirs.dtype).float()  # rounded, as by an export
-    theirs.float()
+    theirs.float()  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, (2, ours.config.max_seq_len), generator=generator)
     return first_difference(fingerprint(ours, ours, str, tokens), fingerprint(theirs, ours, hf_name, tokens), 1)
@@ -47,7 +47,7 @@ def fingerprint(model: nn.Module, ours: Transformer, name_of: Callable[[str], st
         if name.endswith(".weight") and name != "output.weight"
     }
     rows, seq = tokens.shape
-    recorder = Recorder(ours.config, Mesh(torch.device("cpu"), Degrees()), "float32", rows, torch.arange(seq))
+    recorder = Recorder(ours.config, Mesh(torch.device("cpu"), Degrees()), rows, torch.arange(seq))
     recorder.add_parameters("", parameters)
     with watch(modules, recorder.see):
         logits = model(tokens)

@@ -229,6 +229,8 @@ def first_difference(a: Step, b: Step, step: int) -> Line:
     if a.shapes != b.shapes:
         return Line(f"step {step}: the models, or their batches, are of other shapes", False, step)
     eps = np.maximum(a.numbers[:, 0], b.numbers[:, 0])
+    # Gradients and updates of parameters were computed in the model's dtype, whatever they are kept in.
+    eps[[key.endswith((" gradient", " update")) for key in a.shapes]] = eps.max()
     sizes = dict(zip(a.shapes, a.figures()[:, 2], strict=True))
     before = 0.0
     for key, own_eps, apart in zip(a.shapes, eps, distances(a, b), strict=True):

@@ -134,16 +134,14 @@ def shapes_of(config: TransformerConfig, rows: int, seq: int) -> dict[str, list[
 class Recorder:
     """Takes fingerprints of what this rank computes of one step."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, dtype: str, rows: int, sequence: Tensor) -> None:
-        """``dtype``: in which the model computes. ``rows``: of the whole batch. ``sequence``: this rank's positions of
-        a sequence, in order."""
+    def __init__(self, config: TransformerConfig, mesh: Mesh, rows: int, sequence: Tensor) -> None:
+        """``rows``: of the whole batch. ``sequence``: this rank's positions of a sequence, in order."""
         self.shapes = shapes_of(config, rows, len(sequence) * mesh.degrees.context)
         self.numbers = torch.zeros(len(self.shapes), 5 + 2 * SAMPLES, dtype=torch.float64)
         self.numbers_of = dict(zip(self.shapes, self.numbers, strict=True))
         self.rows = torch.arange(rows).chunk(mesh.degrees.batch)[mesh.degrees.batch_rank(dist.get_rank())]
         self.sequence = sequence
         self.mesh = mesh
-        self.dtype = getattr(torch, dtype)
         self.rows_seen: Counter[str] = Counter()  # of this rank's, by key
 
     def see(self, key: str, tensor: Tensor) -> None:
@@ -194,10 +192,8 @@ class Recorder:
         samples = part[tuple(i.to(part.device) for i in at)].double().cpu().where(here, 0.0)
         flat, wide = part.flatten(), torch.float64
         largest, *sums = flat.abs().max(), flat.sum(dtype=wide), flat.abs().sum(dtype=wide)
-        # Gradients and updates were computed in self.dtype, whatever they are kept in.
-        eps = torch.finfo(part.dtype if key == name else self.dtype).eps
         numbers = self.numbers_of[key]
-        numbers[:2] = numbers[:2].maximum(torch.tensor([eps, largest], dtype=wide))
+        numbers[:2] = numbers[:2].maximum(torch.tensor([torch.finfo(part.dtype).eps, largest], dtype=wide))
         numbers[2:] += torch.cat((torch.tensor([part.numel(), *sums], dtype=wide), here, samples))
 
     def collect(self, batch: Batch) -> Step:
@@ -221,10 +217,9 @@ class FingerprintedStep(TrainStep):
         self.folder = folder / "fingerprints"
         self.best_effort = BestEffort("fingerprints")
         self.parameters = {full_name(n): p for part in self.model.parts for n, p in part.named_parameters()}
-        training, mesh = config.training, self.model.mesh
-        sequence = local_sequence(torch.arange(training.seq_len), mesh.context, dim=0)
-        shape, dtype = self.model.parts[0].config, training.mixed_precision_param
-        self.make_recorder = partial(Recorder, shape, mesh, dtype, global_batch_size, sequence)
+        mesh = self.model.mesh
+        sequence = local_sequence(torch.arange(config.training.seq_len), mesh.context, dim=0)
+        self.make_recorder = partial(Recorder, self.model.parts[0].config, mesh, global_batch_size, sequence)
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
