@@ -64,7 +64,7 @@ class Run:
 
 def open_run(path: Path) -> Run:
     """Read a run's folder. ConfigError: it is not one; StorageError. Cut lines of metrics.jsonl are passed over."""
-    names = names_in(path)
+    names = names_in(path) if path.is_dir() else []
     if "config.toml" not in names:
         raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
     run = Run(path, from_file(str(path / "config.toml")), {}, {})
