@@ -586,7 +586,7 @@ class Estimate(Section, name="estimate"):
     """For python -m torchtrain.estimate alone, which tells what a run needs and how fast it goes, without a GPU."""
 
     world_size: CountOrZero = 0
-    """Ranks, one a GPU. 0: the product of the degrees in [parallelism], -1 counting as 1."""
+    """Ranks, one a GPU. 0: the product of the degrees in [parallelism], of which none may be -1."""
     gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
     """Kind of GPU, the number being its memory in GB. h200 has 141, b200 180."""
     gpus_per_node: Count = 8
