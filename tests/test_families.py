@@ -132,6 +132,10 @@ def test_the_config_names_families_flavors_and_fields_as_they_are() -> None:
         field.name for field in fields(TransformerConfig)
     } - others
     assert [field.name for field in fields(schema.RopeScaling)] == [field.name for field in fields(RopeScaling)]
+    for name, family in families.FAMILIES.items():
+        shape = families.flavor_config(name, "debugmodel")
+        (architecture,) = families.hf_config(shape, "float32", None, None)["architectures"]
+        assert getattr(transformers, architecture).config_class.model_type == family.model_type
 
 
 def section(**values: Any) -> schema.Model:

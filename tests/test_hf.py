@@ -337,6 +337,9 @@ def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+    # Other readers, such as llama.cpp's, take the name in the template for the token.
+    template = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]["single"]
+    assert template[0]["SpecialToken"]["id"] == theirs.bos_token
 
 
 LIKE_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
@@ -432,6 +435,9 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
     assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+    # Other readers, such as llama.cpp's, take the name in the template for the token.
+    template = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]["single"]
+    assert template[0]["SpecialToken"]["id"] == theirs.bos_token
 
 
 def test_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_folders(tmp_path: Path) -> None:
     (folder / "a/._a.jsonl").write_text("of another system")
     (folder / "link").symlink_to(elsewhere)
     (elsewhere / "up").symlink_to(folder)  # a circle
+    (folder / "loop").symlink_to("loop")
     assert sorted(texts(folder)) == ["a", "elsewhere"]
     assert sorted(texts(folder / "**/*.jsonl")) == ["a", "elsewhere"]
     assert sorted(texts(folder / "*/*.jsonl")) == ["a", "elsewhere"]

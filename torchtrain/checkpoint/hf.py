@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +28,7 @@ from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.outputs import fsync_folder
-from torchtrain.reading import MISSING, patiently, read_file
+from torchtrain.reading import MISSING, names_in, patiently, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -176,8 +177,9 @@ def save_hf(
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
 
     def prepare() -> Path:
-        for old in folder.parent.glob(f"{folder.name}.{'[0-9a-f]' * 8}{PARTIAL_SUFFIX}") if replace_old else ():
-            shutil.rmtree(old, ignore_errors=True)
+        for old in names_in(folder.parent) if replace_old else ():
+            if re.fullmatch(rf"{re.escape(folder.name)}\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}", old):
+                shutil.rmtree(folder.with_name(old), ignore_errors=True)
         # A name of its own: another process may be writing a folder of this name.
         return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
 

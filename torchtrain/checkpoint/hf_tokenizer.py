@@ -42,8 +42,11 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
         else:
             library = _of_ranks(tokenizer, content)
         if tokenizer.bos_id is not None:
-            bos = {"id": "bos", "ids": [tokenizer.bos_id], "tokens": [library.id_to_token(tokenizer.bos_id)]}
-            library.post_processor = processors.TemplateProcessing("bos $A", "bos $A $B:1", special_tokens=[bos])
+            text = library.id_to_token(tokenizer.bos_id) or ""
+            # Other readers than this library take the place's name for the token; it takes none with : or $.
+            place = "bos" if set(":$") & set(text) else text
+            bos = {"id": place, "ids": [tokenizer.bos_id], "tokens": [text]}
+            library.post_processor = processors.TemplateProcessing([place, "$A"], [place, "$A", "$B:1"], [bos])
         (folder / TOKENIZER_JSON).write_text(library.to_str(), encoding="utf-8")
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     config: dict[str, Any] = {name: library.id_to_token(i) for name, i in ids.items() if i is not None}
@@ -54,7 +57,8 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
 def _merges(pieces: Sequence[str]) -> list[tuple[str, str]]:
     """All pairs that make one of ``pieces``, in the order of what they make.
 
-    BPE comes to at most one of the pairs of a piece: the others change nothing.
+    BPE merges within a piece in the same way wherever it stands, so it ends with one of its pairs: the others change
+    nothing.
     """
     known = set(pieces)
     cuts = ((piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece)))
@@ -108,7 +112,7 @@ def _of_pieces(content: bytes) -> Library:
 def _of_ranks(tokenizer: Tokenizer, content: bytes) -> Library:
     """A tiktoken rank file as a byte-level BPE of that library."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
-    # GPT-2's printable letter for each byte: its own sign, or one of the first that are none of a byte.
+    # GPT-2's letter for each byte: the character of that number if it is printable, else the next from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter(letter for letter in alphabet if ord(letter) > 255)
     letters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]

@@ -79,11 +79,12 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     for record in records:
         path = folder / record.name
         try:
-            size_bytes, digest = patiently(lambda: (path.stat().st_size, hash_of(path)), path)  # noqa: B023
+            size_bytes = patiently(lambda: path.stat().st_size, path)  # noqa: B023
+            if size_bytes != record.size_bytes:
+                raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
+            digest = patiently(lambda: hash_of(path), path)  # noqa: B023
         except MISSING as error:
             raise CheckpointError(f"{path} is missing ({error.strerror})") from error
-        if size_bytes != record.size_bytes:
-            raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
         if digest != record.xxh3_128:
             raise CheckpointError(
                 f"{path} does not have the hash that its manifest names: it was damaged after it was written"

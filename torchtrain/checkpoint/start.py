@@ -30,7 +30,7 @@ from torchtrain.errors import CheckpointError, StorageError, SupersededError
 from torchtrain.log import logger
 from torchtrain.reading import MAY_PASS, MISSING, names_in, read_file
 
-FILE = "generation.json"
+CLAIM_FILE = "generation.json"
 BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
 # A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -83,20 +83,20 @@ class Claim:
             )
 
     def _write(self, folder: Path) -> None:
-        written = folder / f"{FILE}.{self.id}"
+        file, written = folder / CLAIM_FILE, folder / f"{CLAIM_FILE}.{self.id}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             written.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            written.replace(folder / FILE)
+            written.replace(file)
         except OSError as error:
             with suppress(OSError):
                 written.unlink(missing_ok=True)
             if error.errno in MAY_PASS:
                 raise StorageError(
-                    f"{folder / FILE} cannot be written: {error.strerror}. Start again when the file system answers"
+                    f"{file} cannot be written: {error.strerror}. Start again when the file system answers"
                 ) from error
             raise CheckpointError(
-                f"{folder / FILE} cannot be written ({error.strerror}), and so no checkpoint: make room or let this "
+                f"{file} cannot be written ({error.strerror}), and so no checkpoint: make room or let this "
                 "user write there, or take another job.dump_folder"
             ) from error
 
@@ -107,7 +107,7 @@ def _remove_left_overs(folder: Path) -> None:
         path = folder / name
         if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
             shutil.rmtree(path, ignore_errors=True)
-        elif name.startswith(f"{FILE}."):
+        elif name.startswith(f"{CLAIM_FILE}."):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > BEING_WRITTEN_SECONDS:
                     path.unlink()
@@ -116,7 +116,7 @@ def _remove_left_overs(folder: Path) -> None:
 def read_claim(folder: Path) -> Claim:
     """What the newest incarnation has written; an empty claim where there is nothing, or nothing of ours."""
     try:
-        claim = Claim(**json.loads(read_file(folder / FILE)))
+        claim = Claim(**json.loads(read_file(folder / CLAIM_FILE)))
     except (*MISSING, ValueError, TypeError):
         return Claim()
     return claim if isinstance(claim.generation, int) else Claim()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -133,13 +133,11 @@ class TensorSavePlanner(DefaultSavePlanner):
 class CompleteLoadPlanner(DefaultLoadPlanner):
     """Plans the load of a flat dict of tensors, and refuses a plan that leaves out an element."""
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # noqa: ARG002
-        # The default would unpickle it.
-        raise CheckpointError(f"{read_item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
-
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         planned: Counter[str] = Counter()  # elements
         for item in new_plan.items:
+            if item.type is LoadItemType.BYTE_IO:  # which would be unpickled
+                raise CheckpointError(f"{item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
             planned[item.dest_index.fqn] += item.lengths.numel()
         if missing := [name for name, t in self.state_dict.items() if planned[name] != local(t).numel()]:
             raise CheckpointError(f"it does not hold all of these tensors: {', '.join(missing[:5])}")

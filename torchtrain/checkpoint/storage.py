@@ -83,7 +83,9 @@ class HashingFileSystem(FileSystem):
                 yield stream
             except RuntimeError as error:
                 # Of "No space left on device" torch.save makes "unexpected pos 704 vs 598".
-                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
         name = Path(path).name
         self.records[name] = FileRecord(name, stream.size_bytes, stream.hash.hexdigest())
 

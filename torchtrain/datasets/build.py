@@ -78,7 +78,7 @@ def build_loader(
         drop_last=drop_last,
         device=device,
         identity=lambda: {
-            option: "; ".join(identity() for identity in identities),
+            option: "; ".join(of_source() for of_source in identities),
             "model.tokenizer_path": tokenizer.identity,
         },
     )

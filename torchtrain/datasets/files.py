@@ -146,7 +146,7 @@ def _find_files(pattern: str, label: str) -> list[Path]:
     """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
     path = Path(pattern)
     if path.is_dir():
-        files = sorted(file for file in _matches(path, ["**"]) if kind_of(file.name)[0] and not file.is_dir())
+        files = sorted(file for file in _walk(path) if kind_of(file.name)[0] and not file.is_dir())
         for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
             files = [file for file in files if kind_of(file.name)[0] not in beside] or files
         if not files:
@@ -186,22 +186,26 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
         return
     part, *rest = pattern
     if part == "**":
-        for inner in _folders(folder):
+        for inner in _walk(folder):
             yield from _matches(inner, rest or ["*"])
     elif has_magic(part):
-        for name in names_in(folder):
+        for name in names_in(folder) if folder.is_dir() else ():
             if fnmatchcase(name, part) and not name.startswith("."):
                 yield from _matches(folder / name, rest)
     elif (folder / part).exists():
         yield from _matches(folder / part, rest)
 
 
-def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """``folder`` and those in it, by links too, but not hidden ones."""
-    if folder.is_dir() and folder.resolve() not in above:  # else a link that leads up again
-        yield folder
-        for inner in _matches(folder, ["*"]):
-            yield from _folders(inner, above | {folder.resolve()})
+def _walk(path: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """``path`` and, if it is a folder, all in it, by links too, but nothing hidden; StorageError for a folder that
+    cannot be read."""
+    if not path.is_dir():
+        yield path
+    elif (real := path.resolve()) not in above:  # else a link that leads up again
+        yield path
+        for name in names_in(path):
+            if not name.startswith("."):
+                yield from _walk(path / name, above | {real})
 
 
 def _require_utf8(head: bytes, file: Path) -> None:

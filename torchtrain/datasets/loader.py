@@ -69,7 +69,7 @@ class Loader(Iterator[Batch]):
         self._background: _Background | None = None
         # The next batch, or the error in place of it; None while it is late.
         self._next_read: _Read | BaseException | None = None
-        # What all ranks know of their next batches: the tensor that is summed up, and the all-reduce under way.
+        # What all ranks know of their next batches: the tensor of their maxima, and the all-reduce under way.
         self._reduction: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
@@ -111,18 +111,19 @@ class Loader(Iterator[Batch]):
             self._next_read = self._background.next(timeout_seconds)
             self.wait_seconds += time.perf_counter() - start
         read = self._next_read
-        own = [read is not None, True, 0, False]
+        targets, ended = 0, False
         if isinstance(read, tuple):
             targets = int((read[0].labels != IGNORE_INDEX).sum())
-            own = [False, False, targets, targets < read[0].labels.numel()]
-        values, work = torch.tensor(own, dtype=torch.int64), None
+            ended = targets < read[0].labels.numel()
+        failed, late = isinstance(read, BaseException), read is None
+        values, work = torch.tensor([failed, late, targets, ended], dtype=torch.int64), None
         if self._group is not None:
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._reduction = values, work
 
     def _agreed(self) -> list[int]:
-        """Of the last ``_poll`` of all ranks, or a new one, the maximum of each: whether reading failed, whether the
-        batch is late, the number of labels that are not masked, whether the data ended."""
+        """Of the ``_poll`` of all ranks that is under way, or a new one that waits for a batch, the maximum of each:
+        whether reading failed, the batch is late, the number of labels that are not masked, whether the data ended."""
         if self._reduction is None:
             self._poll(ROUND_SECONDS)
         assert self._reduction is not None

@@ -26,7 +26,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """A family. ``model_type``: what ``config.json`` calls it."""
+    """A family. ``model_type``: what ``config.json`` calls it; its class there is this, capitalized, + ForCausalLM."""
 
     model_type: str
     flavors: Mapping[str, TransformerConfig]
