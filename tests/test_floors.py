@@ -32,6 +32,7 @@ FLOORS = {
     "torchtrain.checkpoint": 3,
     "torchtrain.faults": 3,
     "torchtrain.optimizers": 3,
+    "torchtrain.fingerprints": 3,
     "torchtrain.lr_schedule": 3,
     "torchtrain.metrics": 3,
     "torchtrain.generation": 3,

@@ -3,82 +3,78 @@
 Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to compare. See docs/compare.md.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from json import dumps
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
-from tyro.conf import Positional
 
 from torchtrain.errors import ConfigError
 from torchtrain.log import door
 from torchtrain.outputs import require_picture, writing
 
 
-def compare(
-    run_a: Positional[str], run_b: Positional[str] = "", *, against: str = "", json: bool = False, picture: str = ""
-) -> int:
-    """Compare, and say it; returns the exit code of the process.
+@dataclass(frozen=True)
+class Options:
+    run_a: Annotated[str, tyro.conf.Positional]
+    """A run's folder. The run may still go on."""
+    run_b: Annotated[str, tyro.conf.Positional] = ""
+    """Another one."""
+    against: str = ""
+    """In place of RUN_B a Hugging Face folder: transformers' model and ours, from RUN_A's newest checkpoint, on one
+    batch of RUN_A's data (pip install transformers)."""
+    json: bool = False
+    """Print JSON."""
+    picture: str = ""
+    """PNG file for a picture of both losses and their difference (pip install 'torchtrain[plot]')."""
 
-    Args:
-        run_a: A run's folder. The run may still go on.
-        run_b: Another one.
-        against: In place of RUN_B a Hugging Face folder: transformers' model and ours, from RUN_A's newest checkpoint,
-            on the same tokens (pip install transformers).
-        json: Print JSON.
-        picture: PNG file for a picture of both losses and their difference (pip install 'torchtrain[plot]').
-    """
-    if bool(run_b) == bool(against) or (picture and not run_b):
-        raise ConfigError("compare needs one of RUN_B and --against, and --picture needs RUN_B; see --help")
-    if picture:
-        require_picture(picture, "--picture")
+    def __post_init__(self) -> None:
+        if bool(self.run_b) == bool(self.against):
+            raise ConfigError("compare needs one of RUN_B and --against; see --help")
+        if self.picture and self.against:
+            raise ConfigError("--picture needs RUN_B: with --against there are no curves")
+        if self.picture:
+            require_picture(self.picture, "--picture")
+
+
+@door
+def main(argv: Sequence[str]) -> int:
+    """Compare; returns the exit code of the process."""
+    options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("compare is the work of one process: start it without torchrun")
     # Not above: --help needs no torch.
     import torch.distributed as dist
 
-    from torchtrain.comparison import runs
     from torchtrain.comparison.implementations import compare_implementations
+    from torchtrain.comparison.runs import compare_runs, draw, open_run
 
-    a = runs.open_run(Path(run_a))
-    if against:
-        report = {"computed": [compare_implementations(a.path, Path(against))]}
-    else:
-        b = runs.open_run(Path(run_b))
-        report = {
-            "config": list(runs.configs(a, b)),
-            "logged": list(runs.curves(a, b)),
-            "saved": list(runs.by_step(a, b, "checkpoint", runs.checkpoints)),
-            "computed": list(runs.by_step(a, b, "fingerprints", runs.fingerprints)),
-        }
+    runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
+    report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
     if dist.is_initialized():
         dist.destroy_process_group()
-    verdicts = {line.alike for lines in report.values() for line in lines}
-    alike = False not in verdicts
-    if verdicts <= {None}:
+    alike = all(answer["alike"] is not False for answer in report.values())
+    if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
         raise ConfigError(
             "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
             "written fingerprints of (--debug.fingerprint_steps 1 2)"
         )
-    if json:
-        lists = {title: [line._asdict() for line in lines] for title, lines in report.items()}
-        text = dumps({"alike": alike, **lists}, indent=1)
+    if options.json:
+        # JSON has no infinity: null.
+        finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
+        text = json.dumps(finite, indent=1)
     else:
-        answers = ("\n  ".join([f"{title}:", *(line.text for line in lines)]) for title, lines in report.items())
-        text = "\n".join([*answers, "alike to rounding" if alike else "they differ"])
+        text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
+        text += "alike to rounding" if alike else "they differ"
     sys.stdout.write(f"{text}\n")
-    if picture:
-        with writing(picture, "--picture"):
-            runs.draw(a, b, picture)
+    if options.picture:
+        with writing(options.picture, "--picture"):
+            draw(runs, options.picture)
     return int(not alike)
-
-
-@door
-def main(argv: Sequence[str]) -> int:
-    """``compare`` with the arguments of the command line; returns the exit code of the process."""
-    return tyro.cli(compare, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ MEMBERS = {
     "torch.serialization._get_layout": "the metadata of checkpoints",
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": "the planner",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard": "the planner",
-    "torch._C._current_autograd_node": "the planner and fingerprints: forward or backward",
+    "torch._C._current_autograd_node": "the planner: forward or backward",
     "torch._ops.OpOverload": "the planner: kinds of operations",
     "torch._ops.OperatorBase": "the planner: kinds of operations",
     "torch._ops.HigherOrderOperator": "the planner: kinds of operations",

@@ -1,57 +1,87 @@
-"""Our model and transformers' beside each other, on the same weights and tokens."""
+"""Our model and transformers' beside each other, on the same weights and rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape
-from torchtrain.comparison.runs import Line, first_difference
+from torchtrain.comparison.runs import RunFolder, Said, summed_up
+from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Degrees, Mesh
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.fingerprints.judge import Step, walk
+from torchtrain.fingerprints.record import Fingerprints
 from torchtrain.loss import cross_entropy_sum
 from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama import Transformer
-from torchtrain.steps.fingerprinted_step import Recorder, Step, watch
+from torchtrain.models.llama.meta import meta_rows_to_ours
 from torchtrain.trained_model import load_model
 
 
-def compare_implementations(run: Path, hf_folder: Path) -> Line:
-    """Our model, of the run's newest checkpoint, beside transformers' of ``hf_folder``, on two rows of any tokens."""
+def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:
+    """Our model, of the run's newest checkpoint, beside transformers' of ``hf_folder``, on rows of the run's data."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"--against needs transformers: pip install transformers ({error})") from None
-    ours = load_model(run, "cpu", "float32").model.requires_grad_(True)
-    check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, ("norm_eps", "rope_theta", "rope_scaling"))
+    trained, training = load_model(run.path, "cpu", "float32"), run.config.training
+    ours = trained.model.requires_grad_(True)
+    may_differ = ("norm_eps", "rope_theta", "rope_scaling")
+    check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, may_differ)
     try:
-        theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype="auto")
+        theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     except Exception as error:  # of files that are missing or damaged it has many kinds
         raise CheckpointError(f"{hf_folder} cannot be loaded by transformers: {error}") from error
-    for parameter in ours.parameters():
-        parameter.data = parameter.data.to(theirs.dtype).float()  # rounded, as by an export
-    theirs.float()  # type: ignore[no-untyped-call]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(ours.config.vocab_size, (2, ours.config.max_seq_len), generator=generator)
-    return first_difference(fingerprint(ours, ours, str, tokens), fingerprint(theirs, ours, hf_name, tokens), 1)
+    for dtype in (torch.bfloat16, torch.float16):  # of the folder, perhaps: then ours are rounded like an export
+        if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
+            for parameter in ours.parameters():
+                parameter.data = parameter.data.to(dtype).float()
+    loader = build_loader(
+        replace(run.config.data, when_exhausted="repeat"),  # they may not fill this batch
+        trained.tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=2,
+        rows=range(2),
+        seed=training.seed,
+        device=trained.device,
+    )
+    batch = next(loader)
+    loader.close()
+    step = fingerprint_of(ours, ours, str, batch)
+    finding, before = walk(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
+    if finding is None:
+        return {"computed": summed_up([Said(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
+    said = [Said(str(finding), False, finding._asdict())]
+    for kind, heads in {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}.items():
+        if finding.key.endswith(f"{kind}.weight"):
+            other = theirs.get_parameter(hf_name(finding.key))
+            if torch.allclose(meta_rows_to_ours(other, heads), ours.get_parameter(finding.key)):
+                said.append(Said("its rows are in the order of Meta's files, not in that of Hugging Face's"))
+    return {"computed": summed_up(said)}
 
 
-def fingerprint(model: nn.Module, ours: Transformer, name_of: Callable[[str], str], tokens: Tensor) -> Step:
-    """Of forward and backward in ``model``, whose names for our parameters ``name_of`` gives."""
+def fingerprint_of(model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch) -> Step:
+    """Of forward and backward of ``batch`` in ``model``, whose names for our parameters ``name_of`` gives."""
     parameters = {name: model.get_parameter(name_of(name)) for name, _ in ours.named_parameters()}
     modules = {
         name.removesuffix(".weight"): model.get_submodule(name_of(name).removesuffix(".weight"))
         for name in parameters
         if name.endswith(".weight") and name != "output.weight"
     }
-    rows, seq = tokens.shape
-    recorder = Recorder(ours.config, Mesh(torch.device("cpu"), Degrees()), rows, torch.arange(seq))
-    recorder.add_parameters("", parameters)
-    with watch(modules, recorder.see):
-        logits = model(tokens)
-        total = cross_entropy_sum(getattr(logits, "logits", logits), tokens)
-        (total / tokens.numel()).backward()  # type: ignore[no-untyped-call]
-    recorder.add_parameters("gradient", {name: p.grad for name, p in parameters.items() if p.grad is not None})
-    return recorder.collect(Batch(tokens, tokens))
+    rows, seq = batch.tokens.shape
+    prints = Fingerprints(ours.config, Mesh(torch.device("cpu"), Degrees()), "float32", rows, torch.arange(seq))
+    prints.begin(batch.tokens, parameters)
+    with prints.watching({model: modules}):
+        logits = model(batch.tokens)
+        total = cross_entropy_sum(getattr(logits, "logits", logits), batch.labels)
+        (total / batch.labels.numel()).backward()  # type: ignore[no-untyped-call]
+    prints.add_parameters("gradient", {name: p.grad for name, p in parameters.items() if p.grad is not None})
+    prints.add_loss(total.detach())
+    step = prints.collect(batch)
+    assert step is not None
+    return step

@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.contract import Kind, differences
+from torchtrain.checkpoint.contract import Difference, Kind, differences
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
@@ -21,34 +22,37 @@ from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
+from torchtrain.distributed.mesh import resolve_degrees
 from torchtrain.distributed.process_group import init_process_group
-from torchtrain.errors import ConfigError, TorchtrainError
+from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
+from torchtrain.fingerprints.judge import Step, read, walk
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.optimizers.groups import group_of
+from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
 from torchtrain.reading import names_in, read_file
 from torchtrain.shape import model_shape
-from torchtrain.steps.fingerprinted_step import Array, Step, read
 from torchtrain.tokenizers import load_tokenizer
 
+KINDS = {
+    Kind.IMPOSSIBLE: "changes the run",
+    Kind.CHANGES: "changes the run",
+    Kind.LAYOUT: "changes its speed alone",
+    Kind.HARMLESS: "changes nothing",
+}
 CURVES = ("loss", "grad_norm", "lr")
 JUMP = 10  # times as far apart as ever before
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Rounding explains a distance of GAIN * (eps of the dtype + largest distance of earlier tensors), at least of LEAST.
-GAIN, LEAST = 4, 1e-5
 
 
-class Line(NamedTuple):
-    """Of an answer. ``alike``: whether it says that the runs are; None: neither."""
+class Said(NamedTuple):
+    """A line of an answer. ``alike``: whether it says that the runs are; ``found``: a difference, for programs."""
 
-    text: str
+    line: str
     alike: bool | None = None
-    step: int | None = None
-    name: str = ""
-    """Of what differs: a curve, or a tensor."""
+    found: Mapping[str, Any] | None = None
 
 
 @dataclass
-class Run:
+class RunFolder:
     """What a run has left in ``path`` so far."""
 
     path: Path
@@ -62,12 +66,12 @@ class Run:
         return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> RunFolder:
     """Read a run's folder. ConfigError: it is not one; StorageError. Cut lines of metrics.jsonl are passed over."""
     names = names_in(path) if path.is_dir() else []
     if "config.toml" not in names:
         raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
-    run = Run(path, from_file(str(path / "config.toml")), {}, {})
+    run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
     for text in read_file(path / "metrics.jsonl").splitlines() if "metrics.jsonl" in names else ():
         try:
             line = json.loads(text)
@@ -82,185 +86,233 @@ def open_run(path: Path) -> Run:
     return run
 
 
-def configs(a: Run, b: Run) -> Iterator[Line]:
+def summed_up(answer: Iterable[Said]) -> dict[str, Any]:
+    """``alike``: None where there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
+    told: list[Said] = []
+    try:
+        for said in answer:
+            told.append(said)
+    except TorchtrainError as error:  # damaged files, or none: the other questions are asked
+        told.append(Said(str(error)))
+    verdicts = [said.alike for said in told if said.alike is not None]
+    found = [said.found for said in told if said.found]
+    return {"alike": all(verdicts) if verdicts else None, "lines": [said.line for said in told], "found": found}
+
+
+def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
+    """The answers by question, each ``summed_up``."""
+    questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
+    return {title: summed_up(ask(a, b)) for title, ask in questions.items()}
+
+
+def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
+    """Options in which the two differ, with the global batch size where that is known of both."""
+    configs = [run.config for run in (a, b)]
+    if all(isinstance(run.start.get("ranks"), int) for run in (a, b)):
+        with suppress(ConfigError):  # the last start, on other ranks, may have ended before it told of them
+            configs = [with_batch_size(run) for run in (a, b)]
+    return differences(*map(to_toml, configs))
+
+
+def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """Options by what they mean for a run, and where the two ran."""
-    found = differences(to_toml(a.config), to_toml(b.config))
-    for kind in reversed(Kind):
-        if listed := [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]:
-            yield Line(f"{kind.value}: {'; '.join(listed)}", None if kind in (Kind.LAYOUT, Kind.HARMLESS) else False)
-    for key in ("tokens_per_step", "ranks", "device", "device_name", "torch", "code"):
-        x, y = a.start.get(key), b.start.get(key)
-        if x != y:
-            # The global batch may depend on the number of ranks. Older runs do not tell.
-            yield Line(f"{key}: {x} in A, {y} in B", False if key == "tokens_per_step" and x and y else None)
+    found = changed_options(a, b)
+    for kind, what in KINDS.items():
+        listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
+        if listed:
+            yield Said(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
+    for key in ("ranks", "device", "device_name", "torch", "code"):
+        if a.start.get(key) != b.start.get(key):
+            yield Said(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B", True)
     if not found:
-        yield Line("options are the same")
+        yield Said("options are the same", True)
 
 
-def curve_of_both(a: Run, b: Run, key: str) -> tuple[list[int], Array, Array]:
-    """Steps at which both have logged ``key``, its values (2, steps), and how far these are apart, relative to them."""
-    # A step may have a line of validation results alone.
-    steps = sorted(step for step, line in a.lines.items() if key in line and key in b.lines.get(step, {}))
-    values = np.array([[run.lines[step][key] for step in steps] for run in (a, b)], dtype=float)  # None is NaN
-    apart = np.abs(values[0] - values[1]) / np.maximum(np.abs(values).max(axis=0), 1e-300)
-    apart[np.isnan(apart)] = np.inf
-    apart[np.isnan(values).all(axis=0)] = 0
-    return steps, values, apart
+def with_batch_size(run: RunFolder) -> JobConfig:
+    """The config of ``run`` with its ``training.global_batch_size``: -1 is another number on other ranks."""
+    degrees = resolve_degrees(run.config.parallelism, run.start["ranks"])
+    training = replace(run.config.training, global_batch_size=resolve_global_batch_size(run.config, degrees))
+    return replace(run.config, training=training)
 
 
-def curves(a: Run, b: Run) -> Iterator[Line]:
+def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
-    for key in CURVES:
-        steps, (x, y), apart = curve_of_both(a, b, key)
+    logged = {key: steps for key in CURVES if (steps := steps_of_both(a, b, key))}
+    if not logged:
+        raise TorchtrainError("no step that both have logged")
+    same_run = all(option.kind in (Kind.LAYOUT, Kind.HARMLESS) for option in changed_options(a, b))
+    fault = "a fault" if same_run else "the config explains it, or a fault"
+    for key, steps in logged.items():
         limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
-        beyond = np.flatnonzero(apart > limit)
-        if len(beyond):
-            i = int(beyond[0])
-            before = apart[:i].max(initial=0)
-            jumps = apart[i] >= JUMP * before
-            how = "jumps (a fault, unless the config explains it)" if jumps else "drifts (rounding that grows)"
-            text = f"{key} {how} at step {steps[i]}: {x[i]} and {y[i]}, {apart[i]:.1e} apart"
-            yield Line(f"{text}; {before:.1e} at most in the {i} steps before", False, steps[i], key)
-        elif steps:
-            yield Line(f"{key}: {apart.max():.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+        apart = {step: relative(a, b, step, key) for step in steps}
+        beyond = next((step for step in steps if apart[step] > limit), None)
+        if beyond is None:
+            worst = max(apart.values())
+            yield Said(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+            continue
+        earlier = [apart[step] for step in steps if step < beyond]
+        most = max(earlier, default=0.0)
+        how, why = ("drifts", "rounding that grows") if most > apart[beyond] / JUMP else ("jumps", fault)
+        values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
+        before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
+        line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
+        yield Said(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
 
 
-def draw(a: Run, b: Run, path: str) -> None:
+def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
+    """At which both have logged ``key``: a step may have a line of validation results alone."""
+    return sorted(step for step, line in a.lines.items() if key in line and key in b.lines.get(step, {}))
+
+
+def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
+    """How far what both have logged is apart, relative to its size."""
+    x, y = a.lines[step].get(key), b.lines[step].get(key)
+    if x is None or y is None:  # not finite
+        return 0.0 if x is y else math.inf
+    return float(abs(x - y) / max(abs(x), abs(y), 1e-300))
+
+
+def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, list[Path]]:
+    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs; an error, ``missing``, if none."""
+    folders = [run.path / kind for run in (a, b)]
+    steps = sorted(set.intersection(*(set(saved_steps(folder)) for folder in folders)))
+    if not steps:
+        raise TorchtrainError(missing)
+    return {step: [step_folder(folder, step) for folder in folders] for step in steps}
+
+
+def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+    """From the newest step that both have saved back to the first at which the checkpoints differ."""
+    steps = in_both(a, b, "checkpoint", "no step that both have saved")
+    if not dist.is_initialized():
+        init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
+    first: list[Said] = []
+    for step, folders in reversed(steps.items()):
+        try:
+            found = list(saved_differences(a, folders, step))
+        except CheckpointError as error:
+            yield Said(f"step {step}: {error}")
+            continue
+        bad = {name: how for name, how, alike in found if not alike}
+        if not bad:
+            how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
+            yield Said(f"step {step}: alike, {how}", True)
+            break
+        first = [Said(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
+        first += [Said(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
+    yield from first
+
+
+def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
+    """For each parameter whose weights, moments or average are not bitwise alike: name, how, if rounding explains it.
+
+    At the end also for the place in the data. CheckpointError: a file is damaged.
+    """
+    readers = [VerifiedReader(folder) for folder in folders]
+    for folder in folders:
+        verify(folder, read_manifest(folder).files)
+    saved: list[Mapping[str, Any]] = [reader.read_metadata().state_dict_metadata for reader in readers]
+
+    def both(name: str) -> list[Tensor]:
+        """The tensor of both, or nothing where one lacks it."""
+        if not all(name in entries for entries in saved):
+            return []
+        tensors = [torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for entries in saved]
+        for tensor, reader in zip(tensors, readers, strict=True):
+            load_tensors({name: tensor}, reader)
+        return tensors
+
+    optimizer = run.config.optimizer
+    schedule = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps)
+    rate = sum(map(schedule.rate, range(1, step + 1))) / max(1, step)  # the mean: the last one may be 0
+    betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
+    model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
+    for name in parameter_shapes(model_shape(model, None, run.config.training.seq_len)):
+        weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
+        moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
+        if not weights or weights[0][0].shape != weights[0][1].shape:
+            yield name, "not in both checkpoints, or of another shape", False
+            continue
+        if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
+            continue
+        # Of Muon, and of weights alone, the size that its updates have at most.
+        update = rate * getattr(optimizer, group_of(name, weights[0][0])).lr_factor
+        if moments.keys() >= betas.keys():
+            mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
+            update *= size(mean / (square.sqrt() + optimizer.eps))
+        apart = max(size(x.double() - y.double()) for x, y in weights)
+        parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
+        explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
+        alike = apart <= explained and max(parts, default=0) <= 4 * run.rounding
+        of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
+        yield name, f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size", alike
+    rows = both("loader.rows")
+    if rows and not torch.equal(*rows):
+        firsts = [tensor[0].tolist() for tensor in rows]
+        yield "place in the data", f"{firsts[0]} in A, {firsts[1]} in B, for the first row", False
+
+
+def size(x: Tensor) -> float:
+    """Root mean square."""
+    return x.double().square().mean().sqrt().item()
+
+
+def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+    """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
+    missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
+    before, compared = 0.0, {}
+    for step, folders in in_both(a, b, "fingerprints", missing).items():
+        try:
+            ours, theirs = map(read, folders)
+        except TorchtrainError as error:
+            yield Said(f"step {step}: {error}")
+            continue
+        found = []
+        pairs = enumerate(zip_longest(ours.rows, theirs.rows))
+        row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
+        if row is not None:
+            found.append(Said(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
+        finding, before = walk(ours, theirs, step, before)
+        if finding is not None:
+            found.append(Said(str(finding), False, finding._asdict()))
+        if found:
+            yield from found
+            return
+        compared[step] = len(ours.tensors)
+    if compared:
+        how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
+        yield Said(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
+
+
+def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> str:
+    """What the two have as ``row`` of the batch, as text."""
+    data, place = a.config.data, np.array([(step - 1) * len(ours.rows) + row])
+    source = data.all[Mixture([source.weight for source in data.all]).choose(place).item()]
+    text = f"step {step}, row {row} of the batch, from {source.path or source.name or 'the standard library'}:"
+    if row >= min(len(ours.rows), len(theirs.rows)):
+        return f"{text} only {'A' if row < len(ours.rows) else 'B'} has it"
+    x, y = ours.rows[row], theirs.rows[row]
+    twin = next((f" (B's is row {i} of A)" for i, other in enumerate(ours.rows) if np.array_equal(other, y)), "")
+    first = int(np.argmax((x != y).any(axis=0))) if x.shape == y.shape else 0
+    decode: Callable[[list[int]], str] = str
+    with suppress(TorchtrainError):  # where its file is not here, ids are shown
+        decode = load_tokenizer(a.config.model.tokenizer_path).decode
+    shown = [decode(z[0, first : first + 24].tolist()) for z in (x, y)]
+    return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
+
+
+def draw(runs: Sequence[RunFolder], path: str) -> None:
     """Both losses, and how far they are apart."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7))
     above, below = figure.subplots(2, 1, sharex=True)
-    for run in (a, b):
+    for run in runs:
         above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
-    steps, _, apart = curve_of_both(a, b, "loss")
-    below.semilogy(steps, np.maximum(apart, 1e-9), marker=".")
+    a, b = runs
+    steps = steps_of_both(a, b, "loss")
+    below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
     above.set(ylabel="loss")
     above.legend()
     below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")
     figure.savefig(path, dpi=120)
-
-
-def by_step(a: Run, b: Run, kind: str, compare: Callable[[Run, int, Path, Path], Iterable[Line]]) -> Iterator[Line]:
-    """``compare`` for the folders ``kind/step-N`` that both runs have, up to the first step at which they differ."""
-    folders = [run.path / kind for run in (a, b)]
-    for step in sorted(set.intersection(*(set(saved_steps(folder)) for folder in folders))):
-        try:
-            found = list(compare(a, step, *(step_folder(folder, step) for folder in folders)))
-        except TorchtrainError as error:  # as where a file is damaged
-            found = [Line(f"step {step}: {error}")]
-        yield from found
-        if any(line.alike is False for line in found):
-            return
-
-
-def checkpoints(run: Run, step: int, *folders: Path) -> Iterator[Line]:
-    """Weights, moments and place in the data that differ by more than rounding explains, in the order of the model."""
-    if not dist.is_initialized():
-        init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
-    for folder in folders:
-        verify(folder, read_manifest(folder).files)
-    readers = [VerifiedReader(folder) for folder in folders]
-    rounded, differ = 0, False
-    for name, (moved, relative) in saved_tensors(run, step).items():
-        x, y = (saved_tensor(reader, name) for reader in readers)
-        if torch.equal(x, y):
-            continue
-        apart = size_of(x.double() - y) if x.shape == y.shape else math.inf
-        size = size_of(x)
-        if apart <= run.rounding * moved + relative * size:
-            rounded += 1
-            continue
-        differ = True
-        beside = f"its updates so far move it by {moved:.1e} at most" if moved else f"its size is {size:.1e}"
-        yield Line(f"step {step}, {name}: {apart:.1e} apart where {beside}", False, step, name)
-    if not differ:
-        yield Line(f"step {step}: alike, {rounded} tensors to rounding and the others bitwise", True)
-
-
-def saved_tensors(run: Run, step: int) -> dict[str, tuple[float, float]]:
-    """Of all that a checkpoint may have, in the order of the model, what two runs may be apart by rounding.
-
-    A part of what an element's updates have ``moved`` it at most, the sum of all rates so far, and of its size.
-    """
-    config = run.config
-    schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
-    rates = sum(map(schedule.rate, range(1, step + 1)))
-    model = replace(config.model, vocab_size=config.model.vocab_size or 1)  # which changes no name
-    found: dict[str, tuple[float, float]] = {}
-    for name, parameter in parameter_shapes(model_shape(model, None, config.training.seq_len)).items():
-        moved = rates * getattr(config.optimizer, group_of(name, parameter)).lr_factor
-        found |= {f"{state}.{name}": (moved, 1e-6) for state in STATES.values()}
-        found |= {f"optimizer.{name}.{moment}": (0.0, 4 * run.rounding) for moment in MOMENTS}
-    return {**found, "loader.rows": (0.0, 0.0)}
-
-
-def saved_tensor(reader: VerifiedReader, name: str) -> Tensor:
-    """The whole tensor; an empty one where the checkpoint does not have it."""
-    saved: Any = reader.read_metadata().state_dict_metadata.get(name)
-    if saved is None:
-        return torch.empty(0)
-    return load_tensors({name: torch.empty(saved.size, dtype=saved.properties.dtype)}, reader)[name]
-
-
-def size_of(x: Tensor) -> float:
-    """Root mean square."""
-    return x.double().square().mean().sqrt().item()
-
-
-def fingerprints(run: Run, step: int, *folders: Path) -> Iterator[Line]:
-    """The first row of the batch that differs, as text with its source; and the first tensor."""
-    ours, theirs = map(read, folders)
-    if ours.rows.shape == theirs.rows.shape and (ours.rows != theirs.rows).any():
-        row, _, first = map(int, np.argwhere(ours.rows != theirs.rows)[0])
-        sources, place = run.config.data.all, np.array([(step - 1) * len(ours.rows) + row])
-        source = sources[Mixture([source.weight for source in sources]).choose(place).item()]
-        decode: Callable[[list[int]], str] = str
-        with suppress(TorchtrainError):  # where its file is not here, ids are shown
-            decode = load_tokenizer(run.config.model.tokenizer_path).decode
-        x, y = (decode(found.rows[row, 0, first : first + 24].tolist()) for found in (ours, theirs))
-        text = f"row {row} of the batch, from {source.path or source.name or 'the standard library'}"
-        yield Line(f"step {step}, {text}: from token {first} on {x!r} in A, {y!r} in B", False, step, f"row {row}")
-    yield first_difference(ours, theirs, step)
-
-
-def first_difference(a: Step, b: Step, step: int) -> Line:
-    """The first tensor that differs by more than rounding explains; or that none does."""
-    if a.shapes != b.shapes:
-        return Line(f"step {step}: the models, or their batches, are of other shapes", False, step)
-    eps = np.maximum(a.numbers[:, 0], b.numbers[:, 0])
-    # Gradients and updates of parameters were computed in the model's dtype, whatever they are kept in.
-    eps[[key.endswith((" gradient", " update")) for key in a.shapes]] = eps.max()
-    sizes = dict(zip(a.shapes, a.figures()[:, 2], strict=True))
-    before = 0.0
-    for key, own_eps, apart in zip(a.shapes, eps, distances(a, b), strict=True):
-        allowed = max(LEAST, GAIN * (own_eps + before))
-        if step > 1 and f"{key} update" in sizes:
-            # Parameters drift apart: Adam may turn an update around where the gradient is next to zero.
-            allowed += math.sqrt(eps.max()) * (step - 1) * sizes[f"{key} update"] / max(sizes[key], 1e-150)
-        if not apart <= allowed:
-            what = f"{apart:.1e} apart" if np.isfinite(apart) else "parts are missing or not finite"
-            text = f"{what} where all before it agrees to {before:.1e} (rounding allows {allowed:.1e})"
-            return Line(f"step {step}, {key}: {text}", False, step, key)
-        before = max(before, apart)
-    taken = np.count_nonzero(a.numbers[:, 2])
-    return Line(f"step {step}: {taken} tensors agree to {before:.1e}", True)
-
-
-def distances(a: Step, b: Step) -> Array:
-    """How far apart each tensor is, relative to its size: the most that any of the figures and the samples say.
-
-    Of an update by Adam, where a gradient next to zero may change its sign, what most of the samples say. What is not
-    finite is alike where it is the same in both.
-    """
-    x, y = a.figures(), b.figures()
-    alike = ~np.isfinite(x) & ((x == y) | (np.isnan(x) & np.isnan(y)))
-    x, y = np.where(alike, 0.0, x), np.where(alike, 0.0, y)
-    with np.errstate(all="ignore"):
-        apart, size = np.abs(x - y), np.maximum(np.abs(x), np.abs(y))
-        figures = apart[:, :3] / np.maximum(size[:, [0, 2, 2]], 1e-150)
-        of_samples = np.sqrt(np.mean(size[:, 3:] ** 2, axis=1)) + 1e-150
-        usual = np.maximum(figures.max(axis=1), np.sqrt(np.mean(apart[:, 3:] ** 2, axis=1)) / of_samples)
-        of_updates = np.maximum(figures[:, 2], np.median(apart[:, 3:], axis=1) / of_samples)
-    found = np.where([key.endswith(" update") for key in a.shapes], of_updates, usual)
-    return np.where(np.isnan(found), np.inf, found)

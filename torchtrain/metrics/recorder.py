@@ -77,8 +77,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if dist.get_rank() == 0:
             self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
             with BestEffort("the first line of metrics.jsonl"):
-                size = {"ranks": ranks, "tokens_per_step": self.tokens_per_step}
-                self.record_event(self.start_step, "start", {**size, **where(self.device)})
+                self.record_event(self.start_step, "start", {"ranks": ranks, **where(self.device)})
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:
