@@ -8,7 +8,7 @@ the sequence is cut in 2 n chunks, and rank r of n takes chunk r and chunk 2 n -
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.devices import compute_capability, device_kind
@@ -45,8 +45,9 @@ class ContextParallelAttention(nn.Module):
         the whole sequence in order.
         """
         # One collective for both. Its backward sums the gradients that all ranks have for these keys and values.
+        # Not by full_tensor, which torch 2.11 does not compile.
         local = DTensor.from_local(torch.stack((k, v)), self.mesh, [Shard(0)], run_check=False)
-        whole = local.full_tensor(grad_placements=[Partial()])
+        whole = local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         k, v = whole_sequence(whole.view(-1, 2, *k.shape)).unbind()  # (bs, kv_heads, seq, head_dim)
         if mask is not None:
             return attend(q, k, v, mask)
