@@ -32,7 +32,7 @@ def run(config: JobConfig) -> int:
 
     config, options = replace(config, model=resolve_model(config.model)), config.estimate
     if options.search:
-        return search(config)
+        return find_layout(config)
     if options.picture:
         require_picture(options.picture, "estimate.picture")
     found = estimate(config, shape_of(config), gpu_of(config))
@@ -43,9 +43,9 @@ def run(config: JobConfig) -> int:
     return 0
 
 
-def search(config: JobConfig) -> int:
+def find_layout(config: JobConfig) -> int:
     """Print the ten best layouts, and write the best as a TOML file; returns 0."""
-    from torchtrain.planning.search import search
+    from torchtrain.planning import search
 
     if config.estimate.json or config.estimate.picture:
         raise ConfigError(
@@ -53,8 +53,7 @@ def search(config: JobConfig) -> int:
             "writes to another estimate"
         )
     path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
-    require_file(path, "estimate.output")
-    table, best = search(config)
+    table, best = search.search(config, lambda: require_file(path, "estimate.output"))
     sys.stdout.write(table + "\n")
     with writing(path, "estimate.output"):
         Path(path).write_text(to_toml(best), encoding="utf-8")

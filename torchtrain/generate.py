@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from torchtrain.config.schema import Count, CountOrZero, NotNegative, check_values, require
+from torchtrain.config.schema import Count, CountOrZero, at_least, check_values, require
 from torchtrain.errors import ConfigError
 from torchtrain.log import door, is_first_rank, logger
 from torchtrain.outputs import writing
@@ -37,7 +37,7 @@ class Options:
     """Prompts of a file in one batch."""
     max_new_tokens: Count = 128
     """Tokens to generate at most, after each prompt."""
-    temperature: NotNegative = 0.8
+    temperature: Annotated[float, at_least(0)] = 0.8
     """Divides the logits before the choice; 0 always takes the most likely token."""
     top_k: CountOrZero = 0
     """Choose among so many of the most likely tokens; 0: all."""
@@ -193,7 +193,7 @@ def complete(
         text = text_of(tokenizer, before, tokens)
         results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": ended_by})
     if show is not None:
-        show(f"{text[shown:]}\n")
+        show(f"{results[0]['text'][shown:]}\n")
     return results
 
 

@@ -108,6 +108,7 @@ def door(command: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     def main(argv: Sequence[str] | None = None) -> int:
         return run_door(lambda: command(sys.argv[1:] if argv is None else argv))
 
+    main.__doc__ = command.__doc__
     return main
 
 

@@ -175,7 +175,7 @@ def rehearse(
             the GPU.
     """
     device = device or torch.device("cpu")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # until the model is made of real tensors on the meta device
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # while the model is built, from real tensors on the meta device
     ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
     with (
         fake_ranks(rank, prod(astuple(degrees))),

@@ -45,7 +45,7 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         if ledger.offloaded and not (group.is_unsharded or group._all_gather_result):
             ledger.crossed("copy_to_gpu", group)
 
-    def wait(group: FSDPParamGroup) -> None:
+    def wait(group: FSDPParamGroup, *_: Any) -> None:
         enter(group)
         if group._all_gather_result is not None:
             ledger.issue("wait")

@@ -1,7 +1,7 @@
 """Which layout of a run is the fastest that fits."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -30,8 +30,10 @@ SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleave
 RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
 
 
-def search(config: JobConfig) -> tuple[str, JobConfig]:
+def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, JobConfig]:
     """A table of the ten best layouts, for people, and the first of them, without what was only asked of the planner.
+
+    ``before_work`` is called once nothing is wrong with the config.
 
     Raises:
         ConfigError: none fits.
@@ -49,6 +51,7 @@ def search(config: JobConfig) -> tuple[str, JobConfig]:
             guesses.append((*guess(layout, shape, refuse(layout, shape, gpu), gpu), layout))
     if not (own or guesses):
         refuse(config, shape, gpu)  # says what is wrong with all of them, as far as it is with this one
+    before_work()
     guesses.sort(key=lambda candidate: candidate[:2])
     promising = [layout for _, memory_gib, layout in guesses if memory_gib <= gpu.memory_gib * ALLOWANCE]
     tried, work, passed_over, began = [], 0, 0, time.process_time()
@@ -60,7 +63,7 @@ def search(config: JobConfig) -> tuple[str, JobConfig]:
         if work and spent + spent / work * more > budget:
             passed_over += 1
             continue
-        tried.append((layout, estimate(layout, shape, gpu)))
+        tried.append((layout, replace(estimate(layout, shape, gpu), records=())))  # which are large
         work += more
     fitting = [(layout, found) for layout, found in tried if found.fits]
     best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:BEST]
