@@ -535,6 +535,15 @@ def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+def test_a_search_that_is_refused_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert door.main(["--estimate.search"]) == 2
+    assert "estimate.world_size is not set" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_search_writes_what_the_trainer_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

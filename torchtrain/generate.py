@@ -56,13 +56,13 @@ class Options:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        one = (self.prompt is None) == bool(self.prompts_file)
-        require(one, "generate needs one of --prompt and --prompts_file; see --help")
+        has_one = (self.prompt is None) == bool(self.prompts_file)
+        require(has_one, "generate needs one of --prompt and --prompts_file; see --help")
         if self.output_file:
             file, given = Path(self.output_file), f"--output_file = {self.output_file!r}"
             require(not file.is_dir(), f"{given} is a folder; name a file in it")
-            other = file.resolve() != Path(self.prompts_file).resolve()
-            require(other, f"{given} is the file of the prompts; name another one")
+            is_another = file.resolve() != Path(self.prompts_file).resolve()
+            require(is_another, f"{given} is the file of the prompts; name another one")
             may_write = os.access(file if file.exists() else file.parent, os.W_OK)
             require(may_write, f"{given} cannot be written, or lies in a folder that does not exist; name another one")
 

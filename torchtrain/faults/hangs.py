@@ -21,7 +21,7 @@ from torchtrain.log import BestEffort, logger
 from torchtrain.outputs import written_whole
 from torchtrain.torch_internals import all_groups, flight_record
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25  # how much later than its time-out a hang may be noticed
 # Ranks enter a step at slightly different times; give each the time to write down where it is.
 COLLECT_SECONDS = 3
 # A collective's time-out must be longer than a step's by this, so that the report is written before it fails.
