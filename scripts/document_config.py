@@ -86,11 +86,31 @@ def render() -> str:
     hints = typing.get_type_hints(JobConfig)
     for section in to_dict(JobConfig()):
         lines += [f"## [{section}]", options(hints[section])]
+        if section in NOTES:
+            lines.append(NOTES[section])
         collect(hints[section], nested)
     for name, hint in nested.items():
         lines += [f"## {name}\n", f"{TABLES[name]}\n", options(hint)]
     return "\n".join(lines)
 
+
+NOTES = {  # what a page of defaults does not show
+    "lr_scheduler": """\
+Of a schedule of S steps (`total_steps`), W are the warm-up, and D the decay: `decay_ratio` times S, or S - W. Step s,
+counted from 1, has a rate of `optimizer.lr` times
+
+| step | factor |
+| --- | --- |
+| up to W | s / W |
+| up to S + 1 - D | 1 |
+| up to S | floor + (1 - floor) f(p), with p = 1 - (S + 1 - s) / D |
+| after S | the floor, `min_lr_factor` |
+
+f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p). So the decay would reach the floor in step S + 1,
+as in torchtitan, and no step up to S has a rate of 0. The rate depends on the step alone: a resumed
+run has the rates of one that was never stopped.
+""",
+}
 
 TABLES = {  # a KeyError here: say where the new table stands
     "Shape": "`[model.shape]`: what is not as the flavor has it.",

@@ -10,8 +10,8 @@ from torchtrain.config.schema import LRScheduler
 class LRSchedule:
     """Linear warm-up, a stable phase, and a decay to a floor (WSD, https://arxiv.org/abs/2404.06395).
 
-    ``rate(step)`` is the rate of optimizer step ``step``, counted from 1. The decay ends with the last step of the
-    schedule, at ``min_lr_factor * peak``.
+    ``rate(step)`` is the rate of optimizer step ``step``, counted from 1. The decay reaches ``min_lr_factor * peak``
+    one step after the last of the schedule, as torchtitan's does: else, with a floor of 0, the last would do nothing.
     """
 
     def __init__(self, config: LRScheduler, peak: float, training_steps: int):
@@ -27,7 +27,7 @@ class LRSchedule:
     def rate(self, step: int) -> float:
         if step <= self.warmup:
             return self.peak * step / self.warmup
-        left = max(0, self.total - step)
+        left = max(0, self.total + 1 - step)
         if self.shape == "constant" or left >= self.decay:
             return self.peak
         done = 1 - left / self.decay

@@ -237,7 +237,8 @@ class LRScheduler(Section, name="lr_scheduler"):
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
     """Shape of the decay; constant keeps the peak rate after the warm-up."""
     min_lr_factor: Share = 0.0
-    """Floor of the decay, as a share of optimizer.lr."""
+    """Floor of the decay, as a share of optimizer.lr. The decay reaches it one step after the last of the schedule, so
+    that no step has a rate of 0."""
 
 
 @dataclass(frozen=True)
