@@ -73,12 +73,35 @@ def test_what_the_states_do_not_fit_is_impossible_whatever_is_allowed(section: s
 def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None:
     pinned, constant = {"total_steps": 10000}, {"decay_type": "constant"}
     more = {"steps": 20000}
-    with pytest.raises(CheckpointError, match=r"lr_scheduler.total_steps = 20000 \(checkpoint: 10000\)"):
+    with pytest.raises(CheckpointError, match=r"training.steps = 20000 is also the length of the learning-rate"):
         check_contract(toml(), toml(training=more), ())
     assert len(check_contract(toml(), toml(training=more, lr_scheduler=pinned), ())) == 1
     assert len(check_contract(toml(lr_scheduler=constant), toml(training=more, lr_scheduler=constant), ())) == 1
-    with pytest.raises(CheckpointError, match=r"total_steps = None \(checkpoint: 100\)"):  # shorter than the warm-up
+    with pytest.raises(CheckpointError, match=r"the checkpoint's schedule has 100 steps"):  # shorter than the warm-up
         check_contract(toml(training={"steps": 100}, lr_scheduler=constant), toml(lr_scheduler=constant), ())
+
+
+def test_a_run_that_is_extended_is_told_of_training_steps_and_of_two_ways_that_work() -> None:
+    before = toml(training={"steps": 137})
+    now = {"steps": 411}
+    with pytest.raises(CheckpointError) as refused:
+        check_contract(before, toml(training=now), ["optimizer.eps"])
+    message = str(refused.value)
+    assert "training.steps = 411 is also the length of the learning-rate schedule" in message
+    assert "lr_scheduler.total_steps = 411" not in message  # which the user has not set
+    keep = "lr_scheduler.total_steps = 137: later steps have its last rate (lr_scheduler.min_lr_factor = 0.0)"
+    assert keep in message
+    assert "checkpoint.allow_changes = ['optimizer.eps', 'lr_scheduler.total_steps']" in message
+    assert check_contract(before, toml(training=now, lr_scheduler={"total_steps": 137}), ())
+    assert check_contract(before, toml(training=now), ["lr_scheduler.total_steps"])
+
+    with pytest.raises(CheckpointError, match=r"optimizer.lr = 1.0 .*Also, training.steps = 411 is also the length"):
+        check_contract(before, toml(training=now, optimizer={"lr": 1.0}), ())
+    with pytest.raises(CheckpointError, match=r"lr_scheduler.total_steps = 411 \(checkpoint: 137\)"):  # set by the user
+        check_contract(before, toml(training=now, lr_scheduler={"total_steps": 411}), ())
+    shorter = toml(training={"steps": 50}, lr_scheduler={"min_lr_factor": 0.25})
+    with pytest.raises(CheckpointError, match=r"training.steps = 50 .* has 137 steps.*total_steps = 137"):
+        check_contract(toml(training={"steps": 137}, lr_scheduler={"min_lr_factor": 0.25}), shorter, ())
 
 
 @pytest.mark.parametrize(

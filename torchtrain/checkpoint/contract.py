@@ -45,6 +45,8 @@ KINDS = {
     Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
 }
 
+TOTAL_STEPS = "lr_scheduler.total_steps"
+
 SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
 """Options that name files or folders: a change is harmless where the content is the same as before."""
 
@@ -86,9 +88,9 @@ def _options(text: str) -> dict[str, Any]:
     options = {**flat(to_dict(JobConfig())), **flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
-    total = options.setdefault("lr_scheduler.total_steps", options["training.steps"])
+    total = options.setdefault(TOTAL_STEPS, options["training.steps"])
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
-        del options["lr_scheduler.total_steps"]  # after the warm-up, which is whole, nothing depends on it
+        del options[TOTAL_STEPS]  # after the warm-up, which is whole, nothing depends on it
     return options
 
 
@@ -125,13 +127,36 @@ def check_contract(
     refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
     if refused:
         keys = list(dict.fromkeys(difference.key for difference in refused))
-        raise CheckpointError(
-            f"resuming would not go on with the same run: {_joined(refused)}. Set the old value again, put files back, "
-            f"or, if this is what you want, add it to the config: checkpoint.allow_changes = {allowed + keys}"
-        )
+        allow = f"checkpoint.allow_changes = {allowed + keys}"
+        # The user has changed training.steps, and may never have heard of lr_scheduler.total_steps.
+        extended = TOTAL_STEPS in keys and TOTAL_STEPS not in flat(tomli.loads(current_toml))
+        others = [difference for difference in refused if not (extended and difference.key == TOTAL_STEPS)]
+        told = []
+        if others:
+            told.append(
+                f"{_joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
+                f"the config: {allow}"
+            )
+        if extended:
+            told.append(_another_length(saved_toml, current_toml, allow))
+        raise CheckpointError(f"resuming would not go on with the same run: {'. Also, '.join(told)}")
     return [
         f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]
     ]
+
+
+def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
+    """That training.steps changes the schedule, and the two ways to go on."""
+    saved, current = _options(saved_toml), _options(current_toml)
+    length = flat(tomli.loads(saved_toml)).get(TOTAL_STEPS, saved["training.steps"])
+    constant = saved["lr_scheduler.decay_type"] == "constant"
+    floor = "optimizer.lr" if constant else f"lr_scheduler.min_lr_factor = {saved['lr_scheduler.min_lr_factor']}"
+    return (
+        f"training.steps = {current['training.steps']} is also the length of the learning-rate schedule, since "
+        f"{TOTAL_STEPS} is not set, and the checkpoint's schedule has {length} steps. Either keep that schedule, by "
+        f"{TOTAL_STEPS} = {length}: later steps have its last rate ({floor}). Or take the longer or shorter one from "
+        f"here on, by {allow}"
+    )
 
 
 def _joined(found: Iterable[Difference]) -> str:
