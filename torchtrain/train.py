@@ -100,6 +100,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
         batches = metrics.time_waiting(run.plan.loader)
         made = 0  # the last step whose loss is at hand
         while run.step < steps and not stop.agreed:
+        logger.info("training begins with step %d of %d", run.step + 1, steps)
             last = run.step + 1 == steps
             with hangs.watch(f"step {run.step + 1}"):
                 batch = next(batches, None)
@@ -122,7 +123,7 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                 loop.validator.maybe_run(run.step, last)
             loop.profiler.step(run.step)
             if run.step == run.start_step + 1:  # the first step, which may compile and connects, is over
-                hangs.timeout_seconds = config.comm.train_timeout_seconds
+                hangs.set_timeout_after_first_step(config.comm.train_timeout_seconds, run.plan.device)
                 set_timeout(hangs.timeout_seconds + REPORT_SECONDS, longer=[checkpoint.group])
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)

@@ -578,8 +578,8 @@ class Comm(Section, name="comm"):
     init_timeout_seconds: Timeout = 300
     """Time-out of collectives up to the end of the first step, which may compile and load."""
     train_timeout_seconds: Timeout = 100
-    """Time for a step after the first one. When it is over, each rank writes its stacks to hangs/ in the dump folder,
-    and a few seconds later collectives still under way fail."""
+    """Time for a step after the first one; on a CPU at least three times that of the first one. When it is over, each
+    rank writes its stacks to hangs/ in the dump folder, and a few seconds later collectives still under way fail."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
     return world if device.type == "cpu" else new_gloo_group(timedelta(seconds=timeout_seconds))
 
 
-def set_timeout(timeout_seconds: int, longer: Collection[dist.ProcessGroup] = ()) -> None:
+def set_timeout(timeout_seconds: float, longer: Collection[dist.ProcessGroup] = ()) -> None:
     """Set the time-out of collectives, except in the groups in ``longer``."""
     # Ranks come here at different times: without the barrier, the first would already wait by the new time-out.
     dist.barrier()

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from torchtrain.distributed.process_group import all_reduce
 from torchtrain.log import BestEffort, logger
 from torchtrain.outputs import written_whole
 from torchtrain.torch_internals import all_groups, flight_record
@@ -26,6 +28,8 @@ POLL_SECONDS = 0.25  # how much later than its time-out a hang may be noticed
 COLLECT_SECONDS = 3
 # A collective's time-out must be longer than a step's by this, so that the report is written before it fails.
 REPORT_SECONDS = 6
+# On a CPU a step may take minutes, which no option can know: later steps may take so many times as long as the first.
+TIMES_FIRST_STEP = 3
 # Files whose functions wait for other ranks: they show waits that the flight recorder does not know, as gloo's sends.
 WAITING = (
     "distributed_c10d.py",
@@ -85,6 +89,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
     def __post_init__(self) -> None:
         self.best_effort = BestEffort(f"reports in {self.folder}")
         self._watched: tuple[str, float] | None = None  # what is under way, and since when by time.monotonic()
+        self._longest_seconds = 0.0  # that anything watched has taken
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
 
@@ -95,7 +100,16 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         try:
             yield
         finally:
+            self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._watched[1])
             self._watched = None
+
+    def set_timeout_after_first_step(self, configured_seconds: float, device: torch.device) -> None:
+        """Set ``timeout_seconds`` to the configured one, on a CPU to more if the first step was slow. Collective."""
+        longest = torch.tensor(self._longest_seconds, dtype=torch.float64)
+        if device.type == "cpu":
+            all_reduce(longest, op=dist.ReduceOp.MAX)
+            configured_seconds = max(configured_seconds, TIMES_FIRST_STEP * longest.item())
+        self.timeout_seconds = configured_seconds
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
