@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.errors import ConfigError
 from torchtrain.log import door
 from torchtrain.outputs import require_picture, writing
@@ -20,19 +21,20 @@ from torchtrain.outputs import require_picture, writing
 
 @dataclass(frozen=True)
 class Options:
-    run_a: Annotated[str, tyro.conf.Positional]
+    run_a: Annotated[LocalPath, tyro.conf.Positional]
     """A run's folder. The run may still go on."""
-    run_b: Annotated[str, tyro.conf.Positional] = ""
+    run_b: Annotated[LocalPath, tyro.conf.Positional] = ""
     """Another one."""
-    against: str = ""
+    against: LocalPath = ""
     """In place of RUN_B a Hugging Face folder: transformers' model and ours, from RUN_A's newest checkpoint, on one
     batch of RUN_A's data (pip install transformers)."""
     json: bool = False
     """Print JSON."""
-    picture: str = ""
+    picture: LocalPath = ""
     """PNG file for a picture of both losses and their difference (pip install 'torchtrain[plot]')."""
 
     def __post_init__(self) -> None:
+        check_values(self, "--")
         if bool(self.run_b) == bool(self.against):
             raise ConfigError("compare needs one of RUN_B and --against; see --help")
         if self.picture and self.against:

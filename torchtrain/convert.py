@@ -11,16 +11,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from torchtrain.errors import ConfigError
+from torchtrain.config.schema import Count, LocalPath, check_values
 from torchtrain.log import door
 
 
 @dataclass(frozen=True)
 class Options:
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[LocalPath, tyro.conf.Positional]
     """A run's folder (its newest checkpoint is taken), a step-N folder in it, a Hugging Face folder, or a folder of
     Meta's original files (params.json and consolidated.*.pth)."""
-    target: Annotated[str, tyro.conf.Positional]
+    target: Annotated[LocalPath, tyro.conf.Positional]
     """Folder to write. It must not exist."""
     to: Literal["hf", "torchtrain"] = "hf"
     """hf: a folder that transformers loads. torchtrain: a checkpoint of the weights alone, to start runs from."""
@@ -28,10 +28,13 @@ class Options:
     """dtype of the weights written."""
     weights: Literal["trained", "ema"] = "trained"
     """ema: the averaged weights that a run with ema.enable has saved."""
-    average: int = 1
+    average: Count = 1
     """The mean of so many newest checkpoints of a run."""
-    tokenizer_path: str = ""
+    tokenizer_path: LocalPath = ""
     """The model's tokenizer, a file or folder. Default: that of the checkpoint's config, or in the source."""
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
 
 
 @door
@@ -42,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
     from torchtrain.conversion import convert
 
     source, target = Path(options.source), Path(options.target)
-    if options.average < 1:
-        raise ConfigError(f"convert needs --average = {options.average} to be at least 1; 1 takes the newest alone")
     convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
     return 0
 

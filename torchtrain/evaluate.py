@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtrain.config.schema import require_local
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.generation import Sampling, generate
 from torchtrain.log import door, is_first_rank
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument("--output_path", "-o", default="")
     if path := given.parse_known_args(argv)[0].output_path:
+        require_local(path, "--output_path")
         folder = Path(path).parent if path.endswith(".json") else Path(path)
         require_folder(folder, f"--output_path = {path!r}")
     told = BufferingHandler(sys.maxsize)
@@ -102,6 +104,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
                 "tokenizer_path and weights"
             )
+        require_local(checkpoint, "checkpoint in --model_args")
+        require_local(tokenizer_path, "tokenizer_path in --model_args")
         if str(batch_size).startswith("auto"):
             batch_size = 8
         if not str(batch_size).isdecimal() or int(batch_size) < 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from torchtrain.config.schema import Count, CountOrZero, at_least, check_values, require
+from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
 from torchtrain.log import door, is_first_rank, logger
 from torchtrain.outputs import writing
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[LocalPath, tyro.conf.Positional]
     """A run's folder (its newest checkpoint is taken), one step-N folder in it, or a Hugging Face folder."""
     prompt: str | None = None
     """Text to go on from; "" begins a document."""
-    prompts_file: str = ""
+    prompts_file: LocalPath = ""
     """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
-    output_file: str = ""
+    output_file: LocalPath = ""
     """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
     batch_size: Count = 8
     """Prompts of a file in one batch."""
@@ -47,7 +47,7 @@ class Options:
     """The same seed gives the same text."""
     weights: Literal["trained", "ema"] = "trained"
     """ema: the averaged weights that a run with ema.enable has saved."""
-    tokenizer_path: str = ""
+    tokenizer_path: LocalPath = ""
     """The model's tokenizer, a file or folder. Default: the one of the run, or in the Hugging Face folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: cuda where there is a GPU, else cpu."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import tomli
 import tomli_w
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, require_local
 from torchtrain.errors import ConfigError
 from torchtrain.reading import MISSING, read_file
 
@@ -45,6 +45,7 @@ def parse(
     import tyro  # only doors parse, and it takes a moment
 
     file = config_file(argv)
+    require_local(file, "job.config_file")
     # The command line may mend what does not go together in the file.
     defaults = from_file(file, checked=False) if file else JobConfig()
     # tyro's own console_outputs=False lets some errors through.

@@ -41,6 +41,15 @@ ZERO_BY_ZERO = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
 Epsilon = Annotated[float, (ZERO_BY_ZERO, lambda value: 0 < value < math.inf)]
 # Longer than 292 years does not fit into 64 bits of nanoseconds.
 Timeout = Annotated[int, at_least(1), ("be at most 1000000000", lambda value: value <= 10**9)]
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+NO_URL = "be a local path; URLs are not supported: give a folder where the storage is mounted, or copy the files"
+LOCAL: Rule = (NO_URL, lambda value: not URL.match(value))
+LocalPath = Annotated[str, LOCAL]
+
+
+def require_local(path: str, option: str) -> None:
+    """Raise ``ConfigError`` where ``path``, the value of ``option``, is a URL."""
+    require(not URL.match(path), f"{option} = {path!r} must {NO_URL}")
 
 
 def rules_of(hint: Any) -> list[Rule]:
@@ -57,7 +66,7 @@ def check_values(options: Any, prefix: str) -> None:
             check_values(value, f"{name}.")
         for rule, holds in rules_of(option.type):
             for one in value if isinstance(value, tuple) else (value,):
-                require(one is None or holds(one), f"{name} = {one} must {rule}")
+                require(one is None or holds(one), f"{name} = {one!r} must {rule}")
 
 
 class Section:
@@ -69,7 +78,7 @@ class Section:
         cls.section_name = name
 
     def __post_init__(self) -> None:
-        check_values(self, f"{self.section_name}.")
+        check_values(self, f"{self.section_name}." if self.section_name else "")
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -81,10 +90,10 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Job:
-    config_file: str = ""
+class Job(Section, name="job"):
+    config_file: LocalPath = ""
     """TOML file to read the options from; options on the command line win over it."""
-    dump_folder: str = ""
+    dump_folder: LocalPath = ""
     """Folder for everything the run writes. Empty: outputs/<name of the config file>."""
     description: str = ""
     """What this run is for, in your words; kept with the resolved config."""
@@ -144,18 +153,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Section, name="model"):
     name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
     """Family of the model."""
     flavor: str = "debugmodel"
     """Size within the family; empty: [model.shape] gives all. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B,
     3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B, 4B, 8B, 14B, 32B."""
-    hf_folder: str = ""
+    hf_folder: LocalPath = ""
     """Hugging Face folder of a model of these families: its shape in place of name and flavor, and its tokenizer unless
     tokenizer_path names another. Its weights are not read; that is checkpoint.initial_load_path."""
     vocab_size: int | None = None
     """Rows of embedding and output: at least as many as the tokenizer has ids. None: as many, or as in hf_folder."""
-    tokenizer_path: str = ""
+    tokenizer_path: LocalPath = ""
     """Hugging Face tokenizer.json, SentencePiece model, Llama 3's tiktoken rank file (tokenizer.model), or a folder
     with one of them. Empty: that of hf_folder, or the small one in the package."""
     shape: Shape = field(default_factory=Shape)
@@ -231,7 +240,8 @@ class LRScheduler(Section, name="lr_scheduler"):
     warmup_steps: CountOrZero = 200
     """Steps of linear warm-up; the whole schedule, if that is shorter."""
     total_steps: Count | None = None
-    """Length of the whole schedule. None: training.steps. Set it if training.steps may be raised later."""
+    """Length of the whole schedule; later steps have the floor's rate. None: training.steps. Set it if training.steps
+    may be raised later."""
     decay_ratio: Share | None = None
     """Share of the schedule, at its end, in which the rate decays; before, it is constant. None: after the warm-up."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
@@ -283,7 +293,7 @@ class Training(Section, name="training"):
 
 @dataclass(frozen=True)
 class Source(Section):
-    path: str | tuple[str, ...] = ""
+    path: LocalPath | tuple[LocalPath, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
     them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
     name: str = ""
@@ -396,7 +406,7 @@ class Validation(Sources, name="validation"):
 class Prepare(Section, name="prepare"):
     """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
 
-    output: str = ""
+    output: LocalPath = ""
     """Folder for the prepared data; with several sources, folders 0, 1, ... in it."""
     processes: CountOrZero = 0
     """Processes that tokenize. 0: one for each core."""
@@ -486,7 +496,7 @@ class Checkpoint(Section, name="checkpoint"):
     """Checkpoints to keep; 0 keeps all."""
     load_step: Annotated[int, at_least(-1)] = -1
     """Step to resume from. -1: the newest."""
-    initial_load_path: str = ""
+    initial_load_path: LocalPath = ""
     """Weights that a new run starts from: a run's folder, a step-N in it, or a Hugging Face folder. A run that resumes
     goes on from its own checkpoint."""
     last_save_in_hf: bool = False
@@ -600,11 +610,11 @@ class Estimate(Section, name="estimate"):
     """Run every layer on fake tensors, not only a few that stand for all: slower, to check the estimate."""
     search: bool = False
     """Look for the layout with the most tokens a second that fits."""
-    output: str = ""
+    output: LocalPath = ""
     """TOML file for the best layout of a search, to be given to the trainer. Empty: layout.toml in job.dump_folder."""
     json: bool = False
     """Print JSON instead of a table."""
-    picture: str = ""
+    picture: LocalPath = ""
     """PNG file for a picture of memory over two steps (pip install 'torchtrain[plot]')."""
 
 
