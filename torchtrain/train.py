@@ -60,11 +60,12 @@ def train(config: JobConfig) -> int:
     enable_flight_recorder(folder / "hangs")
     stop = StopRequest(config.faults)  # the wall-clock limit is that of the process: what follows may take minutes
     plan = plan_run(config)
+    config = plan.config  # resolved: from here on there is one config, which checkpoints have, too
     run = build_run(config, plan, stop)  # may refuse to resume: before the run's config.toml is overwritten
     if rank() == 0:
         with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
             file.write(to_toml(config).encode())
-    describe(plan.config, plan.shape, plan.device, plan.degrees)
+    describe(config, plan.shape, plan.device, plan.degrees)
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
