@@ -2,12 +2,15 @@
 
 import dataclasses
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchtrain.config.parse import from_file, parse, to_toml
-from torchtrain.config.schema import JobConfig, Training
+from torchtrain.config.schema import LOCAL, JobConfig, Training, rules_of
 from torchtrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
@@ -99,6 +102,57 @@ def test_the_configs_we_ship_are_all_there() -> None:
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_file(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["pyproject.tml", "project.toml", "pyproject2.toml"])
+def test_a_missing_config_is_not_mistaken_for_a_file_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").write_text('[project]\nname = "x"\n')
+    Path("cut.toml").write_text("[training")
+    Path("mine.toml").write_text("[training]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=r"is not a file; there are .*llama3_8b.toml, mine.toml \(looked for"):
+        from_file(name)
+    with pytest.raises(ConfigError, match=r"did you mean '.*train_configs/llama3_8b.toml'"):
+        from_file("llama3-8b.toml")
+
+
+URLS = ["s3://bucket/run", "gs://a/b.parquet", "hdfs://n:9000/x", "file:///tmp/x", "https://a.org/b", "HF://datasets/x"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_is_refused_wherever_a_path_of_this_machine_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [
+        *("job.dump_folder", "job.config_file", "model.hf_folder", "model.tokenizer_path", "data.path"),
+        *("validation.path", "prepare.output", "checkpoint.initial_load_path", "estimate.output", "estimate.picture"),
+    ]
+    for option in options:
+        with pytest.raises(ConfigError, match=rf"^{option} = '{url}' must be a local path; URLs are not supported"):
+            parse([f"--{option}", url])
+    with pytest.raises(ConfigError, match="must be a local path"):
+        parse(["--data.path", "a.txt", url])
+    file = write(tmp_path, f'[[validation.sources]]\npath = "a"\n[[validation.sources]]\npath = "{url}"\n')
+    with pytest.raises(ConfigError, match=rf"path = '{url}' must be a local path"):
+        parse(["--job.config_file", file])
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_every_option_for_a_path_refuses_urls() -> None:
+    """By their names: a new one that is a plain string fails here."""
+
+    def options(section: object, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+        for field in dataclasses.fields(section):  # type: ignore[arg-type]
+            value = getattr(section, field.name)
+            yield from options(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else ()
+            yield f"{prefix}{field.name}", field
+
+    for name, field in options(JobConfig(), ""):
+        if re.search(r"path|folder|file$|output|picture", name.rpartition(".")[2]):
+            assert LOCAL in rules_of(field.type), name
 
 
 def test_a_missing_file_is_refused_with_the_nearest() -> None:

@@ -5,20 +5,26 @@ import json
 import re
 import shutil
 import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from forked_door import run_door
-from forked_run import TINY, finish
+from forked_run import TINY, finish, patched_loss
 from safetensors import safe_open
 from sentencepiece import sentencepiece_model_pb2
 from test_contract import toml
 from test_plot import numbers, write_run
 from tokenizers import Tokenizer
 
+from torchtrain import compare as compare_command
+from torchtrain import convert as convert_command
+from torchtrain import generate as generate_command
 from torchtrain.checkpoint.contract import check_contract
 from torchtrain.checkpoint.hf import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.states import parameter_shapes
@@ -180,6 +186,55 @@ def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:
     assert found.returncode == 2, found.stderr
     assert "lies in the data" in found.stderr
     assert not output.exists()
+
+
+def test_a_run_and_its_checkpoints_have_one_config(tmp_path: Path) -> None:
+    options = ("--training.global_batch_size", "-1", "--training.local_batch_size", "3", "--training.steps", "2")
+    finish(tmp_path, *options, "--metrics.enable_tensorboard", ranks=2)
+    config = (tmp_path / "config.toml").read_text()
+    assert config == (tmp_path / "checkpoint/step-2/config.toml").read_text()
+    assert "global_batch_size = 6" in config
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"global_batch_size = 6" in events.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (convert_command, ["s3://bucket/run", "out"]),
+        (convert_command, ["run", "gs://bucket/out"]),
+        (convert_command, ["run", "out", "--tokenizer_path", "https://a.org/t"]),
+        (generate_command, ["s3://bucket/run", "--prompt", "a"]),
+        (generate_command, ["run", "--prompts_file", "s3://b/p.txt"]),
+        (generate_command, ["run", "--prompt", "a", "--output_file", "s3://b/p.txt"]),
+        (compare_command, ["run", "hdfs://a/b"]),
+        (compare_command, ["run", "--against", "hf://org/model"]),
+        (compare_command, ["run", "run", "--picture", "s3://b/p.png"]),
+    ],
+)
+def test_the_other_commands_refuse_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Any, arguments: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(arguments) == 2
+    assert "must be a local path; URLs are not supported" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def slow_steps_from_the_first(seconds: float) -> Any:
+    def sleep(_: int, loss: Any) -> Any:
+        time.sleep(seconds)
+        return loss
+
+    return patched_loss(sleep)
+
+
+def test_a_cpu_whose_steps_are_slow_from_the_first_on_does_not_hang(tmp_path: Path) -> None:
+    options = ("--comm.train_timeout_seconds", "1", "--training.steps", "3", "--training.global_batch_size", "1")
+    output = finish(tmp_path, *options, ranks=1, hook=partial(slow_steps_from_the_first, 1.3))
+    assert "takes more than" not in output
+    assert not (tmp_path / "hangs").exists()
+    assert "training begins with step 1 of 3" in output
 
 
 def test_steps_that_would_change_nothing_are_told(tmp_path: Path) -> None:

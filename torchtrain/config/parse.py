@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -74,10 +74,11 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
     try:
         table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
     except MISSING:
-        near = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.toml")), n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
+        near = difflib.get_close_matches(Path(path).stem, configs, n=1)
+        hint = f"did you mean {configs[near[0]]!r}?" if near else f"there are {', '.join(configs.values()) or 'none'}"
         looked = f"(looked for {Path(path).absolute()})"
-        raise ConfigError(f"job.config_file = {path!r} is not a file{hint} {looked}") from None
+        raise ConfigError(f"job.config_file = {path!r} is not a file; {hint} {looked}") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if only_model:
@@ -89,6 +90,25 @@ def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> J
     except ConfigError as error:
         between = "\n  " if "\n" in str(error) else " "
         raise ConfigError(f"{path}:{between}{error}") from None
+
+
+def train_configs() -> list[str]:
+    """The configs that come with the package, relative to the working folder where they are in it."""
+    folder = Path(__file__).parent.parent.parent / "train_configs"
+    with suppress(ValueError, OSError):
+        folder = folder.relative_to(Path.cwd())
+    return _configs_in(folder)
+
+
+def _configs_in(folder: Path) -> list[str]:
+    """The TOML files in ``folder`` with sections of ours, and no others such as pyproject.toml has."""
+    found = []
+    for file in sorted(folder.glob("*.toml")):
+        with suppress(OSError, ValueError):
+            table = tomli.loads(file.read_text(encoding="utf-8-sig"))
+            if table and table.keys() <= JobConfig.__dataclass_fields__.keys():
+                found.append(str(file))
+    return found
 
 
 def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", checked: bool = True) -> Section:

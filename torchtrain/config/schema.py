@@ -20,7 +20,7 @@ def require(holds: bool, rule: str) -> None:
         raise ConfigError(rule)
 
 
-Rule = tuple[str, Callable[[float], bool]]
+Rule = tuple[str, Callable[[Any], bool]]
 """What goes after "must" in a message, and whether a value keeps to it."""
 
 
