@@ -75,7 +75,7 @@ LISTED = {
     "tests/test_compare.py runs its like",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "tests/test_compare.py runs its like",
-    "python -m torchtrain.train --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
+    "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "tensorboard --logdir outputs": "serves until it is stopped",

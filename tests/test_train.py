@@ -193,6 +193,22 @@ def test_nonsense_gives_one_screen_and_exit_code_2(
     assert not (bad_files / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "options", [[], ["--job.device", "cpu", "--data.path", "README.md", "--metrics.log_freq", "3"]]
+)
+def test_a_start_that_does_not_say_what_to_train_is_refused_with_the_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    options = [str(ROOT / word) if word == "README.md" else word for word in options]
+    monkeypatch.chdir(tmp_path)
+    assert main(options) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "nothing says what to train: name a config by --job.config_file, such as " in message
+    for name in ("debug_model", "llama3_8b"):
+        assert f"train_configs/{name}.toml" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_all_ranks_refuse_and_one_speaks() -> None:
     refused = run_door("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
     assert refused.returncode == 2

@@ -9,7 +9,8 @@ import torch
 from torchtrain.attention.backends import choose_attention_backend
 from torchtrain.checkpoint.history import newest_config, saved_steps
 from torchtrain.checkpoint.weights import find_weights
-from torchtrain.config.schema import JobConfig, Source
+from torchtrain.config.parse import train_configs
+from torchtrain.config.schema import JobConfig, Model, Source, Training
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.hub import Ask, alone
 from torchtrain.datasets.loader import Loader
@@ -17,6 +18,7 @@ from torchtrain.datasets.sources import with_revisions
 from torchtrain.distributed.agreement import of_first_rank_untimed
 from torchtrain.distributed.mesh import Degrees, resolve_degrees
 from torchtrain.distributed.process_group import init_process_group, pick_device, rank, world_size
+from torchtrain.errors import ConfigError
 from torchtrain.metrics.writers import check_writers
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.outputs import require_folder
@@ -45,6 +47,7 @@ def plan_run(config: JobConfig) -> Plan:
     With data of the hub the process group is made here already, so that one rank asks the hub for all.
     """
     assert not config.model.hf_folder, "resolve_model comes first"
+    given = config
     device = pick_device(config.job.device)
     check_writers(config.metrics)
     initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
@@ -83,9 +86,20 @@ def plan_run(config: JobConfig) -> Plan:
         once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
         validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
     loader = open_loader(config.data)
+    _require_choice(given)
     folder = config.job.dump_folder
     require_folder(Path(folder), f"job.dump_folder = {folder!r}")  # last: a run that is refused leaves nothing
     return Plan(config, device, degrees, model, tokenizer, loader, validation_loaders, start)
+
+
+def _require_choice(config: JobConfig) -> None:
+    """Raise ConfigError where nothing says what to train: the defaults alone are no run that anybody wants."""
+    if config.job.config_file or config.model != Model() or config.training != Training():
+        return
+    raise ConfigError(
+        f"nothing says what to train: name a config by --job.config_file, such as {', '.join(train_configs())}, or "
+        "set options of [model] and [training]. ./run_llama_train.sh takes train_configs/debug_model.toml"
+    )
 
 
 def _with_revisions(config: JobConfig) -> JobConfig:

@@ -1,4 +1,4 @@
-"""Pretrain a Llama: ``torchrun -m torchtrain.train --job.config_file F`` or, alone, ``python -m torchtrain.train``."""
+"""Pretrain a Llama: ``torchrun -m torchtrain.train --job.config_file F``; on one rank ``python -m`` does, too."""
 
 import gc
 import os
@@ -100,8 +100,8 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
                 loop.validator.maybe_run(run.step, run.step == steps)
         batches = metrics.time_waiting(run.plan.loader)
         made = 0  # the last step whose loss is at hand
-        while run.step < steps and not stop.agreed:
         logger.info("training begins with step %d of %d", run.step + 1, steps)
+        while run.step < steps and not stop.agreed:
             last = run.step + 1 == steps
             with hangs.watch(f"step {run.step + 1}"):
                 batch = next(batches, None)
