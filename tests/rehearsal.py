@@ -17,7 +17,7 @@ from torchtrain.planning import fake_run
 from torchtrain.planning.fake_run import ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GPUS
 from torchtrain.planning.ledger import KINDS, Ledger
-from torchtrain.planning.operations import VIEWS, tensors_in
+from torchtrain.planning.operations import VIEWS, collective, tensors_in
 from torchtrain.planning.request import refuse
 from torchtrain.shape import model_shape
 
@@ -37,6 +37,7 @@ class WatchingLedger(Ledger):
         super().__init__(device_type, **options)
         self.readbacks: list[str] = []
         self.others: Counter[str] = Counter()
+        self.reductions: set[tuple[str, str, torch.dtype, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device_type:
@@ -45,6 +46,11 @@ class WatchingLedger(Ledger):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         super()._note(func, args, kwargs, out)
+        found = collective(func, args, out)
+        if found is not None and "reduce" in found[0]:
+            summands = tensors_in(args)[-1]  # after the output, where it is an argument
+            axis = self.axes.get(found[1].group_name, "all")
+            self.reductions.add((axis, found[0], summands.dtype, summands.ndim))
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
         name, own, inputs, outputs = func._opname, self.device_type, tensors_in((args, kwargs)), tensors_in(out)
@@ -68,6 +74,7 @@ class Seen:
     collectives: Counter[tuple[str, str, int]]  # axis, operation, bytes
     readbacks: Sequence[str]
     others: Counter[str]
+    reductions: set[tuple[str, str, torch.dtype, int]]  # axis, operation, dtype and dimensions of the summands
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,12 @@ class Report:
     def host_work(self) -> set[str]:
         """Operations on the host that no step should have."""
         return {name for seen in self.ranks for name in seen.others} - HOST_WORK
+
+    @property
+    def rounded_gradients(self) -> set[tuple[str, str, torch.dtype, int]]:
+        """Reductions of other than activations, (bs, seq, ...), in fewer bits than float32."""
+        reductions = set().union(*(seen.reductions for seen in self.ranks))
+        return {r for r in reductions if r[2].itemsize < 4 and not (r[0] in ("tensor", "context") and r[3] >= 3)}
 
     @property
     def readbacks(self) -> list[str]:
@@ -148,7 +161,8 @@ def run(
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
         ledger, peak = record.ledger, dict(zip(KINDS, step.peak, strict=True))
         assert isinstance(ledger, WatchingLedger)
-        seen.append(Seen(rank, peak, flops, recomputed, collectives, ledger.readbacks, ledger.others))
+        noted = ledger.readbacks, ledger.others, ledger.reductions
+        seen.append(Seen(rank, peak, flops, recomputed, collectives, *noted))
     operations = {
         rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()
     }

@@ -38,6 +38,7 @@ class CollectiveCounter(TorchDispatchMode):
             "_reduce_scatter_base_": "reduce-scatter",
             "alltoall_base_": "reduce-scatter",  # FSDP's on a CPU, with as many bytes
             "all_reduce": "all-reduce",
+            "allreduce_": "all-reduce",
         }
         if name in kinds:
             tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
@@ -46,9 +47,9 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives(parallelism: dict[str, Any], n_layers: int) -> list[Counter[tuple[str, int]]]:
-    """Of one forward, and of one backward."""
-    config = config_of(parallelism=parallelism, training={"local_batch_size": BS})
+def _collectives(parallelism: dict[str, Any], n_layers: int, mode: str) -> list[Counter[tuple[str, int]]]:
+    """Of one forward, of one backward, and of what a step does once. ``mode``: of activation checkpointing."""
+    config = config_of(parallelism=parallelism, training={"local_batch_size": BS}, activation_checkpoint={"mode": mode})
     model = build(config, replace(TINY, n_layers=n_layers))
     windows = global_batch(1, TINY.vocab_size, SEQ)[:BS]
     tokens, labels, positions = (
@@ -60,46 +61,67 @@ def _collectives(parallelism: dict[str, Any], n_layers: int) -> list[Counter[tup
             loss = cross_entropy_sum(model.parts[0](tokens, positions), labels)
         with CollectiveCounter(ranks) as backward:
             loss.backward()
-    return [forward.seen, backward.seen]
+    with CollectiveCounter(ranks) as once:
+        assert model.finish_gradients()
+    return [forward.seen, backward.seen, once.seen]
 
 
 HIDDEN = 4 * BS * SEQ * DIM  # bytes, in float32
 PARAMETERS = 4 * LAYER
 KEYS_VALUES = 4 * 2 * BS * SEQ * KV_DIM
-NORM = 4 * DIM
+
+
+NORMS = {("all-reduce", 4 * DIM * (2 * 2 + 1)): -1, ("all-reduce", 4 * DIM * (2 * 3 + 1)): 1}  # of 3 layers, not of 2
+TENSOR = {"tensor_parallel_degree": 2}
+WHOLE_SEQUENCE = {**TENSOR, "enable_sequence_parallel": False}
+CONTEXT = {"context_parallel_degree": 2, "fsdp_reshard_after_forward": "always"}
+GATHERS, SCATTERS = ("all-gather", HIDDEN), ("reduce-scatter", HIDDEN)
+REDUCTIONS = ("all-reduce", HIDDEN)
+KEYS_VALUES_GATHERS = ("all-gather", KEYS_VALUES)
+OF_SHARDS = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1}
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "forward", "backward"),
+    ("parallelism", "mode", "forward", "backward", "once"),
     [
         (
             {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"},
+            "none",
             {("all-gather", PARAMETERS): 1},
-            {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1},
+            OF_SHARDS,
+            {},
+        ),
+        (TENSOR, "none", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 2}, NORMS),
+        # What is gathered is gathered again: it is larger than what it is made from. Sums are kept.
+        (TENSOR, "selective", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 2}, NORMS),
+        (TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS),  # the last has no reader
+        (WHOLE_SEQUENCE, "none", {REDUCTIONS: 2}, {REDUCTIONS: 2}, NORMS),
+        (WHOLE_SEQUENCE, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS),
+        (
+            CONTEXT,
+            "none",
+            {KEYS_VALUES_GATHERS: 1, ("all-gather", PARAMETERS): 1},
+            {("reduce-scatter", KEYS_VALUES): 1, **OF_SHARDS},
+            {},
         ),
         (
-            {"tensor_parallel_degree": 2},
-            {("all-gather", HIDDEN): 2, ("reduce-scatter", HIDDEN): 2},
-            {("all-gather", HIDDEN): 2, ("reduce-scatter", HIDDEN): 2, ("all-reduce", NORM): 2},
-        ),
-        (
-            {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
-            {("all-reduce", HIDDEN): 2},
-            {("all-reduce", HIDDEN): 2, ("all-reduce", NORM): 2},
-        ),
-        (
-            {"context_parallel_degree": 2, "fsdp_reshard_after_forward": "always"},
-            {("all-gather", KEYS_VALUES): 1, ("all-gather", PARAMETERS): 1},
-            {("reduce-scatter", KEYS_VALUES): 1, ("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1},
+            CONTEXT,
+            "selective",
+            {KEYS_VALUES_GATHERS: 1, ("all-gather", PARAMETERS): 1},
+            {KEYS_VALUES_GATHERS: 1, ("reduce-scatter", KEYS_VALUES): 1, **OF_SHARDS},
+            {},
         ),
     ],
-    ids=["shard", "tensor", "tensor without sequence", "context"],
 )
 def test_a_layer_more_sends_so_much_more(
     gloo: GlooPool,
     parallelism: dict[str, Any],
+    mode: str,
     forward: dict[tuple[str, int], int],
     backward: dict[tuple[str, int], int],
+    once: dict[tuple[str, int], int],
 ) -> None:
-    fewer, more = (gloo.run(2, _collectives, parallelism, n_layers)[0] for n_layers in (2, 3))
-    assert [b - a for a, b in zip(fewer, more, strict=True)] == [forward, backward]
+    fewer, more = (gloo.run(2, _collectives, parallelism, n_layers, mode)[0] for n_layers in (2, 3))
+    for a, b, expected in zip(fewer, more, (forward, backward, once), strict=True):
+        b.subtract(a)
+        assert {call: count for call, count in b.items() if count} == expected

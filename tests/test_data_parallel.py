@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, build, config_of, full_weights, train
+from parity import TINY, Curve, assert_same_run, build, config_of, full_weights, global_batch, train
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,10 +21,11 @@ from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
-from torchtrain.models.llama import Transformer
+from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms.limits.pipeline import plan_stages
+from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
@@ -311,3 +312,41 @@ def _dtypes_of_sums(config: JobConfig) -> set[torch.dtype]:
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(gloo: GlooPool, dtype: str) -> None:
     config = config_of(training={"mixed_precision_param": "bfloat16", "mixed_precision_reduce": dtype})
     assert gloo.run(2, _dtypes_of_sums, config) == [{getattr(torch, dtype)}] * 2
+
+
+def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) -> dict[str, torch.Tensor]:
+    """After one backward; ``reduced``: over the tensor-parallel group, too."""
+    model = build(config, shape)
+    tokens = global_batch(1, shape.vocab_size, shape.max_seq_len)
+    positions = torch.arange(shape.max_seq_len)[None]
+    if model.sums is not None:
+        model.sums.exponent = 0  # as if a step before had told
+    model.begin_gradients(len(tokens))
+    model.forward_backward(
+        Microbatch(tokens[:, :-1], tokens[:, 1:], positions, None), torch.tensor(tokens[:, 1:].numel()), is_last=True
+    )
+    named = ((name, p.grad) for name, p in model.parts[0].named_parameters() if "norm" in name)
+    gradients = {name: grad.to_local() for name, grad in named if isinstance(grad, DTensor)}
+    if reduced:
+        assert model.finish_gradients()
+    elif model.sums is not None:
+        torch._foreach_mul_(list(gradients.values()), 2.0**model.sums.spacing)
+    return gradients
+
+
+@pytest.mark.parametrize("sums", ["fast", "exact"])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_norms_are_summed_over_tensor_parallel_ranks_in_float32(gloo: GlooPool, sequence: bool, sums: str) -> None:
+    parallelism = {"tensor_parallel_degree": 2, "enable_sequence_parallel": sequence}
+    config = config_of(
+        training={"mixed_precision_param": "bfloat16", "sums": sums, "local_batch_size": 8}, parallelism=parallelism
+    )
+    shape = replace(TINY, qk_norm=True)
+    own = gloo.run(2, _norm_gradients, config, shape, False)
+    total = gloo.run(2, _norm_gradients, config, shape, True)
+    assert total[0].keys() == own[0].keys()
+    for name, found in total[0].items():
+        assert torch.equal(found, total[1][name]), f"{name} differs between ranks"
+        by_heads = "q_norm" in name or "k_norm" in name
+        expected = own[0][name].double() + (own[1][name].double() if sequence or by_heads else 0)
+        assert (found - expected).norm() < 1e-6 * expected.norm(), name

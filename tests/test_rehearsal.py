@@ -70,6 +70,7 @@ def debug(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any], **
 
 def check(report: Report, *, offload: bool = False) -> None:
     assert report.disagreements == []
+    assert report.rounded_gradients == set()  # training.mixed_precision_reduce is float32
     if not offload:  # there the update is made on the host, which waits for the norm of the gradient
         assert report.readbacks == []
         assert report.host_work == set()
@@ -146,6 +147,14 @@ def each(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", each(MATRIX))
 def test_options(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name))
+
+
+def test_exact_sums_are_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
+    report = debug(gpu, 16, {**layout(tensor=4, replicate=2), "training.sums": "exact"}, shape={"qk_norm": True})
+    assert report.disagreements == []
+    assert report.rounded_gradients == set()
+    found = {(axis, dtype) for axis, _, dtype, _ in report.ranks[0].reductions}
+    assert {("replicate", torch.int64), ("tensor", torch.int64)} <= found
 
 
 OFFLOAD = {"training.enable_cpu_offload": True}

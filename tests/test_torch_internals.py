@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import torchtrain.torch_internals as internals
 
@@ -147,15 +147,6 @@ def test_a_rowwise_style_prepares_its_output_by_the_method_that_is_replaced(mesh
     style = Noting(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(nn.Embedding(8, 4), mesh["shard"], style)(torch.zeros(1, 2, dtype=torch.int64))
     assert seen == [((Shard(1),), True)]
-
-
-def test_a_norm_takes_the_placement_that_is_set(mesh: DeviceMesh) -> None:
-    style = SequenceParallel(use_local_output=False)
-    assert style.sequence_sharding == (Shard(1),)
-    style.sequence_sharding = (Replicate(),)
-    out = parallelize_module(nn.RMSNorm(4), mesh["shard"], style)(torch.ones(1, 2, 4))
-    assert isinstance(out, DTensor)
-    assert out.placements == (Replicate(),)
 
 
 def test_groups_of_several_axes_and_their_time_out(mesh: DeviceMesh) -> None:

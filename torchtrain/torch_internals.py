@@ -46,8 +46,8 @@ NAMES = {
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
 }
 
-# Members that are used, replaced or set where they are: what for. Two are not listed, being set on objects: found_inf
-# of a fused AdamW (skip an update on the device), and sequence_sharding of SequenceParallel (norms that are not split).
+# Members that are used, replaced or set where they are: what for. One is not listed, being set on objects: found_inf of
+# a fused AdamW (skip an update on the device).
 MEMBERS = {
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
@@ -63,6 +63,7 @@ MEMBERS = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether a CPU multiplies in bfloat16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether a CPU multiplies in float16",
     "torch._foreach_mul_": "scale all gradients: clipping, exact sums",
+    "torch._foreach_copy_": "sums of gradients of norms, put back",
     "torch.cuda.memory._record_memory_history": "memory snapshots",
     "torch.cuda.memory._snapshot": "memory snapshots",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",

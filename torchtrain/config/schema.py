@@ -270,7 +270,7 @@ class Training(Section, name="training"):
     """dtype of parameters and activations in forward and backward; master weights are float32. A CPU that cannot
     multiply in bfloat16 computes products in float32 and rounds them."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
-    """dtype in which gradients are reduced over ranks."""
+    """dtype in which gradients of parameters are reduced over ranks, on every axis of the mesh."""
     sums: Literal["fast", "exact"] = "fast"
     """How gradients are added up. exact: as 64-bit integers, so that the run has the same bits on any number of
     data-parallel ranks (docs/parallelism.md)."""

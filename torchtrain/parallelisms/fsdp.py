@@ -26,7 +26,7 @@ def apply_fsdp(
     dtype = getattr(torch, training.mixed_precision_param)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.int64 if sums is not None else getattr(torch, training.mixed_precision_reduce),
+        reduce_dtype=reduce_dtype(training),
         # The blocks' only float input that is not yet in param_dtype is the RoPE tables, which must stay float32.
         cast_forward_inputs=False,
     )
@@ -60,6 +60,11 @@ def apply_fsdp(
         modules[0]._set_unshard_async_op(True)
         for block, following in pairwise(modules[1:]):
             block.set_modules_to_forward_prefetch([following])
+
+
+def reduce_dtype(training: Training) -> torch.dtype:
+    """In which gradients are reduced over ranks."""
+    return torch.int64 if training.sums == "exact" else getattr(torch, training.mixed_precision_reduce)
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

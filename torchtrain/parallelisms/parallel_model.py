@@ -13,11 +13,12 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.parallelisms.fsdp import set_accumulation
+from torchtrain.parallelisms.fsdp import reduce_dtype, set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
 from torchtrain.parallelisms.reductions.exact_sums import ExactSums
+from torchtrain.parallelisms.tensor_parallel import reduce_norm_gradients
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ParallelModel:
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
+    reduce_dtype: torch.dtype  # of gradients
     sums: ExactSums | None  # training.sums
 
     @property
@@ -41,10 +43,13 @@ class ParallelModel:
         """Call it before the first ``forward_backward`` of a step. ``rows``: of the batch, on this rank."""
         if self.sums is not None:
             degrees = self.mesh.degrees
-            self.sums.begin(rows * degrees.batch * degrees.context)  # at most: one row a microbatch
+            # At most: one row per microbatch. Norms are summed over tensor-parallel ranks, too.
+            self.sums.begin(rows * degrees.batch * degrees.context * degrees.tensor)
 
     def finish_gradients(self) -> bool:
         """Call it after the last one. False where exact sums have overflowed: the step must be computed again."""
+        if self.mesh.degrees.tensor > 1:
+            reduce_norm_gradients(self.parts, self.mesh.tensor, self.reduce_dtype)
         return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
@@ -90,7 +95,9 @@ def build_parallel_model(
     split = mesh.degrees.pipeline > 1
     pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
     accumulation = parallelism.fsdp_gradient_accumulation
-    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, sums)
+    return ParallelModel(
+        mesh, device, list(stages.values()), pipeline, loss, accumulation, reduce_dtype(training), sums
+    )
 
 
 def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:

@@ -4,29 +4,56 @@ Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https:
 DTensor placements. Outside attention and feed-forward, activations (bs, seq, dim) are sharded along seq.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
+from torchtrain.distributed.mesh import local
+from torchtrain.distributed.process_group import all_reduce
 from torchtrain.models.llama.model import Transformer
 
 
-class ReplicateParallel(SequenceParallel):
-    """For a norm without sequence parallelism: every rank computes all of it."""
+class TensorParallelNorm(nn.RMSNorm):
+    """An RMSNorm with the same weight on all ranks of a group. Its gradient stays local to each rank.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequence_sharding = (Replicate(),)  # type: ignore[assignment]
+    torch's SequenceParallel would have FSDP all-reduce it in param_dtype, for each norm and microbatch
+    (https://github.com/pytorch/pytorch/issues/190626). ``reduce_norm_gradients`` does it once per step.
+    """
+
+    def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh, *, sharded_input: bool):
+        """``sharded_input``: whether each rank normalizes its own part of the input, not all of it."""
+        super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        self.weight = nn.Parameter(DTensor.from_local(norm.weight, mesh, [Replicate()], run_check=False))
+        # Where all ranks compute the same gradient, that of one counts: so they agree whatever their kernels round.
+        self.has_gradient = sharded_input or mesh.get_local_rank() == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = cast(DTensor, self.weight).to_local(grad_placements=[Replicate()])  # no reduction in backward
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+@torch.no_grad()
+def reduce_norm_gradients(parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Sum the gradients of each ``TensorParallelNorm`` over the 1-D ``mesh``, in ``dtype``, by one all-reduce."""
+    norms = [module for part in parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
+    gradients = [local(norm.weight.grad) for norm in norms]
+    summands = [g if norm.has_gradient else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
+    sums = torch.cat(summands).to(mesh.device_type, dtype)  # from CPU memory, under CPU offload
+    all_reduce(sums, group=mesh.get_group())
+    torch._foreach_copy_(gradients, torch.split(sums, [g.numel() for g in gradients]))
 
 
 class EmbeddingParallel(RowwiseParallel):
@@ -51,26 +78,27 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     the vocabulary. A pipeline stage takes and returns this rank's part of the residual stream.
     """
     residual = Shard(1) if sequence_parallel else Replicate()
-    norm = SequenceParallel if sequence_parallel else ReplicateParallel
+    for name, norm in list(model.named_modules()):
+        if isinstance(norm, nn.RMSNorm):
+            by_heads = name.endswith(("q_norm", "k_norm"))
+            model.set_submodule(name, TensorParallelNorm(norm, mesh, sharded_input=sequence_parallel or by_heads))
     plan: dict[str, ParallelStyle] = {
-        "layers.*.attention_norm": norm(),
         "layers.*.attention": PrepareModuleInput(  # x, cos, sin, mask
             input_layouts=(residual, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
         "layers.*.attention.w[qkv]": ColwiseParallel(),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=residual),
-        "layers.*.ffn_norm": norm(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),)),
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=residual),
     }
-    if model.config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            plan[f"layers.*.attention.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # by heads
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
     if model.norm is not None:
-        plan["norm"] = norm()
+        # As a DTensor: the loss gathers it before it cuts it in chunks.
+        plan["norm"] = PrepareModuleOutput(
+            output_layouts=residual, desired_output_layouts=residual, use_local_output=False
+        )
     if model.output is not None:
         plan["output"] = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)

@@ -82,6 +82,7 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         at(FSDPParamGroup, "post_forward", leave),
         at(FSDPParamGroup, "pre_backward", enter),
         at(ParallelModel, "forward_backward", microbatch),
+        at(ParallelModel, "finish_gradients", part="update"),
         at(PipelineStage, "forward_one_chunk", partial(chunk, "FORWARD")),
         at(PipelineStage, "backward_one_chunk", partial(chunk, "FULL_BACKWARD")),
         at(OutputLoss, "__call__", part="loss"),
