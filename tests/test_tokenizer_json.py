@@ -1,19 +1,24 @@
 """tokenizer.json: the ids of transformers, on texts that are hard, and the same again from what is exported."""
 
 import argparse
+import functools
+import hashlib
 import json
+import re
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from json_tokenizers import BOS, EOS, KINDS, SPECIAL_PIECES, TOOL, hard_texts, save_tokenizer
 from parity import TINY
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from torchtrain.checkpoint.hf import write_hf_config
 from torchtrain.errors import TokenizerError
+from torchtrain.log import logger
 from torchtrain.tokenizers import load_tokenizer
 
 TEXTS = hard_texts()
@@ -117,7 +122,102 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
             if "\u2581" not in text and (not spaces or not (set(" \u2581") & set(text[:1]) or TOOL in text)):
                 size = len((text if spaces else unicodedata.normalize("NFC", text)).encode())
                 assert sum(tokenizer.token_bytes[i] for i in tokenizer.encode(text)) == size + spaces, text
-        assert tokenizer.added_bytes == spaces
+
+
+def template(*pieces: str) -> dict[str, Any]:
+    """A post-processor that puts special tokens around a text, ``$A``."""
+    vocabulary = load_library().get_vocab()
+    ids = [(piece, vocabulary[piece]) for piece in pieces if piece != "$A"]
+    made: dict[str, Any] = json.loads(processors.TemplateProcessing(list(pieces), special_tokens=ids).__getstate__())
+    return made
+
+
+@functools.cache
+def load_library() -> Tokenizer:
+    return KINDS["byte-level BPE"]()
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+POST_PROCESSORS: dict[str, Callable[[], dict[str, Any] | None]] = {
+    "none": lambda: None,
+    "nothing added": lambda: template("$A"),
+    "bos": lambda: template(BOS, "$A"),
+    "bos and eos": lambda: template(BOS, "$A", EOS),
+    "eos": lambda: template("$A", EOS),
+    "as Llama 3": lambda: {"type": "Sequence", "processors": [BYTE_LEVEL, template(BOS, "$A")]},
+    "byte level": lambda: BYTE_LEVEL,
+    "Roberta": lambda: {
+        "type": "RobertaProcessing",
+        "sep": [EOS, load_library().token_to_id(EOS)],
+        "cls": [BOS, load_library().token_to_id(BOS)],
+        "trim_offsets": True,
+        "add_prefix_space": False,
+    },
+}
+
+
+def save_with_post_processor(folder: Path, kind: str, **config: Any) -> Path:
+    content = json.loads(load_library().to_str()) | {"post_processor": POST_PROCESSORS[kind]()}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+@pytest.mark.parametrize(
+    "config", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}], ids=str
+)
+def test_a_prompt_begins_as_with_transformers(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    """Where there is a tokenizer.json, its post-processor alone says what is added."""
+    folder = save_with_post_processor(tmp_path / "hf", kind, **config)
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    for text in ("", "a", "import os", " two  spaces "):
+        assert ours.encode_prompt(text) == theirs.encode(text)
+
+
+def test_bos_that_is_eos_stands_once_between_documents(tmp_path: Path) -> None:
+    folder = save_with_post_processor(tmp_path / "hf", "none", bos_token=EOS)
+    tokenizer = load_tokenizer(str(folder))
+    eos, ids = tokenizer.eos_id, tokenizer.encode("some text")
+    assert tokenizer.bos_id == eos is not None
+    assert tokenizer.encode("some text", bos=True, eos=True) == [eos, *ids]
+    assert tokenizer.encode("some text", eos=True) == [*ids, eos]
+    before = (folder / "tokenizer.json").read_bytes() + f" {eos} {eos}".encode()
+    # Data that an earlier version prepared have it twice: they are not read.
+    assert tokenizer.content_hash != hashlib.sha256(before).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            {},
+            "no bos_token and eos_token is known, so documents run into each other .* tokenizer_config.json is missing",
+        ),
+        (
+            {"tokenizer_config.json": {"bos_token": BOS}},
+            "no eos_token is known, so documents are separated by bos alone",
+        ),
+        ({"tokenizer_config.json": {}}, "Name bos_token and eos_token in .*tokenizer_config.json"),
+        ({"tokenizer_config.json": {"eos_token": EOS}}, ""),
+        ({"generation_config.json": {"eos_token_id": 4}}, ""),
+    ],
+)
+def test_a_tokenizer_that_ends_no_document_is_named(
+    tmp_path: Path,
+    files: dict[str, Any],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    load_library().save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    load_tokenizer(str(tmp_path))
+    assert re.search(told, caplog.text) if told else not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,6 +234,20 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
             (None, EOS),
         ),
         ({"tokenizer_config.json": {"bos_token": BOS}, "generation_config.json": {"eos_token_id": 4}}, (BOS, 4)),
+        (  # read only without added_tokens_decoder, and then first
+            {
+                "tokenizer_config.json": {"bos_token": BOS, "eos_token": BOS},
+                "special_tokens_map.json": {"eos_token": EOS},
+            },
+            (BOS, EOS),
+        ),
+        (
+            {
+                "tokenizer_config.json": {"bos_token": BOS, "eos_token": BOS, "added_tokens_decoder": {}},
+                "special_tokens_map.json": {"eos_token": EOS},
+            },
+            (BOS, BOS),
+        ),
         (  # as older versions of transformers saved it
             {"tokenizer_config.json": {}, "special_tokens_map.json": {"bos_token": BOS, "eos_token": {"content": EOS}}},
             (BOS, EOS),

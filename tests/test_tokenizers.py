@@ -1,14 +1,17 @@
 import base64
 import io
+import json
 import random
+import shutil
 
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
+from transformers import AutoTokenizer
 
 from torchtrain.errors import TokenizerError
-from torchtrain.tokenizers import load_tokenizer
+from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 WORD_LEVEL = Library(WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'
@@ -98,6 +101,18 @@ def test_tokenizer_without_bos(tmp_path):
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.bos_id is None
     assert tokenizer.encode("a", bos=True, eos=True) == [*tokenizer.encode("a"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("added", [None, {}, {"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])
+def test_a_prompt_of_a_sentencepiece_model_begins_as_with_transformers(tmp_path, added):
+    """Where there is no tokenizer.json, tokenizer_config.json says what is added."""
+    shutil.copyfile(tokenizer_file(), tmp_path / "tokenizer.model")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if added is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.encode_prompt("def main(") == theirs.encode("def main(")
+    assert ours.encode_prompt("")[:1] == ([ours.bos_id] if added else [])
 
 
 def test_content_hash_tells_tokenizers_apart(rank_file):

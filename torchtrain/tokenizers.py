@@ -18,9 +18,11 @@ import tiktoken
 import tokenizers
 
 from torchtrain.errors import TokenizerError
+from torchtrain.log import logger
 from torchtrain.reading import MISSING, read_file
 
 TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer(ABC):
@@ -37,29 +39,35 @@ class Tokenizer(ABC):
     """SHA-256, in hex, of all that ids depend on: data prepared with one tokenizer is never read with another."""
 
     token_bytes: list[int]
-    """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens."""
+    """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens. Their sum over a text may differ
+    from the text's own bytes: a tokenizer may add a space, normalize, or have no token for a character."""
+    special_ids: frozenset[int]
+    """Ids that are no text, which a decoder may leave out."""
+    added_ids: tuple[list[int], list[int]] = ([], [])
+    """Ids that the tokenizer's own files put before and after each text, as ``AutoTokenizer`` reads them."""
 
     @property
     def identity(self) -> str:
         """Its hash, as checkpoints keep it."""
         return f"SHA-256 {self.content_hash[:16]}..."
 
-    @property
-    def added_bytes(self) -> int:
-        """Bytes that the ids of a text stand for beyond its own: 1 where a space is put before it."""
-        return max(0, sum(self.token_bytes[i] for i in self.ids_of("a")) - 1)
-
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of ``text``, with those that begin and end a document as far as the tokenizer has them.
 
+        Where one token is both, a document has it once, before its text: it also ends the document before.
         Text that spells a special token, but for the unknown one, is plain text: it never yields that token's id.
         """
         ids = self.ids_of(text)
         if bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
-        if eos and self.eos_id is not None:
+        if eos and self.eos_id is not None and not (bos and self.eos_id == self.bos_id):
             ids.append(self.eos_id)
         return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of ``text`` with those that the tokenizer's own files add, as ``AutoTokenizer`` does by default."""
+        before, after = self.added_ids
+        return [*before, *self.ids_of(text), *after]
 
     @abstractmethod
     def ids_of(self, text: str) -> list[int]:
@@ -84,6 +92,8 @@ def tokenizer_file(path: str = "") -> Path:
 def load_tokenizer(path: str = "") -> Tokenizer:
     """Read a tokenizer; ``""`` is the small one in the package, trained on the Python standard library.
 
+    Logs a warning where it has no token that ends a document.
+
     Raises:
         TokenizerError: the file is missing, unreadable, or no tokenizer of the three kinds.
     """
@@ -97,14 +107,58 @@ def load_tokenizer(path: str = "") -> Tokenizer:
             "model or Llama 3's tiktoken rank file, or a folder with one of them"
         ) from None
     try:
+        tokenizer: Tokenizer
         if content.lstrip()[:1] == b"{":
-            return JsonTokenizer(content, file.parent)
-        # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
-        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
-            return TiktokenTokenizer(content)
-        return SentencePieceTokenizer(content)
+            tokenizer = JsonTokenizer(content, file.parent)
+        else:
+            # A rank file is lines of "<base64 of the bytes> <rank>"; a SentencePiece model is a binary protobuf.
+            is_ranks = re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content)
+            tokenizer = TiktokenTokenizer(content) if is_ranks else SentencePieceTokenizer(content)
+            tokenizer.added_ids = _ids_added_by_config(tokenizer, file.parent)
     except TokenizerError as error:
         raise TokenizerError(f"model.tokenizer_path = {path!r}: {error}") from None
+    if tokenizer.eos_id is None:
+        _warn_of_missing(tokenizer, path, file)
+    return tokenizer
+
+
+def _warn_of_missing(tokenizer: Tokenizer, path: str, file: Path) -> None:
+    """Log what a missing eos means for training and generation, and which file would name it."""
+    missing = "eos_token" if tokenizer.bos_id is not None else "bos_token and eos_token"
+    result = "documents are separated by bos alone" if tokenizer.bos_id is not None else "documents run into each other"
+    if not isinstance(tokenizer, JsonTokenizer):
+        remedy = "The file itself has none: take another tokenizer."
+    elif file.with_name(TOKENIZER_CONFIG).is_file():
+        remedy = f"Name {missing} in {file.with_name(TOKENIZER_CONFIG)}."
+    else:
+        remedy = f"{TOKENIZER_CONFIG} is missing beside {file}: add the one of this tokenizer, which names {missing}."
+    logger.warning(
+        "model.tokenizer_path = %r: no %s is known, so %s and generation does not stop at the end of a document. %s",
+        *(path, missing, result, remedy),
+    )
+
+
+def _ids_added_by_config(tokenizer: Tokenizer, folder: Path) -> tuple[list[int], list[int]]:
+    """``added_ids`` of a SentencePiece model or a rank file, which themselves do not say it."""
+    config = _read_beside(folder, TOKENIZER_CONFIG)
+    before, after = (
+        [token] if config.get(f"add_{name}_token") and token is not None else []
+        for name, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id))
+    )
+    return before, after
+
+
+def _read_beside(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file beside the tokenizer's own; empty where there is no such file."""
+    try:
+        content = json.loads(read_file(folder / name))
+    except MISSING:
+        return {}
+    except ValueError as error:
+        raise TokenizerError(f"{name}, beside it, is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{name}, beside it, is damaged: it must hold a JSON object, not {str(content)[:40]!r}")
+    return content
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -119,11 +173,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self.used_ids = self._processor.vocab_size()
         self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.eos_id()))
         self.content_hash = hashlib.sha256(content).hexdigest()
-        self.token_bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
+        ids = range(self.vocab_size)
+        self.special_ids = frozenset(i for i in ids if self._processor.IsControl(i) or self._processor.IsUnknown(i))
+        self.token_bytes = [self._bytes_of(token) for token in ids]
 
     def _bytes_of(self, token: int) -> int:
         processor = self._processor
-        if processor.IsControl(token) or processor.IsUnknown(token) or processor.IsUnused(token):
+        if token in self.special_ids or processor.IsUnused(token):
             return 0
         # "\u2581" stands for a space.
         return 1 if processor.IsByte(token) else len(processor.IdToPiece(token).replace("\u2581", " ").encode())
@@ -156,7 +212,10 @@ class JsonTokenizer(Tokenizer):
             raise TokenizerError("its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
-        self.content_hash = hashlib.sha256(content + f" {self.bos_id} {self.eos_id}".encode()).hexdigest()
+        separators = f" {self.bos_id} {self.eos_id}"
+        if self.bos_id is not None and self.bos_id == self.eos_id:
+            separators += " once"  # earlier versions put it before and after a document: other tokens, another hash
+        self.content_hash = hashlib.sha256(content + separators.encode()).hexdigest()
         added = {token["id"]: token for token in about.get("added_tokens", ())}
         unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
         special = {t["content"] for t in added.values() if t["special"] and t["id"] not in unknown}
@@ -166,8 +225,14 @@ class JsonTokenizer(Tokenizer):
         )
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
         by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
-        never = {number for piece, number in vocabulary.items() if piece in special} - {self.bos_id, self.eos_id}
+        ends = {token for token in (self.bos_id, self.eos_id) if token is not None}
+        never = {number for piece, number in vocabulary.items() if piece in special} - ends
         self.used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some have a <pad> beyond the embedding
+        self.special_ids = frozenset({number for number, token in added.items() if token["special"]} | ends)
+        encoded = self._encoder.encode("a")  # any text
+        text = [place for place, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        text = text or [len(encoded.ids)]  # it may have no token for that letter
+        self.added_ids = encoded.ids[: text[0]], encoded.ids[text[-1] + 1 :]
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:
@@ -209,14 +274,15 @@ class JsonTokenizer(Tokenizer):
 
 def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | None:
     """Id of the token ``name`` (bos or eos) by the files in ``folder``; None where they say that there is none."""
-    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-    for file, key in zip(names, (f"{name}_token", f"{name}_token", f"{name}_token_id"), strict=True):
-        try:
-            value: Any = json.loads(read_file(folder / file))[key]
-        except (*MISSING, KeyError):
+    config = _read_beside(folder, TOKENIZER_CONFIG)
+    files = [(TOKENIZER_CONFIG, f"{name}_token"), ("generation_config.json", f"{name}_token_id")]
+    if "added_tokens_decoder" not in config:  # transformers reads this file only without that key, and then prefers it
+        files.insert(0, ("special_tokens_map.json", f"{name}_token"))
+    for file, key in files:
+        content = config if file == TOKENIZER_CONFIG else _read_beside(folder, file)
+        if key not in content:
             continue
-        except (ValueError, TypeError) as error:
-            raise TokenizerError(f"{file}, beside it, is damaged: {error}") from None
+        value = content[key]
         value = value[0] if isinstance(value, list) and value else value
         value = value.get("content", "") if isinstance(value, dict) else value
         found = vocabulary.get(value) if isinstance(value, str) else value
@@ -281,6 +347,7 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id: int | None = specials["<|begin_of_text|>"]
         self.eos_id: int | None = specials["<|end_of_text|>"]
         self.content_hash = hashlib.sha256(content).hexdigest()
+        self.special_ids = frozenset(specials.values())
         self.token_bytes = [0] * self.vocab_size
         for piece, number in ranks.items():
             self.token_bytes[number] = len(piece)
