@@ -1,30 +1,35 @@
 """Validation: the loss of the whole set by token, the same on every layout, with a set that does not divide."""
 
+import io
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
+import sentencepiece
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from forked_door import checked_door
 from forked_run import ForkedRun, finish
 from gloo_pool import GlooPool
-from json_tokenizers import save_tokenizer
+from json_tokenizers import BOS, EOS, byte_level, save_tokenizer
 from parity import TINY, joinery_of
+from tokenizers import normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from torchtrain.build import build_run
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, Training, Validation
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.preparing import prepare
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
 from torchtrain.validation import Validator, results_of
@@ -44,7 +49,6 @@ def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        TOKENIZER,
         lambda step, results: reports.append((step, results)),
         must_stop=lambda: False,
         watch=lambda _: nullcontext(),
@@ -171,7 +175,6 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        TOKENIZER,
         lambda *_: None,
         averaged=run.averaged,
         must_stop=asked_in_the_second_batch,
@@ -195,22 +198,82 @@ def test_a_validation_of_averages_that_ends_early_gives_the_weights_back(
     assert gloo.run(2, weights_come_back, config, ends_by_error) == [True, True]
 
 
-def test_a_space_that_the_tokenizer_puts_before_a_document_is_no_byte_of_its_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / "tokenizer", "metaspace BPE")))
-    ids = torch.tensor([[i for text in DOCUMENTS for i in tokenizer.encode(text, bos=True, eos=True)]])
-    model = SimpleNamespace(device=torch.device("cpu"), has_loss=True, forward=lambda _: torch.tensor(1.0))
-    validator = Validator(
-        Validation(),
-        {},
-        cast(Any, model),
-        cast(Any, lambda batch: [Microbatch(batch.tokens, batch.labels, batch.tokens, None)]),
-        tokenizer,
-        lambda *_: None,
-        must_stop=lambda: False,
-        watch=lambda _: nullcontext(),
-    )
-    size = validator._sums_of(Batch(ids[:, :-1], ids[:, 1:]))[2]
-    assert size == sum(len(text.encode()) for text in DOCUMENTS)
+TEXTS = [
+    *DOCUMENTS[:9],
+    " begins with a space",
+    "\tand with a tab, Größe ﬁﬂ ½ Å e\u0301",
+    "  two  spaces \u2581 and  its sign \ud800",
+    "あいう 中文 \U0001f642",
+    "\u4e2d\u6587",
+    "a" * 300,
+]
+
+
+def save_sentencepiece(folder: Path, **options: Any) -> Path:
+    """A model trained on text without spaces: it has no piece for them."""
+    folder.mkdir()
+    model = io.BytesIO()
+    words = [word for text in DOCUMENTS for word in text.split()]
+    fixed = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, "add_dummy_prefix": False}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(words), model_writer=model, **{**fixed, **options})
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return folder
+
+
+def save_byte_level(folder: Path, *, prefix: bool, bos: str, eos: str) -> Path:
+    """As transformers saves it; ``prefix``: a space before each text that begins with none."""
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.normalizer = normalizers.NFKC()
+    PreTrainedTokenizerFast(tokenizer_object=library, bos_token=bos, eos_token=eos).save_pretrained(folder)
+    return folder
+
+
+BYTE_TOKENIZERS: dict[str, Callable[[Path], Path]] = {
+    "adds a space": lambda folder: save_byte_level(folder, prefix=True, bos=BOS, eos=EOS),
+    "adds a space, bos is eos": lambda folder: save_byte_level(folder, prefix=True, bos=EOS, eos=EOS),
+    "NFKC": lambda folder: save_byte_level(folder, prefix=False, bos=BOS, eos=EOS),
+    "metaspace": lambda folder: save_tokenizer(folder, "metaspace BPE"),
+    "unigram with unknown characters": lambda folder: save_tokenizer(folder, "unigram"),
+    "no piece for spaces": lambda folder: save_sentencepiece(folder),
+    "no piece for spaces, bytes": lambda folder: save_sentencepiece(folder, byte_fallback=True, vocab_size=600),
+    "spaces removed": lambda folder: save_sentencepiece(folder, add_dummy_prefix=True, remove_extra_whitespaces=True),
+    "no bos": lambda folder: save_sentencepiece(folder, bos_id=-1),
+}
+
+
+@pytest.mark.parametrize("kind", BYTE_TOKENIZERS)
+def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: str) -> None:
+    """Of text and of prepared data, whatever the tokenizer adds, leaves out or rewrites."""
+    path = str(BYTE_TOKENIZERS[kind](tmp_path / "tokenizer"))
+    tokenizer = load_tokenizer(path)
+    write_jsonl(tmp_path / "text.jsonl", TEXTS)
+    prepare(Source(path=str(tmp_path / "text.jsonl")), "data", path, tmp_path / "prepared", processes=1)
+    exact = [len(text.encode("utf-8", "replace")) for text in TEXTS]
+    for name in ("text.jsonl", "prepared"):
+        loader = build_loader(
+            Data(path=str(tmp_path / name), when_exhausted="stop", prefetch=0),
+            tokenizer,
+            seq_len=16,
+            global_batch_size=1,
+            rows=range(1),
+            seed=3,
+            device=torch.device("cpu"),
+            drop_last=False,
+            count_bytes=True,
+        )
+        labels, sizes = [], []
+        for batch in loader:
+            assert batch.label_bytes is not None
+            known = batch.labels >= 0
+            labels += batch.labels[known].tolist()
+            sizes += batch.label_bytes[known].tolist()
+        # Nothing predicts the first token: without bos it has bytes, which do not count.
+        missing = sum(exact) - sum(sizes)
+        assert -1e-9 < missing < (max(exact) if tokenizer.bos_id is None else 1e-9), name
+        if name == "text.jsonl" and tokenizer.bos_id is not None:
+            number = np.cumsum(np.array(labels) == tokenizer.bos_id)
+            assert sorted(np.bincount(number, weights=sizes)) == pytest.approx(sorted(exact), rel=1e-12)
 
 
 def test_validation_needs_data_and_labels_of_its_own() -> None:

@@ -217,7 +217,6 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         plan.validation_loaders,
         run.model,
         run.microbatches,
-        plan.tokenizer,
         metrics.record_validation,
         averaged=run.averaged,
         must_stop=partial(stop.agree, run.side_group),

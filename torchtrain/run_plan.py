@@ -84,7 +84,7 @@ def plan_run(config: JobConfig) -> Plan:
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
         fields = asdict(source)  # one source, with the loader's options of [data]
         once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
-        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False)
+        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False, count_bytes=True)
     loader = open_loader(config.data)
     _require_choice(given)
     folder = config.job.dump_folder

@@ -17,7 +17,6 @@ from torchtrain.log import logger
 from torchtrain.loss import IGNORE_INDEX, exact_nats
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
-from torchtrain.tokenizers import Tokenizer
 
 LARGEST_LOSS = 709  # whose exponential is a float
 
@@ -34,7 +33,6 @@ class Validator:
     loaders: Mapping[str, Loader]  # by label; they end, and mask what is left of the last rows
     model: ParallelModel
     microbatches: Microbatches
-    tokenizer: Tokenizer
     report: Callable[[int, dict[str, float]], None]  # called with the step and the results by name, on all ranks
     _: KW_ONLY
     must_stop: Callable[[], bool]  # asked before each batch; all ranks get the same answer
@@ -44,9 +42,6 @@ class Validator:
 
     def __post_init__(self) -> None:
         self.beginnings = {label: loader.state_dict() for label, loader in self.loaders.items()}
-        self.size_of = torch.tensor(self.tokenizer.token_bytes, device=self.model.device)
-        self.added = self.tokenizer.added_bytes
-        self.begin = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def maybe_run(self, step: int, last: bool = False) -> None:
         """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run.
@@ -103,12 +98,9 @@ class Validator:
             loss = self.model.forward(microbatch)
             if not self.model.has_loss:
                 continue
-            labels = microbatch.labels
-            known = labels != IGNORE_INDEX
-            size = (self.size_of[labels.clamp(min=0)] * known).sum()
-            if self.added and self.begin is not None:  # not of the text: a space before each document
-                size -= self.added * (known & (microbatch.tokens == self.begin)).sum()
-            sums += torch.stack((exact_nats(loss), known.sum().double(), size.double()))
+            known = microbatch.labels != IGNORE_INDEX
+            assert microbatch.label_bytes is not None
+            sums += torch.stack((exact_nats(loss), known.sum().double(), (microbatch.label_bytes * known).sum()))
         return sums
 
 

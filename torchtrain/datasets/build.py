@@ -29,6 +29,7 @@ def build_loader(
     device: torch.device,
     section: str = "data",
     drop_last: bool = True,
+    count_bytes: bool = False,
     ask: Ask = alone,
 ) -> Loader:
     """A loader of the data of ``config``, before its first batch.
@@ -40,6 +41,7 @@ def build_loader(
         rows: the rows of the global batch that this rank wants.
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
+        count_bytes: batches have ``label_bytes``.
 
     Raises:
         DataError: the data are missing, empty, or not what ``config`` says.
@@ -57,7 +59,7 @@ def build_loader(
         opened = patiently(prepared, Path(*source.paths[:1])) or open_text(source, key, streamed_lanes, ask)
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
-            streams.append([WindowStream(opened, seq_len, seed_of_source, repeat)] * len(rows))
+            streams.append([WindowStream(opened, tokenizer, seq_len, seed_of_source, repeat)] * len(rows))
             continue
         lanes = streamed_lanes if isinstance(opened, StreamedText) else global_batch_size
         rows_of_lane = global_batch_size // lanes
@@ -76,6 +78,7 @@ def build_loader(
         global_batch_size=global_batch_size,
         prefetch=config.prefetch,
         drop_last=drop_last,
+        count_bytes=count_bytes,
         device=device,
         identity=lambda: {
             option: "; ".join(of_source() for of_source in identities),

@@ -27,11 +27,13 @@ class Batch:
     """One optimizer step's tokens, in CPU memory (pinned where there is a GPU).
 
     ``labels[r, t]`` is the token that follows ``tokens[r, t]``, or -100 where there is none. Both are int64 of shape
-    (rows, seq_len).
+    (rows, seq_len). ``label_bytes``, of that shape, float64: how many bytes of its document a label stands for; those
+    of a document add up to the length of its text in UTF-8. None unless the loader counts them.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    label_bytes: torch.Tensor | None = None
 
 
 _Read = tuple[Batch, npt.NDArray[np.int64]]
@@ -56,6 +58,7 @@ class Loader(Iterator[Batch]):
     prefetch: int
     drop_last: bool
     device: torch.device
+    count_bytes: bool = False
     identity: Callable[[], Mapping[str, str]] = dict
     """By option that names data or the tokenizer, a text that identifies it: equal for the same, and for no other."""
 
@@ -177,6 +180,7 @@ class Loader(Iterator[Batch]):
 
     def _read(self) -> _Read:
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
+        sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
         # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
@@ -190,7 +194,8 @@ class Loader(Iterator[Batch]):
         for row, source in enumerate(sources[self.rows]):
             rows_of.setdefault(self.streams[source][row], []).append(row)
         for stream, rows in rows_of.items():
-            filled[rows] = stream.fill([windows[row] for row in rows], turn_of[rows].tolist())
+            counted = {} if sizes is None else {"sizes": [sizes[row] for row in rows]}
+            filled[rows] = stream.fill([windows[row] for row in rows], turn_of[rows].tolist(), **counted)
         self._step += 1
         self._turns = turns[:, -1] + 1
         # Copies, also of a single row: labels are written to below.
@@ -198,9 +203,10 @@ class Loader(Iterator[Batch]):
         if filled.min() <= self.seq_len:
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
+        label_bytes = None if sizes is None else torch.from_numpy(sizes[:, 1:].copy())
         if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        return Batch(tokens, labels), self._snapshot()
+        return Batch(tokens, labels, label_bytes), self._snapshot()
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
         told = None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))

@@ -11,16 +11,30 @@ import numpy.typing as npt
 
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.prepared import PreparedTokens
-from torchtrain.datasets.text import TextSource
+from torchtrain.datasets.text import TextSource, text_bytes
 from torchtrain.errors import DataError
 from torchtrain.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.float64]
 State = tuple[int, ...]
 
 
+def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -> Bytes:
+    """``size``, the bytes of a document, as the shares of its ``tokens``; they add up to it.
+
+    A share is proportional to what the token stands for, ``token_bytes``. So a space that a tokenizer adds, a
+    character that it normalizes or does not know change no sum.
+    """
+    counted = token_bytes[tokens]
+    total = counted.sum()
+    return counted * (size / total) if total else np.full(len(tokens), size / len(tokens))
+
+
 class TextStream:
-    """Packs the documents of one lane, each as bos, tokens, eos. Lane 1 of 2, over a source of 4 units:
+    """Packs the documents of one lane, each as bos, tokens, eos; where bos and eos are one token, it is there once.
+
+    Lane 1 of 2, over a source of 4 units:
 
         numbers of units over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the lane reads those in brackets
         what they are in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
@@ -35,6 +49,7 @@ class TextStream:
         self._lanes = lanes
         self._seed = seed
         self._repeat = repeat
+        self._token_bytes = np.array(tokenizer.token_bytes)
         self.state = (lane, 0, 0)
 
     @property
@@ -51,20 +66,30 @@ class TextStream:
             )
         self._documents = self._read_documents()
         self._tokens: Tokens | None = None  # of the document that the state is in
+        self._bytes: Bytes | None = None  # of these tokens, if they are asked for
 
-    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:  # noqa: ARG002
-        return [self._fill(window) for window in windows]
+    def fill(
+        self,
+        windows: Sequence[Tokens],
+        turns: Sequence[int],  # noqa: ARG002
+        sizes: Sequence[Bytes] | None = None,
+    ) -> list[int]:
+        return [self._fill(window, sizes[i] if sizes else None) for i, window in enumerate(windows)]
 
-    def _fill(self, window: Tokens) -> int:
+    def _fill(self, window: Tokens, sizes: Bytes | None) -> int:
         filled, self._begun_at, self._length = 0, self._number, len(window)
         self._whole: set[int] = set()  # units read from their first document on for this window
         while filled < len(window):
             if self._tokens is None:
-                self._tokens = next(self._documents, None)
-            if self._tokens is None:
-                return filled
-            taken = self._tokens[self._token : self._token + len(window) - filled]
+                self._tokens, size = next(self._documents, (None, 0))
+                if self._tokens is None:
+                    return filled
+                self._bytes = None if sizes is None else byte_shares(self._tokens, self._token_bytes, size)
+            part = slice(self._token, self._token + len(window) - filled)
+            taken = self._tokens[part]
             window[filled : filled + len(taken)] = taken
+            if sizes is not None and self._bytes is not None:
+                sizes[filled : filled + len(taken)] = self._bytes[part]
             filled += len(taken)
             self._token += len(taken)
             if filled < len(window):
@@ -72,8 +97,8 @@ class TextStream:
         self._token -= 1  # The last token is the first input of the next window.
         return filled
 
-    def _read_documents(self) -> Iterator[Tokens]:
-        """Tokens of each document that has text, from the state on."""
+    def _read_documents(self) -> Iterator[tuple[Tokens, int]]:
+        """Tokens and number of bytes of each document that has text, from the state on."""
         units = self._source.units
         while self._repeat or self._number < units:
             # More than an epoch since ``_fill`` began, and every unit was read in full: the window will never be full.
@@ -91,7 +116,9 @@ class TextStream:
                     self._source.count_skipped()
                 elif text:
                     self._document = number
-                    yield np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
+                    tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
+                    if len(tokens):  # a tokenizer may know no character of it
+                        yield tokens, text_bytes(text)
             self._number, self._document = self._number + self._lanes, 0
 
 
@@ -103,9 +130,10 @@ class WindowStream:
 
     _BLOCK = 1024  # The permutation of many numbers takes little more time than that of one.
 
-    def __init__(self, source: PreparedTokens, seq_len: int, seed: int, repeat: bool):
+    def __init__(self, source: PreparedTokens, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
         self.state: State = ()
         self._source = source
+        self._token_bytes = np.array(tokenizer.token_bytes)
         self._seq_len = seq_len
         self._seed = seed
         self._repeat = repeat
@@ -120,7 +148,7 @@ class WindowStream:
                 f"training.seq_len + 1 = {seq_len + 1} tokens"
             )
 
-    def fill(self, windows: Sequence[Tokens], turns: Sequence[int]) -> list[int]:
+    def fill(self, windows: Sequence[Tokens], turns: Sequence[int], sizes: Sequence[Bytes] | None = None) -> list[int]:
         starts, filled = [], []
         for window, turn in zip(windows, turns, strict=True):
             epoch, number = divmod(turn, self._windows)
@@ -129,6 +157,8 @@ class WindowStream:
             ended = epoch > 0 and not self._repeat
             filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
         self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
+        for window, count, size in zip(windows, filled, sizes or (), strict=False):
+            size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
         return filled
 
     def _make_block(self, epoch: int, block: int) -> list[int]:
@@ -142,9 +172,10 @@ class WindowStream:
 Stream = TextStream | WindowStream
 """Windows for one or more rows of the batch.
 
-``fill(windows, turns)`` writes the next tokens into each window, and returns how many, fewer than fit only at the end
-of the data. ``turns``: for each window, how many the source has given to all rows of all ranks before it. DataError:
-all of the source does not fill one window, and it would be repeated to do so.
+``fill(windows, turns, sizes)`` writes the next tokens into each window, and returns how many, fewer than fit only at
+the end of the data. ``turns``: for each window, how many the source has given to all rows of all ranks before it.
+``sizes``: for each window, where to write how many bytes of text each token stands for. DataError: all of the source
+does not fill one window, and it would be repeated to do so.
 
 ``state``: where the next window begins; set it to resume there. A streamed file is then read up to that place.
 """

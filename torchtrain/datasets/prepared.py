@@ -31,7 +31,10 @@ _OPEN_FILES = 256  # of a source, at most
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's entry in the manifest. ``bytes``: of its text in UTF-8; ``skipped``: documents that are not text."""
+    """A shard's entry in the manifest. ``bytes``: of its text in UTF-8; ``skipped``: documents that are not text.
+
+    ``token_bytes``: of its tokens, by the tokenizer; None in data that an earlier version prepared.
+    """
 
     name: str
     tokens: int
@@ -40,6 +43,7 @@ class Shard:
     skipped: int
     tokens_hash: str
     documents_hash: str
+    token_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,10 @@ class PreparedTokens:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
+        counted = [shard.token_bytes for shard in manifest.shards if shard.token_bytes is not None]
+        is_known = len(counted) == len(manifest.shards) and sum(counted) > 0
+        self.byte_scale = sum(shard.bytes for shard in manifest.shards) / sum(counted) if is_known else 1.0
+        """Bytes of the texts for each of those that the tokenizer's ``token_bytes`` give the tokens."""
         self._file = functools.lru_cache(_OPEN_FILES)(lambda shard: _File(self._paths[shard]))
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)

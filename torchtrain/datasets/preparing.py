@@ -29,7 +29,7 @@ from tqdm import tqdm
 from torchtrain.config.schema import Source
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.sources import open_text
-from torchtrain.datasets.text import LocalText
+from torchtrain.datasets.text import LocalText, text_bytes
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.outputs import fsync_folder, written_whole
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
@@ -207,7 +207,8 @@ def _write_shard(
     documents: LocalText, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any], name: str, numbers: range
 ) -> None:
     """Write the tokens, where documents begin, and at last the record."""
-    starts, tokens, size, skipped = [], 0, 0, 0
+    starts, tokens, size, counted, skipped = [], 0, 0, 0, 0
+    token_bytes = np.array(tokenizer.token_bytes)
     hasher = xxhash.xxh3_128()
     with written_whole(folder / f"{name}.tokens") as file:
         for text in documents.read_all(numbers):
@@ -219,12 +220,13 @@ def _write_shard(
             hasher.update(ids.data)
             starts.append(tokens)
             tokens += len(ids)
-            size += len(text.encode("utf-8", "replace"))
+            size += text_bytes(text)
+            counted += int(token_bytes[ids].sum())
     offsets = np.array([*starts, tokens], dtype="<i8")
     with written_whole(folder / f"{name}.documents") as file:
         file.write(offsets.data)
     hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
-    _write_json(folder / f"{name}.json", Shard(name, tokens, len(starts), size, skipped, *hashes))
+    _write_json(folder / f"{name}.json", Shard(name, tokens, len(starts), size, skipped, *hashes, counted))
 
 
 def _is_complete(folder: Path, name: str) -> bool:

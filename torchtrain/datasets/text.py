@@ -21,6 +21,11 @@ Documents = Callable[[int], Iterator[str | None]]
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 
 
+def text_bytes(text: str) -> int:
+    """Bytes of ``text`` in UTF-8, a lone surrogate as the one byte that tokenizers read in its place."""
+    return len(text.encode("utf-8", "replace"))
+
+
 def read_again(read: Callable[[], T], path: Path) -> T:
     """``read()`` of a file that was there when the run began; tried again for minutes while the file system fails."""
     try:

@@ -22,6 +22,7 @@ class Microbatch(NamedTuple):
     labels: Tensor  # (local_batch_size, seq)
     positions: Tensor  # (1 or local_batch_size, seq)
     mask: Tensor | BlockMask | None  # as for ``attend``
+    label_bytes: Tensor | None = None  # float64 (local_batch_size, seq), where the loader counts them
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Microbatches:
 
     def __call__(self, batch: Batch) -> Iterator[Microbatch]:
         own_part = partial(local_sequence, mesh=self.mesh.context)
-        both = (t.to(self.device, non_blocking=True) for t in (batch.tokens, batch.labels))
-        for tokens, labels in zip(*(torch.split(t, self.local_batch_size) for t in both), strict=True):
+        counted = () if batch.label_bytes is None else (batch.label_bytes,)
+        on_device = (t.to(self.device, non_blocking=True) for t in (batch.tokens, batch.labels, *counted))
+        for tokens, labels, *sizes in zip(*(torch.split(t, self.local_batch_size) for t in on_device), strict=True):
             places = torch.arange(tokens.shape[1], device=self.device)
             positions, mask = places[None], None
             if self.document_start is not None:
                 numbers = document_numbers(tokens, self.document_start)
                 positions = document_positions(numbers)
                 mask = document_mask(numbers, own_part(places, dim=0))
-            yield Microbatch(own_part(tokens), own_part(labels), own_part(positions), mask)
+            yield Microbatch(own_part(tokens), own_part(labels), own_part(positions), mask, *map(own_part, sizes))

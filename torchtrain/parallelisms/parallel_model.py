@@ -58,7 +58,7 @@ class ParallelModel:
         ``is_last``: whether it is the step's last microbatch, whose backward completes the reduction over all ranks.
         Returns the two sums of ``token_losses``, (2,); zeros without ``has_loss``.
         """
-        tokens, labels, positions, mask = microbatch
+        tokens, labels, positions, mask = microbatch[:4]
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
@@ -72,7 +72,7 @@ class ParallelModel:
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
         """The sum of the microbatch's losses alone, without z-loss."""
-        tokens, labels, positions, mask = microbatch
+        tokens, labels, positions, mask = microbatch[:4]
         with loss_parallel():
             if self.pipeline is not None:
                 return self.pipeline.forward(microbatch)[0]

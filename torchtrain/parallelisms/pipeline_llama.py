@@ -148,7 +148,7 @@ class Pipeline:
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """As ``ParallelModel.forward_backward``. The schedule splits the rows of ``microbatch`` once more."""
-        tokens, labels, positions, mask = microbatch
+        tokens, labels, positions, mask = microbatch[:4]
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
@@ -168,7 +168,7 @@ class Pipeline:
 
         Not by torch's schedule: one that splits the backward cannot run the forward alone.
         """
-        tokens, labels, positions, mask = microbatch
+        tokens, labels, positions, mask = microbatch[:4]
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
         output = tokens
         for i, stage in self.stages.items():
