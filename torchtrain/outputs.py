@@ -1,16 +1,25 @@
 """Files and folders that a command is asked to write: checked before its work begins."""
 
 import errno
+import fcntl
 import os
+import re
+import shutil
+import stat
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.reading import MAY_PASS
+from torchtrain.reading import MAY_PASS, names_in
+
+PARTIAL_SUFFIX = ".partial"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
 def require_folder(folder: Path, given: str) -> None:
@@ -24,11 +33,21 @@ def require_folder(folder: Path, given: str) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written to")
     except OSError as error:
-        problem = f"{given} cannot be used: {error.strerror or error}"
+        why = error.strerror or str(error)
+        if isinstance(error, FileExistsError):
+            why = dangling(Path(error.filename)) or why
+        problem = f"{given} cannot be used: {why}"
         if error.errno in MAY_PASS:
             raise StorageError(f"{problem}. Start again when the file system answers") from error
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # what is there already may yet be removed
+        if error.errno not in NO_SPACE:  # what is there already may yet be removed
             raise ConfigError(f"{problem}; name another folder") from error
+
+
+def dangling(path: Path) -> str:
+    """What a link that leads nowhere is, in words; empty where ``path`` is none."""
+    if not path.is_symlink() or path.exists():
+        return ""
+    return f"{path} is a link to {os.readlink(path)!r}, which does not exist: create that folder, or remove the link"
 
 
 def require_file(path: str, option: str) -> None:
@@ -58,23 +77,117 @@ def writing(path: str, option: str) -> Iterator[None]:
         ) from error
 
 
+def partial_path(path: Path) -> Path:
+    """A new name, ``<path>.ID.partial``, for what is to become ``path``, or was."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
+
+
 @contextmanager
 def written_whole(path: Path, *, flush: bool = False) -> Iterator[Any]:
     """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own.
 
     ``flush``: write it to disk before it gets its name, so that a loss of power leaves no cut file under that name.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # Nobody can know this name beforehand and make a link of it; mode "x" would not follow one.
+    partial = partial_path(path)
     try:
-        with open(partial, "wb", buffering=1 << 20) as file:
+        with open(partial, "xb", buffering=1 << 20) as file:
             yield file
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
         partial.rename(path)
     except BaseException:  # as on a full disk, which should not stay full of it
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
+
+
+def open_lock_file(path: Path) -> int:
+    """A descriptor of the lock file ``path``, which is made where it is missing, and never changed.
+
+    Raises:
+        ConfigError: it is a link, a pipe or a device. Others may be able to write to its folder, so links are not
+            followed.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # ENXIO: a socket
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise ConfigError(f"{path} must be a regular file to serve as a lock, and is a link or a device: remove it")
+
+
+def discard(folder: Path, target: Path) -> None:
+    """Remove ``folder``, which another process may still be writing. OSError if it cannot be renamed.
+
+    It is first renamed as a whole, to a new ``partial_path(target)``: so the other process cannot give its final name
+    to a folder that is half removed.
+    """
+    moved = partial_path(target)
+    with suppress(FileNotFoundError):
+        folder.rename(moved)
+    shutil.rmtree(moved, ignore_errors=True)
+
+
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """The path ``<target>.ID.partial`` for a folder to write and then rename to ``target``. Removed at the end.
+
+    Those that killed processes have left are removed first. A process that is alive holds the lock of its
+    ``<target>.ID.lock``.
+
+    Raises:
+        TorchtrainError: nothing can be written there.
+    """
+    partial = partial_path(target)
+    lock = partial.with_suffix(".lock")
+    with ExitStack() as stack:
+        try:
+            _discard_partial_folders(target)
+            descriptor = open_lock_file(lock)
+            stack.callback(lambda: lock.unlink(missing_ok=True))
+            stack.callback(os.close, descriptor)
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+            _lock_or_pass(descriptor)
+        except OSError as error:
+            raise TorchtrainError(
+                f"{target} could not be written: {error.strerror or error}; make room, or let this user write there"
+            ) from error
+        yield partial
+
+
+def _discard_partial_folders(target: Path) -> None:
+    """Remove what killed processes have left of ``partial_folder``."""
+    names = names_in(target.parent)
+    found = (
+        re.fullmatch(rf"{re.escape(target.name)}\.([0-9a-f]{{8}}|[0-9a-f]{{32}})\.(partial|lock)", n) for n in names
+    )
+    for lock in {target.with_name(f"{target.name}.{match[1]}.lock") for match in found if match}:
+        with suppress(BlockingIOError), ExitStack() as stack:
+            if lock.name in names:
+                descriptor = open_lock_file(lock)
+                stack.callback(os.close, descriptor)
+                if not _lock_or_pass(descriptor):
+                    continue
+            discard(lock.with_suffix(PARTIAL_SUFFIX), target)
+            lock.unlink(missing_ok=True)
+
+
+def _lock_or_pass(descriptor: int) -> bool:
+    """Lock a file without waiting. False where the file system has no locks; BlockingIOError: another holds it."""
+    try:
+        # Not lockf, with which a process that opens a second descriptor, and closes it, lets go of the lock.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def fsync_folder(folder: Path, *files: str) -> None:

@@ -28,7 +28,7 @@ from torchtrain.datasets.formats import (
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
 from torchtrain.log import logger
-from torchtrain.outputs import written_whole
+from torchtrain.outputs import open_lock_file, written_whole
 from torchtrain.reading import MAY_PASS, names_in, patiently, unreadable
 
 _CONVERSION = 1  # its version: raise it when the same files give other documents
@@ -77,7 +77,7 @@ def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Datas
     schema = pyarrow.schema({"text": pyarrow.large_string()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
+        with os.fdopen(open_lock_file(path.with_suffix(".lock")), "r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if not path.exists():
                 with written_whole(path, flush=True) as output, pyarrow.ipc.new_stream(output, schema) as writer:

@@ -31,7 +31,7 @@ from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, 
 from torchtrain.datasets.sources import open_text
 from torchtrain.datasets.text import LocalText, text_bytes
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.outputs import fsync_folder, written_whole
+from torchtrain.outputs import fsync_folder, open_lock_file, written_whole
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -100,7 +100,7 @@ def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder alone, to write to it; the lock ends with the process, however that ends."""
     try:
-        with open(folder / ".lock", "w") as file:
+        with os.fdopen(open_lock_file(folder / ".lock"), "r+") as file:
             try:
                 # Not flock, whose lock the worker processes would inherit.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

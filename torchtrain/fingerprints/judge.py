@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from torchtrain.errors import TorchtrainError
+from torchtrain.outputs import written_whole
 
 FILE = "tensors.safetensors"
 # Rounding explains a distance of GAIN * (eps of the dtype + largest distance of earlier tensors), at least of LEAST.
@@ -47,8 +48,8 @@ class Step:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor.numbers for key, tensor in self.tensors.items()}
         about = {"about": json.dumps({key: tensor[:3] for key, tensor in self.tensors.items()})}
-        save_file({**tensors, "rows": self.rows}, folder / f"{FILE}.partial", about)
-        (folder / f"{FILE}.partial").rename(folder / FILE)
+        with written_whole(folder / FILE) as file:
+            file.write(save({**tensors, "rows": self.rows}, about))
 
 
 def read(folder: Path) -> Step:
