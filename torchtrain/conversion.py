@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torchtrain.log import logger
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.outputs import require_folder
+from torchtrain.outputs import partial_folder, require_folder
 from torchtrain.reading import read_file
 from torchtrain.shape import model_section, model_shape
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
@@ -50,7 +49,7 @@ def convert(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("convert is the work of one process: start it without torchrun")
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
@@ -61,9 +60,11 @@ def convert(
         else:
             dtype = getattr(torch, dtype_name)
             shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
-            writer = VerifiedWriter(target, source.config_toml(), claim=uuid.uuid4().hex)
             names = {name: name.removeprefix("model.") for name in shapes}
-            save_tensors(shapes, lambda name: finite(source.read(names[name]).to(dtype), names[name]), writer, target)
+            with partial_folder(target) as partial:
+                writer = VerifiedWriter(target, source.config_toml(), partial=partial)
+                value = lambda name: finite(source.read(names[name]).to(dtype), names[name])  # noqa: E731
+                save_tensors(shapes, value, writer, target)
     finally:
         dist.destroy_process_group()
     logger.info("wrote %s", target)

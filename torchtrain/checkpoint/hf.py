@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
 from torchtrain.checkpoint.states import parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
@@ -27,8 +24,8 @@ from torchtrain.initialization import block_held
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.outputs import fsync_folder
-from torchtrain.reading import MISSING, names_in, patiently, read_file
+from torchtrain.outputs import fsync_folder, partial_folder, partial_path
+from torchtrain.reading import MISSING, patiently, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -160,8 +157,7 @@ def save_hf(
     """Write ``tensors``, under our names and of any layout, as a folder that transformers loads. Collective.
 
     Each rank writes its shards in ``dtype`` (such as bfloat16), the first one puts them together, file by file. The
-    folder appears when it is complete. With ``replace_old`` one of that name is replaced, and what killed exports have
-    left is removed: only where no other process can be writing it.
+    folder appears when it is complete. With ``replace_old`` one of that name is replaced.
 
     Args:
         read: gives the values by name where ``tensors`` are on the meta device.
@@ -176,13 +172,6 @@ def save_hf(
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
 
-    def prepare() -> Path:
-        for old in names_in(folder.parent) if replace_old else ():
-            if re.fullmatch(rf"{re.escape(folder.name)}\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}", old):
-                shutil.rmtree(folder.with_name(old), ignore_errors=True)
-        # A name of its own: another process may be writing a folder of this name.
-        return folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
-
     def value(name: str) -> Tensor:
         return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
 
@@ -191,26 +180,26 @@ def save_hf(
             shutil.rmtree(partial / "sharded", ignore_errors=True)
             write_hf_config(partial, model, dtype, tokenizer_path)
             fsync_folder(partial, *os.listdir(partial))
-            if replace_old:
-                shutil.rmtree(folder, ignore_errors=True)
-            elif folder.exists():  # an empty one would be replaced
-                raise ConfigError(f"{folder} exists: another process has made it meanwhile; name another folder")
+            if folder.exists():  # an empty one would be replaced
+                if not replace_old:
+                    raise ConfigError(f"{folder} exists: another process has made it meanwhile; name another folder")
+                folder.rename(old)
             partial.rename(folder)
             fsync_folder(folder.parent)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
-    partial, files, sharded = of_first_rank(prepare), files_by_size(sizes), dist.get_world_size() > 1
-    writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
-    try:
-        save_tensors(cast, value, writer, folder)
-        of_first_rank(complete)
-    except BaseException as error:  # also Ctrl-C: nobody else would remove it
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{error}; make room, or let this user write there") from error
+    files, sharded = files_by_size(sizes), dist.get_world_size() > 1
+    with ExitStack() as stack:  # of the first rank: also Ctrl-C leaves no partial folder
+        partial = of_first_rank(lambda: stack.enter_context(partial_folder(folder)))
+        old = partial_path(folder)
+        writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
+        try:
+            save_tensors(cast, value, writer, folder)
+            of_first_rank(complete)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; make room, or let this user write there") from error
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:

@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import os
 import re
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import tomli
@@ -16,9 +18,12 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.log import logger
-from torchtrain.reading import MISSING, names_in, read_file
+from torchtrain.outputs import dangling
+from torchtrain.reading import MISSING, names_in, patiently, read_file
 
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+# On its way to another name: see ``withdraw``.
+MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
 # A name that a checkpoint has or had: complete, found damaged, or left behind by a run that went back.
 ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
 
@@ -28,8 +33,22 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a folder under its final name, in order."""
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names_in(folder)) if match)
+    """Steps that have a folder under its final name, in order. CheckpointError if ``folder`` is a dangling link."""
+    names = names_in(folder)
+    if not names and (problem := dangling(folder)):
+        raise CheckpointError(problem)
+    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+
+
+def versions(folder: Path) -> dict[int, tuple[int, int]]:
+    """For each of ``saved_steps`` what changes when another checkpoint gets its name."""
+    found = {}
+    for step in saved_steps(folder):
+        path = step_folder(folder, step)
+        with contextlib.suppress(*MISSING):
+            status = patiently(lambda: os.stat(path), path)  # noqa: B023
+            found[step] = (status.st_ino, status.st_mtime_ns)
+    return found
 
 
 def newest_config(folder: Path, load_step: int) -> JobConfig | None:
@@ -58,17 +77,16 @@ class History:
         self.folder = folder
         self.group = group
         self.run = run
+        self.damaged: dict[int, str] = {}
+        """What is wrong with those that ``newest_good`` has passed over. Empty where it has found no good one."""
 
     def newest_good(self, among: Callable[[int], bool] = lambda _: True) -> int | None:
-        """The newest checkpoint that passes verification; damaged ones after it are renamed, with a warning.
-
-        ``among(step)``: whether to consider it. Where there is no good one, nothing is renamed.
-        """
+        """The newest checkpoint that passes verification. ``among(step)``: whether to consider it."""
         damaged: dict[int, str] = {}
         for step in filter(among, reversed(of_first_rank(lambda: saved_steps(self.folder), self.group))):
             problem = self.problem(step)
             if problem is None:
-                of_first_rank(lambda: self._set_aside(damaged), self.group)
+                self.damaged = damaged
                 return step
             damaged[step] = problem
         return None
@@ -141,22 +159,69 @@ class History:
             return str(error)
         return None
 
-    def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        for step, problem in damaged.items():
-            folder = step_folder(self.folder, step)
-            try:
-                name = set_aside(folder, "damaged").name
-            except OSError as error:
-                logger.warning(f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}")
-            else:
-                logger.warning(f"checkpoint of step {step} is damaged, and renamed to {name}: {problem}")
+    def set_damaged_aside(self, check: Callable[[], None]) -> None:
+        """Rename the ``damaged`` ones, with a warning. ``check``: see ``withdraw``."""
+
+        def rename() -> None:
+            for step, problem in self.damaged.items():
+                folder = step_folder(self.folder, step)
+                try:
+                    name = set_aside(withdraw(folder, check), folder, "damaged").name
+                except OSError as error:
+                    logger.warning(
+                        f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}"
+                    )
+                else:
+                    logger.warning(f"checkpoint of step {step} is damaged, and renamed to {name}: {problem}")
+
+        of_first_rank(rename, self.group)
 
 
-def set_aside(folder: Path, why: str) -> Path:
-    """Rename ``folder`` to ``<name>.<why>`` (``.<why>-2``, ... where that exists) and return the new path."""
+def withdraw(folder: Path, check: Callable[[], None]) -> Path:
+    """Rename the checkpoint ``folder`` to ``<name>.ID.moving`` and return the new path.
+
+    ``check`` raises SupersededError if a newer start has claimed the folder of checkpoints. It is called before, and
+    again after: a rename may wait for the file system while a newer start saves a checkpoint of this name, and then
+    takes that one. In that case, the name is given back. If this process is killed meanwhile, the next start does so
+    (``restore``): a checkpoint that was withdrawn is to be renamed again before anything in it is removed.
+    """
+    check()
+    moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
+    folder.rename(moving)
+    try:
+        check()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            moving.rename(folder)
+        raise
+    return moving
+
+
+def restore(folder: Path) -> None:
+    """Give back the names of checkpoints in ``folder`` that a process was moving when it was killed.
+
+    It may be alive: then its next rename fails, and is tried again at its next save.
+    """
+    for match in filter(None, map(MOVING.fullmatch, names_in(folder))):
+        moving, final = folder / match[0], folder / match[1]
+        try:
+            moving.rename(final)
+            logger.info(f"{moving} was being renamed when its process was killed: it is {final.name} again")
+        except FileNotFoundError:
+            continue  # it was alive
+        except OSError:  # there is another one of this name
+            with contextlib.suppress(OSError):
+                set_aside(moving, final, "superseded")
+
+
+def set_aside(moving: Path, folder: Path, why: str) -> Path:
+    """Rename ``moving``, which was ``folder``, to ``<folder>.<why>`` (``.<why>-2``, ... where that exists).
+
+    Returns the new path.
+    """
     aside = folder.with_name(f"{folder.name}.{why}")
     count = 1
-    while aside.exists():
+    while os.path.lexists(aside):
         count += 1
         aside = folder.with_name(f"{folder.name}.{why}-{count}")
-    return folder.rename(aside)
+    return moving.rename(aside)

@@ -1,6 +1,5 @@
 """Saving, finding and loading the checkpoints of a run: ``<dump folder>/checkpoint/step-N``."""
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,16 +14,17 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder
+from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder, withdraw
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
 from torchtrain.checkpoint.start import Start
 from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import PARTIAL_SUFFIX, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.mesh import local
-from torchtrain.errors import CheckpointError, StoppedError, StorageError, SupersededError
+from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
 from torchtrain.log import logger
+from torchtrain.outputs import PARTIAL_SUFFIX, discard
 
 SECONDS_AFTER_ERROR = 30.0
 POLL_SECONDS = 1.0
@@ -52,12 +52,14 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
           save before, copy the state,
           start the thread                  write this rank's tensors              step-100.ID.partial
         steps 101, 102, ...                 wait for all ranks' tensors
-                                            rank 0: manifest; claim still ours?    step-100 (renamed)
+                                            rank 0: manifest; claim still ours?
+                                            all files there?                       step-100 (renamed)
                                             the future ``_pending`` is done
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    ID is that of the claim: each start of the run makes its own (``start.py``), and an earlier one may not rename.
+    ID is that of the claim: each start of the run makes its own (``start.py``), and an earlier one may not rename. A
+    start renames and deletes only checkpoints that were there when it claimed the folder, or that it has saved.
     """
 
     config: Checkpoint
@@ -77,6 +79,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._newest = -1  # step that was last saved (or is being saved) or loaded in full; -1: none
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
+        self._own = set(self.start.found)  # that this start may rename and delete: these, and those it saves
+        self._replaced: Path | None = None  # where the checkpoint is whose name the save under way takes
         self._failed_in_a_row = 0
 
     # Loading
@@ -84,8 +88,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def step_before(self, bad_step: int) -> int | None:
         """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
         self.wait()
+        self._wait_for_deletion()  # or it could delete what is verified here
         history = History(self.folder, self.group, self.claim.run)
-        return history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
+        step = history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
+        history.set_damaged_aside(self._check_claim)
+        return step
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
@@ -132,12 +139,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()
+        folder = step_folder(self.folder, step)
         self._writer = VerifiedWriter(
-            step_folder(self.folder, step),
+            folder,
             self.config_toml,
-            lambda: self._make_room(step),
-            self.claim.id,
-            Manifest(step, self.claim.run, self.start.data),
+            partial=folder.with_name(f"{folder.name}.{self.claim.id}{PARTIAL_SUFFIX}"),
+            manifest=Manifest(step, self.claim.run, self.start.data),
+            commit=partial(self._commit, step),
         )
         save = partial(save_tensors, tensors, staged.__getitem__, self._writer, self._writer.folder, self.group)
         # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
@@ -212,35 +220,78 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             # After the save counts as done: deleting can take longer than writing, and nobody need wait for it.
             self._delete_old()
 
+    def _check_claim(self) -> None:
+        self.claim.check(self.folder)
+
+    def _commit(self, step: int, rename: Callable[[], None]) -> None:
+        """Call ``rename``, by which the checkpoint of ``step`` gets its name.
+
+        SupersededError if a newer start saves here, CheckpointError if somebody else has put a checkpoint there.
+        """
+        folder = step_folder(self.folder, step)
+        try:
+            self._make_room(step)
+            self._check_claim()
+            self._own.add(step)
+            rename()
+        except BaseException:
+            if self._replaced is not None:
+                with suppress(OSError):
+                    self._replaced.rename(folder)
+            raise
+        if self._replaced is not None:
+            with suppress(OSError):  # else the next start does it
+                self._log_superseded(step, set_aside(self._replaced, folder, "superseded"))
+
     def _make_room(self, step: int) -> None:
         """Rename what the checkpoint of ``step`` replaces: later steps, left by a rollback or an earlier resume.
 
-        Those that this process has saved before ``step`` stay. SupersededError if a newer incarnation saves here.
+        Those that this process has saved before ``step`` stay. That of ``step`` itself is out of the way, but gets its
+        name back until the new one has it: it may be the only one.
         """
-        self.claim.check(self.folder)
+        self._replaced = None
+        self._check_claim()
         for later in saved_steps(self.folder):
-            if later >= step or (later > self._resumed_from and later not in self._saved):
-                aside = set_aside(step_folder(self.folder, later), "superseded")
-                logger.info(f"checkpoint of step {later} is of a path that the run has left: it is now {aside.name}")
+            if later < step and (later <= self._resumed_from or later in self._saved):
+                continue
+            folder = step_folder(self.folder, later)
+            if later in self._own:
+                moving = withdraw(folder, self._check_claim)
+                if later == step:
+                    self._replaced = moving
+                else:
+                    self._log_superseded(later, set_aside(moving, folder, "superseded"))
+            elif later == step:
+                self._check_claim()  # that of a newer start?
+                raise CheckpointError(
+                    f"{folder} has appeared since this run was started, which has not saved it: move it away"
+                )
+
+    def _log_superseded(self, step: int, aside: Path) -> None:
+        logger.info(f"checkpoint of step {step} is of a path that the run has left: it is now {aside.name}")
 
     def _delete_old(self) -> None:
         if not self.config.keep_latest_k:
             return
         try:
-            complete = [s for s in saved_steps(self.folder) if (step_folder(self.folder, s) / MANIFEST).exists()]
+            steps = [step for step in saved_steps(self.folder) if step in self._own]
+            complete = [step for step in steps if (step_folder(self.folder, step) / MANIFEST).exists()]
             for step in complete[: -self.config.keep_latest_k]:
                 folder = step_folder(self.folder, step)
                 # Renamed first, so that a folder with its final name is complete at all times.
-                shutil.rmtree(folder.rename(folder.with_name(folder.name + PARTIAL_SUFFIX)))
-        except (OSError, StorageError) as error:
+                discard(withdraw(folder, self._check_claim), folder)
+        except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
+
+    def _wait_for_deletion(self) -> None:
+        began = time.monotonic()
+        while self._thread is not None and self._thread.is_alive() and self._may_wait(began):
+            self._thread.join(timeout=POLL_SECONDS)
 
     def close(self) -> None:
         """Wait for what is being written and deleted, then give up the process group."""
         self.wait()
-        began = time.monotonic()
-        while self._thread is not None and self._thread.is_alive() and self._may_wait(began):
-            self._thread.join(timeout=POLL_SECONDS)
+        self._wait_for_deletion()
         dist.destroy_process_group(self.group)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint's ``manifest.json``: the step and run that it comes from, and size and hash of each file."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,8 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest`` into ``folder``, with a hash of its own text."""
     files = sorted(manifest.files, key=lambda record: record.name)
-    (folder / MANIFEST).write_text(_manifest_text(asdict(replace(manifest, files=files))))
+    with open(folder / MANIFEST, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
+        file.write(_manifest_text(asdict(replace(manifest, files=files))))
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
@@ -69,6 +71,23 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})") from error
 
 
+def verify_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Look at the size of these files of the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: one is missing, or has another size.
+        StorageError: the file system fails.
+    """
+    for record in records:
+        path = folder / record.name
+        try:
+            size_bytes = patiently(lambda: path.stat().st_size, path)  # noqa: B023
+        except MISSING as error:
+            raise CheckpointError(f"{path} is missing ({error.strerror})") from error
+        if size_bytes != record.size_bytes:
+            raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
+
+
 def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     """Read these files of the checkpoint in ``folder`` in full.
 
@@ -77,11 +96,9 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
         StorageError: one cannot be read; that is no damage.
     """
     for record in records:
+        verify_sizes(folder, [record])
         path = folder / record.name
         try:
-            size_bytes = patiently(lambda: path.stat().st_size, path)  # noqa: B023
-            if size_bytes != record.size_bytes:
-                raise CheckpointError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
             digest = patiently(lambda: hash_of(path), path)  # noqa: B023
         except MISSING as error:
             raise CheckpointError(f"{path} is missing ({error.strerror})") from error

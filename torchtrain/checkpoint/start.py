@@ -1,17 +1,24 @@
 """Where a start of the run begins: which checkpoint it goes on from, and its claim to the folder.
 
 Only the newest start of a run may write its checkpoints. Where a network splits, or a job is started twice, two starts
-(incarnations) of one run are alive at once. Each takes the next generation number, and checks that it is still the
-newest before a checkpoint gets its final name.
+(incarnations) of one run are alive at once, and each file operation of the older one may wait for hours and then take
+effect. So a start
+
+1. claims the folder, by the next generation number, once it has found that it can resume;
+2. then takes the temporary folders of older starts away from them (``outputs.discard``), so that these can no longer
+   complete a checkpoint;
+3. then looks again at what there is: from now on only it adds checkpoints.
+
+It checks its claim before each checkpoint gets its final name, and before and after each rename of a checkpoint that
+has it (``history.withdraw``).
 """
 
 import json
 import os
-import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -20,14 +27,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtrain.checkpoint.contract import check_contract
-from torchtrain.checkpoint.history import History, read_config, step_folder
+from torchtrain.checkpoint.history import History, read_config, restore, step_folder, versions
 from torchtrain.checkpoint.manifest import read_manifest
-from torchtrain.checkpoint.storage import PARTIAL_SUFFIX
 from torchtrain.config.schema import Checkpoint
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, StorageError, SupersededError
 from torchtrain.log import logger
+from torchtrain.outputs import NO_SPACE, PARTIAL_SUFFIX, discard, written_whole
 from torchtrain.reading import MAY_PASS, MISSING, names_in, read_file
 
 CLAIM_FILE = "generation.json"
@@ -57,7 +64,6 @@ class Claim:
             CheckpointError: the file cannot be written.
             StorageError: the file system fails.
         """
-        _remove_left_overs(folder)  # first: they may be what fills the disk
         before = read_claim(folder)
         claim = cls(
             before.generation + 1,
@@ -67,7 +73,14 @@ class Claim:
             os.getpid(),
             time.strftime("%Y-%m-%d %H:%M:%S"),
         )
-        claim._write(folder)
+        try:
+            claim._write(folder)
+        except CheckpointError as error:
+            if getattr(error.__cause__, "errno", None) not in NO_SPACE:
+                raise
+            _remove_left_overs(folder, lambda: None)  # they may be what fills the disk
+            claim._write(folder)
+        _remove_left_overs(folder, lambda: claim.check(folder))
         return claim
 
     def check(self, folder: Path) -> None:
@@ -83,15 +96,14 @@ class Claim:
             )
 
     def _write(self, folder: Path) -> None:
-        file, written = folder / CLAIM_FILE, folder / f"{CLAIM_FILE}.{self.id}"
+        file = folder / CLAIM_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            written.replace(file)
+            with written_whole(file) as written:
+                written.write(json.dumps(asdict(self)).encode())
         except OSError as error:
-            with suppress(OSError):
-                written.unlink(missing_ok=True)
-            if error.errno in MAY_PASS:
+            # Its temporary file is missing if another start took this one for dead.
+            if error.errno in MAY_PASS or isinstance(error, FileNotFoundError):
                 raise StorageError(
                     f"{file} cannot be written: {error.strerror}. Start again when the file system answers"
                 ) from error
@@ -101,12 +113,27 @@ class Claim:
             ) from error
 
 
-def _remove_left_overs(folder: Path) -> None:
-    """Remove what earlier starts were writing when they were killed. One of them may still be alive, and writing."""
+def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
+    """Remove what earlier starts were writing when they were killed; ``check`` is called before each removal.
+
+    One of them may still be alive, and writing: then its save fails, and changes nothing else.
+
+    Raises:
+        StorageError: the file system fails.
+    """
     for name in names_in(folder):
         path = folder / name
         if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-            shutil.rmtree(path, ignore_errors=True)
+            check()
+            try:
+                discard(path, folder / name.split(".", 1)[0])
+            except OSError as error:
+                if error.errno in MAY_PASS:
+                    raise StorageError(
+                        f"{path}, which an earlier start has left, cannot be renamed: {error.strerror}. Start again "
+                        "when the file system answers"
+                    ) from error
+                logger.warning(f"{path}, which an earlier start has left, cannot be removed: {error.strerror}")
         elif name.startswith(f"{CLAIM_FILE}."):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > BEING_WRITTEN_SECONDS:
@@ -134,6 +161,8 @@ class Start:
     """Of nobody where checkpoints are off."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer by option."""
+    found: Collection[int] = ()
+    """Steps of the checkpoints that there were when it had claimed the folder."""
 
 
 def find_start(
@@ -157,18 +186,40 @@ def find_start(
     if not config.enable:
         return Start(group)
     identity = of_first_rank(data, group)
-    history = History(folder, group, of_first_rank(lambda: read_claim(folder).run, group))
-    if config.load_step == -1:
-        step = history.newest_good()
-        if step is None:
-            history.require_none()
-    else:
-        step = history.newest_since(config.load_step)
-    run = None
-    if step is not None:
+    of_first_rank(lambda: restore(folder), group)
+
+    def choose() -> tuple[History, int | None, str | None]:
+        """The checkpoint to go on from, and the id of its run."""
+        history = History(folder, group, of_first_rank(lambda: read_claim(folder).run, group))
+        if config.load_step == -1:
+            step = history.newest_good()
+            if step is None:
+                history.require_none()
+                return history, None, None
+        else:
+            step = history.newest_since(config.load_step)
         found = step_folder(folder, step)
         manifest, saved_toml = of_first_rank(lambda: (read_manifest(found), read_config(found)), group)
         for line in check_contract(saved_toml, config_toml, config.allow_changes, manifest.data, identity):
             logger.info(line)
-        run = manifest.run
-    return Start(group, step, of_first_rank(lambda: Claim.take(folder, run), group), identity)
+        return history, step, manifest.run
+
+    def choose_before_claim() -> tuple[dict[int, tuple[int, int]], History, int | None, str | None]:
+        """The same, and of which ``versions``. A run that still saves here may delete what is being verified."""
+        for attempt in range(3):
+            there = of_first_rank(lambda: versions(folder), group)
+            try:
+                return there, *choose()
+            except CheckpointError:
+                if attempt == 2 or there == of_first_rank(lambda: versions(folder), group):
+                    raise
+        raise AssertionError
+
+    # Before the claim, which ends a run that still saves here: this start may yet be rejected.
+    before, history, step, run = choose_before_claim()
+    claim = of_first_rank(lambda: Claim.take(folder, run), group)
+    there = of_first_rank(lambda: versions(folder), group)
+    if there != before:
+        history, step, _ = choose()
+    history.set_damaged_aside(lambda: claim.check(folder))
+    return Start(group, step, claim, identity, tuple(there))

@@ -26,21 +26,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, write_manifest
+from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, verify_sizes, write_manifest
 from torchtrain.errors import CheckpointError
-from torchtrain.outputs import fsync_folder
+from torchtrain.outputs import PARTIAL_SUFFIX, fsync_folder
 from torchtrain.reading import BLOCK_BYTES, MISSING, read_file
 
 METADATA = ".metadata"
 CONFIG = "config.toml"
-PARTIAL_SUFFIX = ".partial"
 
 
 class _HashingFile(io.BufferedWriter):
     """A new file that hashes what is written to it; writes only go forward."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "w"))
+        super().__init__(io.FileIO(path, "x"))  # which follows no link
         self.hash = xxhash.xxh3_128()
         self.size_bytes = 0
         self._size_sent_bytes = 0
@@ -99,27 +98,32 @@ class VerifiedWriter(FileSystemWriter):
     """Writes one checkpoint as ``folder`` (``.../step-N``), which appears complete or not at all.
 
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
-    commits in ``finish``, after all ranks have written. ``config_toml`` is kept beside the tensors; ``manifest`` lacks
-    the files. ``before_rename`` runs on that rank between the last byte and the rename: it makes room for the name.
-    Two incarnations of a run, of different ``claim``, never write into the same temporary folder.
+    commits in ``finish``, after all ranks have written.
+
+    Args:
+        config_toml: kept beside the tensors.
+        partial: the temporary folder, the same on all ranks. Two starts of a run never write into the same one.
+        manifest: lacks the files.
+        commit: is given the function that renames the folder; runs on the first rank after the last byte.
     """
 
     def __init__(
         self,
         folder: Path,
         config_toml: str,
-        before_rename: Callable[[], None] = lambda: None,
-        claim: str = "0",
+        *,
+        partial: Path | None = None,
         manifest: Manifest | None = None,
+        commit: Callable[[Callable[[], None]], None] = lambda rename: rename(),
     ) -> None:
+        self.partial = partial or folder.with_name(f"{folder.name}.0{PARTIAL_SUFFIX}")
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
-        super().__init__(folder.with_name(f"{folder.name}.{claim}{PARTIAL_SUFFIX}"), per_thread_copy_ahead=0)
+        super().__init__(self.partial, per_thread_copy_ahead=0)
         self.fs: HashingFileSystem = HashingFileSystem()
-        self.partial = Path(self.path)
         self.folder = folder
         self.config_toml = config_toml
-        self.before_rename = before_rename
         self.manifest = manifest or Manifest()
+        self.commit = commit
         self._now("prepares to write")
 
     def _now(self, doing: str) -> None:
@@ -167,9 +171,14 @@ class VerifiedWriter(FileSystemWriter):
                 )
         write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
         fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        self.before_rename()
-        self.partial.rename(self.folder)
+        self.commit(self._rename)
         fsync_folder(self.folder.parent)
+
+    def _rename(self) -> None:
+        verify_sizes(
+            self.partial, read_manifest(self.partial).files
+        )  # who takes this run for dead may have removed some
+        self.partial.rename(self.folder)
 
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
