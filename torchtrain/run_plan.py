@@ -1,5 +1,6 @@
 """What is known of a run before its ranks meet: everything is checked and opened here, or refused."""
 
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ def plan_run(config: JobConfig) -> Plan:
     device = pick_device(config.job.device)
     check_writers(config.metrics)
     initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
-    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a run that resumes does without
+    resumes = config.checkpoint.enable and bool(saved_steps(own))
+    if initial and not resumes:
         find_weights(Path(initial))
     degrees = resolve_degrees(config.parallelism, world_size())
     training = replace(config.training, global_batch_size=resolve_global_batch_size(config, degrees))
@@ -89,6 +91,8 @@ def plan_run(config: JobConfig) -> Plan:
     _require_choice(given)
     folder = config.job.dump_folder
     require_folder(Path(folder), f"job.dump_folder = {folder!r}")  # last: a run that is refused leaves nothing
+    if config.checkpoint.enable and os.path.lexists(own):
+        require_folder(own, str(own))
     return Plan(config, device, degrees, model, tokenizer, loader, validation_loaders, start)
 
 

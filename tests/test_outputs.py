@@ -1,0 +1,213 @@
+"""Files and folders that are written: by a temporary name, in folders that others can write to as well."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from data_samples import write_jsonl
+from forked_door import run_door, start_door
+from forked_run import ForkedRun
+from light import export
+from parity import TINY
+
+from torchtrain import outputs
+from torchtrain.checkpoint.storage import HashingFileSystem
+from torchtrain.config.schema import Source
+from torchtrain.datasets.preparing import prepare
+from torchtrain.errors import ConfigError
+from torchtrain.fingerprints.judge import FILE, Step
+from torchtrain.models.llama import Transformer
+from torchtrain.outputs import PARTIAL_SUFFIX, partial_folder, written_whole
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("of somebody else")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "dangling"])
+def test_a_partial_file_is_not_written_through_a_link(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    file = tmp_path / "config.toml"
+    # Both names that can be known beforehand: that of the process, and (which nobody can) the one that is drawn.
+    monkeypatch.setattr(outputs, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0123456789")))
+    for name in (os.getpid(), "01234567"):
+        link = tmp_path / f"config.toml.{name}{PARTIAL_SUFFIX}"
+        if kind == "hard link":
+            os.link(secret, link)
+        else:
+            link.symlink_to(secret if kind == "symlink" else tmp_path / "nothing")
+    with pytest.raises(FileExistsError), written_whole(file) as output:
+        output.write(b"ours")
+    monkeypatch.undo()
+    with written_whole(file) as output:
+        output.write(b"ours")
+    assert file.read_bytes() == b"ours"
+    assert secret.read_text() == "of somebody else"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_file_of_a_checkpoint_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
+    (tmp_path / "__0_0.distcp").symlink_to(secret)
+    with pytest.raises(FileExistsError), HashingFileSystem().create_stream(tmp_path / "__0_0.distcp", "wb"):
+        pass
+    assert secret.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder"])
+def test_a_lock_file_that_leads_elsewhere_is_an_error(tmp_path: Path, secret: Path, kind: str) -> None:
+    lock = tmp_path / "prepared" / ".lock"
+    lock.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(secret if kind == "symlink" else tmp_path / "nothing")
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9))
+    with pytest.raises(ConfigError, match=r"prepared/\.lock must be a regular file.*remove it"):
+        prepare(source, "data", "", lock.parent, processes=1)
+    assert secret.read_text() == "of somebody else"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_lock_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    lock = tmp_path / "prepared/.lock"
+    lock.parent.mkdir()
+    lock.write_text("content")
+    prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9)), "data", "", lock.parent, processes=1)
+    assert lock.read_text() == "content"
+
+
+def test_fingerprints_are_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
+    (tmp_path / f"{FILE}.partial").symlink_to(secret)
+    Step({}, torch.zeros(1, 2, 3, dtype=torch.int32).numpy()).save(tmp_path)
+    assert secret.read_text() == "of somebody else"
+    assert (tmp_path / FILE).is_file()
+
+
+def test_the_partial_folder_of_a_living_process_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for name in ("out.0123abcd", f"out.{'4' * 32}"):  # of dead ones: of this version, and of earlier ones
+        (tmp_path / f"{name}.partial").mkdir()
+        (tmp_path / f"{name}.partial/model.safetensors").write_bytes(bytes(9))
+    (tmp_path / "out.0123abcd.lock").touch()
+    (tmp_path / "out.89abcdef.lock").touch()
+    others = {"out.v2.0123abcd.partial", "out.partial", "about.0123abcd.partial"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    with partial_folder(target) as living:
+        living.mkdir()
+        (living / "model.safetensors").write_bytes(b"weights")
+        with partial_folder(target) as second:
+            assert {path.name for path in tmp_path.iterdir()} == {
+                *others,
+                living.name,
+                *(path.with_suffix(".lock").name for path in (living, second)),
+            }
+        assert (living / "model.safetensors").read_bytes() == b"weights"
+        living.rename(target)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "out"}
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with partial_folder(tmp_path / "out") as living:
+        living.mkdir()
+        with partial_folder(tmp_path / "out"):
+            assert living.exists()  # nobody can know that it is alive, but it has a lock file
+
+
+def waits_in_its_tensors() -> None:
+    from torchtrain import conversion
+
+    def wait(*_: object) -> None:
+        time.sleep(600)
+
+    conversion.finite = wait  # type: ignore[assignment]
+    from torchtrain.checkpoint import hf
+
+    hf.finite = wait  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("to", ["hf", "torchtrain"])
+def test_what_a_killed_convert_has_left_is_removed_by_the_next(trained_run: Path, tmp_path: Path, to: str) -> None:
+    out = tmp_path / "folder/out"
+    (tmp_path / "logs").mkdir()
+    arguments = ("torchtrain.convert", str(trained_run), str(out), "--to", to)
+    (process,), files = start_door(tmp_path / "logs", *arguments, hook=waits_in_its_tensors)
+    deadline = time.monotonic() + 100
+    while not list(out.parent.glob("out.*.partial")):
+        assert process.is_alive(), files[1].read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert list(out.parent.glob("out.*.partial"))
+    found = run_door(*arguments)
+    assert found.returncode == 0, found.stderr
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_killed_export_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, seen = os.rename, []
+
+    def noted(source: object, target: object, **options: object) -> None:
+        rename(source, target, **options)  # type: ignore[arg-type,call-overload]
+        seen.append([path.name for path in tmp_path.iterdir() if (path / "config.json").exists()])
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from torchtrain.checkpoint.hf import save_hf
+        from torchtrain.checkpoint.states import ModelState
+
+        model = Transformer(TINY)
+        export(model, tmp_path / "hf")
+        monkeypatch.setattr(os, "rename", noted)
+        save_hf(ModelState([model]).state_dict(), tmp_path / "hf", TINY, "float32", "", replace_old=True)
+    finally:
+        dist.destroy_process_group()
+    assert all(seen)
+    assert [len(names) for names in seen[-2:]] == [2, 2]  # the one before is removed last
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_checkpoint_folder_that_is_a_dangling_link(tmp_path: Path) -> None:
+    for number, (name, link) in enumerate((("run", "run/checkpoint"), ("away", "away"))):
+        where = tmp_path / str(number)
+        (where / link).parent.mkdir(parents=True, exist_ok=True)
+        (where / link).symlink_to("/mnt/scratch/not mounted")
+        run = ForkedRun(where / "log", "--job.dump_folder", str(where / name), ranks=1)
+        assert run.wait() == [2], run.output()
+        (told,) = [line for line in run.output().splitlines() if "error:" in line]
+        assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in told
+        assert "Traceback" not in run.output()
+        found = run_door("torchtrain.generate", str(where / name), "--prompt", "a")
+        assert found.returncode == 2
+        assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in found.stderr
+
+
+def test_a_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").write_text("")
+    run = ForkedRun(tmp_path / "run", ranks=1)
+    assert run.wait() == [2], run.output()
+    assert f"{tmp_path}/run/checkpoint cannot be used: File exists; name another folder" in run.output()
+
+
+def test_a_conversion_to_a_dangling_link_is_rejected_before_its_work(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    found = run_door("torchtrain.convert", str(trained_run), str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert f"{tmp_path}/out exists; give a folder that does not" in found.stderr
