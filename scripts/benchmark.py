@@ -176,6 +176,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
         f"--training.seq_len={entrant.seq_len}",
         f"--training.mixed_precision_param={entrant.dtype}",
         "--training.steps=1000000",
+        "--checkpoint.no-enable",
         "--comm.train_timeout_seconds=3600",  # the others' turns count, too
         *(["--compile.enable"] if entrant.compile else []),
         *entrant.options,

@@ -38,8 +38,9 @@ mixed_precision_param = "float32"
 log_freq = 1
 enable_tensorboard = false
 [checkpoint]
-enable = true
 interval = 2
+interval_minutes = 0
+keep_latest_k = 10
 """
 
 Hook = Callable[[], Any]  # called in each process before training; returns None or a context manager to train within

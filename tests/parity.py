@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain import build as joinery
 from torchtrain.build import initialize
 from torchtrain.checkpoint.states import OptimizerState
-from torchtrain.config.schema import JobConfig, LRScheduler, Optimizer, Training
+from torchtrain.config.schema import Checkpoint, JobConfig, LRScheduler, Optimizer, Training
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
 from torchtrain.faults.stopping import StopRequest
@@ -61,6 +61,7 @@ def config_of(**changes: dict[str, Any]) -> JobConfig:
         ),
         optimizer=Optimizer(lr=3e-3),
         lr_scheduler=LRScheduler(warmup_steps=3),
+        checkpoint=Checkpoint(enable=False),
     )
     sections = {name: replace(getattr(config, name), **values) for name, values in changes.items()}
     return replace(config, **sections)

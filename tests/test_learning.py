@@ -371,7 +371,7 @@ def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, t
     [
         ("", ("--average", "9"), "the mean of 9 checkpoints was asked for, and .* has 4; give a run's folder"),
         ("checkpoint/step-8", ("--average", "2"), "the mean of 2 checkpoints was asked for, and .* is one"),
-        ("", ("--average", "0"), "--average = 0 to be at least 1"),
+        ("", ("--average", "0"), "--average = 0 must be at least 1"),
         ("hf", ("--weights", "ema"), "has one set of weights; 'ema' needs the checkpoints of a run"),
         ("hf", ("--average", "2"), "has one set of weights"),
         ("plain", ("--weights", "ema"), "error: .*step-2 has no averaged .* take the trained weights$"),

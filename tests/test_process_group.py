@@ -17,7 +17,7 @@ from parity import joinery_of
 
 from torchtrain.build import build_run
 from torchtrain.checkpoint.start import GROUP_TIMEOUT
-from torchtrain.config.schema import Comm, Data, Job, JobConfig, Parallelism, Training
+from torchtrain.config.schema import Checkpoint, Comm, Data, Job, JobConfig, Parallelism, Training
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
 from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.errors import ConfigError
@@ -112,6 +112,7 @@ def timeouts_of_a_new_run(folder: Path) -> set[float]:
         data=Data(prefetch=0),
         parallelism=Parallelism(context_parallel_degree=2),
         comm=Comm(init_timeout_seconds=70),
+        checkpoint=Checkpoint(enable=False),
     )
     with joinery_of(TINY):
         run = build_run(config, plan_run(config))

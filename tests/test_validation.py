@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torchtrain.build import build_run
 from torchtrain.checkpoint.states import flatten
-from torchtrain.config.schema import Data, Ema, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.config.schema import Checkpoint, Data, Ema, JobConfig, Parallelism, Source, Training, Validation
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.preparing import prepare
 from torchtrain.distributed.mesh import local
@@ -72,6 +72,7 @@ def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
         ),
         data=Data(prefetch=0),
         parallelism=Parallelism(**parallelism),
+        checkpoint=Checkpoint(enable=False),
         validation=Validation(
             enable=True,
             interval=4,

@@ -196,7 +196,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         last_step=config.training.steps,
         config_toml=to_toml(config),
     )
-    guard = UpdateGuard(config.faults, stop, run.window, metrics.record_event)
+    guard = UpdateGuard(config.faults, stop, run.window, metrics.record_event, run.checkpoint.clock)
     timeout_seconds = config.comm.init_timeout_seconds
     hangs = HangWatch(folder / "hangs", rank(), world_size(), timeout_seconds, doing=run.checkpoint.status)
     train_step = make_step(

@@ -78,6 +78,9 @@ def train(config: JobConfig) -> int:
     at_end = "done" if run.step == steps else "the data ended (data.when_exhausted = 'stop')"
     ending = "stopped as asked" if stopped else at_end
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)
+    if not config.checkpoint.enable:
+        kept = "only the weights in hf/ are" if config.checkpoint.last_save_in_hf and not stopped else "nothing is"
+        logger.warning("checkpoint.enable = false: of what this run has learned, %s saved", kept)
     dist.destroy_process_group()
     return StoppedError().exit_code if stopped else 0
 

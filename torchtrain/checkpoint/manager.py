@@ -1,5 +1,6 @@
 """Saving, finding and loading the checkpoints of a run: ``<dump folder>/checkpoint/step-N``."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -41,6 +42,29 @@ class Stop(Protocol):
         """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
 
 
+class SaveClock:
+    """Whether so many minutes have passed since the last save. Ranks agree on it once a step (``UpdateGuard``)."""
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds = 60 * minutes if minutes else math.inf
+        self.agreed = False
+        """Whether the clock of any rank said so, which all ranks know at the same step."""
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count: at the start of the run, and when a save has ended, well or not."""
+        self._since = time.monotonic()
+
+    def save_begins(self) -> None:
+        """Nothing is due while a save is under way, for which the next one would wait."""
+        self.agreed, self._since = False, math.inf
+
+    @property
+    def pending(self) -> bool:
+        """Whether the time has passed, by this rank's clock."""
+        return time.monotonic() - self._since >= self.seconds
+
+
 @dataclass(eq=False)
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
@@ -72,6 +96,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def __post_init__(self) -> None:
         self.group, self.claim = self.start.group, self.start.claim
         self.rank = dist.get_rank()
+        self.clock = SaveClock(self.config.interval_minutes if self.config.enable else 0)
         self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
         self._writer: VerifiedWriter | None = None  # of the save under way, or the last
@@ -110,11 +135,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     # Saving
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Whether ``maybe_save`` will save ``step``."""
-        return self.config.enable and (last or step % self.config.interval == 0)
+        """Whether ``maybe_save`` will save ``step``. The same on all ranks."""
+        return self.config.enable and (last or step % self.config.interval == 0 or self.clock.agreed)
 
     def maybe_save(self, step: int, last: bool = False, required: bool = True) -> None:
-        """Save if ``step`` is a multiple of ``config.interval``, or the ``last`` of the run, and not saved yet.
+        """Save if ``step`` is a multiple of ``config.interval``, or the ``last`` of the run, or the ranks have agreed
+        that ``config.interval_minutes`` are over, and it is not saved yet.
 
         By ``config.async_mode`` this returns when the state is copied, or when it is on disk, as the last one always
         is. A save that fails is logged and training goes on.
@@ -133,6 +159,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         started = time.perf_counter()
         self.wait()
         self._newest = step
+        self.clock.save_begins()
         tensors = flatten(self.states)
         if self.config.async_mode == "disabled" or last:
             staged = {name: local(tensor) for name, tensor in tensors.items()}
@@ -206,8 +233,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def _save_in_background(self, save: Callable[[], None], done: Future[None], folder: Path, started: float) -> None:
         """Call ``save``, which writes and commits ``folder``, begun at ``started``; the outcome goes to ``done``."""
         try:
-            self.stager.wait()
-            save()
+            try:
+                self.stager.wait()
+                save()
+            finally:
+                self.clock.start()
         except Exception as error:
             if isinstance(error, CheckpointError) and not isinstance(error, SupersededError) and self.rank == 0:
                 logger.error(f"{error}; the last good checkpoint stays")

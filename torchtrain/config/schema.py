@@ -488,12 +488,16 @@ class Float8:
 
 @dataclass(frozen=True)
 class Checkpoint(Section, name="checkpoint"):
-    enable: bool = False
+    enable: bool = True
     """Save checkpoints, and resume from the newest."""
     interval: Count = 500
     """Steps between checkpoints; the last step is always saved."""
-    keep_latest_k: CountOrZero = 10
-    """Checkpoints to keep; 0 keeps all."""
+    interval_minutes: NotNegative = 30.0
+    """Also save when so many minutes have passed since the end of the last save, so that slow steps are not lost. 0:
+    save by steps alone."""
+    keep_latest_k: CountOrZero = 5
+    """Checkpoints to keep; 0 keeps all. Each takes 12 bytes for each parameter (1B: 15 GB, 8B: 96 GB), and while one is
+    written there is one more."""
     load_step: Annotated[int, at_least(-1)] = -1
     """Step to resume from. -1: the newest."""
     initial_load_path: LocalPath = ""

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,19 +34,32 @@ class SpikeWindow(Stateful):
         """Nothing to do: the tensor of ``state_dict`` is this one's own."""
 
 
+class Request(Protocol):
+    """Something that any rank may ask all of them to do after the step, such as a save that its clock says is due."""
+
+    agreed: bool
+    """Whether all ranks know that one of them has asked."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank asks."""
+
+
 @dataclass(eq=False)
 class UpdateGuard:
-    """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on stopping.
+    """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on requests:
+    to stop, and to save.
 
     The result stays on the device, where it skips the update, so that the host does not wait. The host reads it when
     the next step is judged, or, where ``steps_are_long``, at once (``settle``): it calls ``record_event(step, event,
-    values)`` and sets ``must_roll_back_before`` and ``stop.agreed``, on which the loop acts.
+    values)`` and sets ``must_roll_back_before``, ``stop.agreed`` and ``save.agreed``, on which the loop acts.
     """
 
     config: Faults
     stop: StopRequest
     window: SpikeWindow
     record_event: Callable[[int, str, dict[str, Any]], None]
+    save: Request | None = None
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must go back, if it must."""
     steps_are_long: bool = field(default=False, init=False)
@@ -81,9 +94,10 @@ class UpdateGuard:
         grad_norm = grad_norm.to(device).double()
         not_finite = ~loss.total.isfinite()
         # torch.full with a number is a kernel on the device: there is no copy to wait for.
-        of_host = (float(self.stop.pending), float(seconds > LONG_STEP_SECONDS))
-        stopping, is_long = (torch.full((), value, dtype=torch.float64, device=device) for value in of_host)
-        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), stopping, is_long))
+        saves = self.save is not None and self.save.pending
+        of_host = (self.stop.pending, saves, seconds > LONG_STEP_SECONDS)
+        asked = [torch.full((), float(value), dtype=torch.float64, device=device) for value in of_host]
+        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), *asked))
         all_reduce(flags)
         total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
@@ -108,9 +122,11 @@ class UpdateGuard:
         if ready is not None:
             ready.synchronize()  # called by ``judge``: recorded a step ago, so it is done, or nearly so
         # Of loss and norm the values, then their means and deviations over the window; is it bad; and numbers of ranks:
-        # with bad losses, asked to stop, for which the step took long.
-        loss, norm, *window, bad, bad_losses, stopping, is_long = numbers.tolist()
+        # with bad losses, asked to stop, due to save, for which the step took long.
+        loss, norm, *window, bad, bad_losses, stopping, saving, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
+        if self.save is not None:
+            self.save.agreed = self.save.agreed or saving > 0
         self.steps_are_long = is_long > 0
         if not bad:
             # Good steps before it, made again after a rollback, do not count, nor one after it that a rollback undoes.

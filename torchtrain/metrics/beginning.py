@@ -1,6 +1,9 @@
 """What a run says of itself before its first step."""
 
+import shutil
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -31,3 +34,27 @@ def describe(config: JobConfig, model: TransformerConfig, device: torch.device, 
         split=degrees.context > 1,
     )
     logger.info(f"{numbers}, {compiled}; attention: {attention}")
+    _describe_checkpoints(config, parameters)
+
+
+def _describe_checkpoints(config: JobConfig, parameters: int) -> None:
+    """Log when checkpoints are saved, and warn where there is no room for them, or where there are none."""
+    options, folder = config.checkpoint, Path(config.job.dump_folder)
+    if not options.enable:
+        logger.warning("checkpoint.enable = false: this run saves no checkpoints, and cannot be resumed")
+        return
+    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # Muon has one of a matrix: less than that
+    size = parameters * (4 + moments + 4 * config.ema.enable)
+    when = f"every {options.interval} steps"
+    if options.interval_minutes:
+        when += f" and {options.interval_minutes:g} minutes after the last one"
+    kept = f"the newest {options.keep_latest_k} are kept" if options.keep_latest_k else "all are kept"
+    logger.info(f"checkpoints of about {size / 1e9:,.1f} GB are saved {when}, and after the last step; {kept}")
+    with suppress(OSError):
+        free, needed = shutil.disk_usage(folder).free, size * (options.keep_latest_k + 1)
+        if free < needed:
+            logger.warning(
+                f"{folder} has {free / 1e9:,.1f} GB left, and {options.keep_latest_k or 'its'} checkpoints and the one "
+                f"being written may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder, or lower "
+                "checkpoint.keep_latest_k"
+            )

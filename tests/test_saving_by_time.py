@@ -1,0 +1,143 @@
+"""Checkpoints without being asked for, and by the clock: at the same step on all ranks, and without another curve."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from forked_door import checked_door
+from forked_run import finish, patched_loss, same_tensors, saved_tensors
+
+from torchtrain.checkpoint import manager
+from torchtrain.checkpoint.history import saved_steps
+from torchtrain.checkpoint.manager import SaveClock
+from torchtrain.config.schema import Checkpoint, Ema, Job, JobConfig
+from torchtrain.faults import update_guard
+from torchtrain.log import logger
+from torchtrain.metrics import beginning
+
+BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
+
+
+def clock_strikes(at: tuple[int, ...], rank: str = "1", first: Callable[[], Any] = lambda: None) -> Any:
+    """A hook: the clock of ``rank`` alone says that a save is due, when it is asked for the so-and-so-many-th time."""
+    import os
+
+    asked = 0
+
+    def pending(_: SaveClock) -> bool:
+        nonlocal asked
+        asked += 1
+        return os.environ["RANK"] == rank and asked in at
+
+    SaveClock.pending = property(pending)  # type: ignore[assignment, method-assign]
+    return first()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_all_ranks_save_at_the_step_after_the_clock_of_any_and_the_curve_stays(tmp_path: Path) -> None:
+    by_time, by_step = tmp_path / "by_time", tmp_path / "by_step"
+    finish(by_time, *BY_TIME, hook=partial(clock_strikes, (3, 8)))
+    assert saved_steps(by_time / "checkpoint") == [4, 9, 12]
+    finish(by_step, *BY_TIME, "--checkpoint.interval_minutes", "0")
+    assert saved_steps(by_step / "checkpoint") == [12]
+    assert losses(by_time) == losses(by_step)
+    assert same_tensors(saved_tensors(by_time, 12), saved_tensors(by_step, 12))
+    for step in (9, 12):  # a run that goes on from a checkpoint made by the clock
+        shutil.rmtree(by_time / f"checkpoint/step-{step}")
+    finish(by_time, *BY_TIME, ranks=1, hook=partial(clock_strikes, (), "0"))
+    assert losses(by_time) == pytest.approx(losses(by_step), rel=1e-5)
+
+
+def test_the_newest_are_kept_whatever_they_were_saved_for(tmp_path: Path) -> None:
+    options = (*BY_TIME, "--checkpoint.keep_latest_k", "2", "--checkpoint.interval", "5")
+    finish(tmp_path, *options, ranks=1, hook=partial(clock_strikes, (6, 7), "0"))
+    assert saved_steps(tmp_path / "checkpoint") == [10, 12]  # of 5, 7, 8, 10, 12
+
+
+def bad_step_4() -> Any:
+    return patched_loss(lambda call, loss: loss * float("nan") if call == 4 * 4 else loss)
+
+
+def test_a_bad_step_is_not_saved_and_the_save_comes_after_the_rollback(tmp_path: Path) -> None:
+    hook = partial(clock_strikes, (1, 3), "0", bad_step_4)
+    output = finish(tmp_path, *BY_TIME, "--faults.on_bad_numbers", "rollback", ranks=1, hook=hook)
+    assert "went back to" in output
+    assert saved_steps(tmp_path / "checkpoint") == [2, 3, 12]
+
+
+def long_steps() -> None:
+    update_guard.LONG_STEP_SECONDS = 0.0
+
+
+def test_where_steps_are_long_the_step_itself_is_saved(tmp_path: Path) -> None:
+    finish(tmp_path, *BY_TIME, hook=partial(clock_strikes, (3, 8), "1", long_steps))
+    assert saved_steps(tmp_path / "checkpoint") == [3, 8, 12]
+
+
+def test_the_clock_counts_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: now))
+    clock, never = SaveClock(7.0), SaveClock(0)
+    now += 419
+    assert not clock.pending
+    now += 1
+    assert clock.pending
+    clock.agreed = True
+    clock.save_begins()
+    now += 1e6
+    assert (clock.pending, clock.agreed) == (False, False)
+    clock.start()
+    now += 419
+    assert not clock.pending
+    now += 1
+    assert clock.pending
+    assert not never.pending
+
+
+def test_a_config_of_ones_own_saves_and_resumes(tmp_path: Path) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(
+        "[model.shape]\ndim = 32\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64\n"
+        "[training]\nseq_len = 32\nlocal_batch_size = 2\nsteps = 2\n[lr_scheduler]\ntotal_steps = 50\n"
+    )
+    options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"))
+    said = checked_door("torchtrain.train", *options).stderr
+    assert "GB are saved every 500 steps and 30 minutes after the last one, and after the last step" in said
+    assert saved_steps(tmp_path / "run/checkpoint") == [2]
+    assert "resumed from" in checked_door("torchtrain.train", *options, "--training.steps", "3").stderr
+
+
+def test_a_run_without_checkpoints_says_so_at_its_start_and_its_end(tmp_path: Path) -> None:
+    off = ("--checkpoint.no-enable", "--training.steps", "1")
+    said = finish(tmp_path, *off, ranks=1).splitlines()
+    (start, *_), end = [line for line in said if "checkpoint.enable = false" in line], said[-1]
+    assert start.endswith("this run saves no checkpoints, and cannot be resumed")
+    assert said.index(start) < next(number for number, line in enumerate(said) if "step 1/1" in line)
+    assert end.endswith("checkpoint.enable = false: of what this run has learned, nothing is saved")
+    assert "only the weights in hf/ are saved" in finish(tmp_path, *off, "--checkpoint.last_save_in_hf", ranks=1)
+    assert "checkpoint.enable = false" not in finish(tmp_path / "on", "--training.steps", "1", ranks=1)
+
+
+def test_a_disk_that_is_too_small_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO)
+    config = JobConfig(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(keep_latest_k=3), ema=Ema(enable=True))
+    for free, warns in ((400e9, True), (600e9, False)):
+        caplog.clear()
+        with patch.object(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
+            beginning._describe_checkpoints(config, 8_030_261_248)
+        assert "checkpoints of about 128.5 GB" in caplog.text
+        assert ("may need 513.9 GB: make room" in caplog.text) == warns
