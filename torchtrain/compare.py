@@ -15,7 +15,7 @@ import tyro
 
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.errors import ConfigError
-from torchtrain.log import door
+from torchtrain.log import door, run_and_exit
 from torchtrain.outputs import require_picture, writing
 
 
@@ -80,4 +80,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

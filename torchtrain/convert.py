@@ -3,7 +3,6 @@
 One process reads and writes a tensor, or a file, at a time: the model need not fit into memory.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from torchtrain.config.schema import Count, LocalPath, check_values
-from torchtrain.log import door
+from torchtrain.log import door, run_and_exit
 
 
 @dataclass(frozen=True)
@@ -50,4 +49,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

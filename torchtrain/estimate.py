@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.log import door
+from torchtrain.log import door, run_and_exit
 from torchtrain.outputs import require_file, require_picture, writing
 
 
@@ -62,4 +62,4 @@ def find_layout(config: JobConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

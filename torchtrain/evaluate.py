@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtrain.config.schema import require_local
+from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.generation import Sampling, generate
-from torchtrain.log import door, is_first_rank
+from torchtrain.log import door, is_first_rank, run_and_exit
 from torchtrain.outputs import require_folder
 from torchtrain.trained_model import load_model
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             "that has one into a folder that HF_HOME names on both"
         ) from None
     if dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_process_group()
     messages = [record.getMessage() for record in told.buffer]
     for i, message in enumerate(messages):
         if message.startswith("Could not save"):  # the harness only logs this, and then the error
@@ -234,4 +235,4 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -13,7 +13,7 @@ import tyro
 
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, is_first_rank, logger
+from torchtrain.log import door, is_first_rank, logger, run_and_exit
 from torchtrain.outputs import writing
 from torchtrain.reading import MISSING, patiently
 
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
         console_outputs=is_first,
     )
     # Here and not above: --help and a refused option need no torch.
-    import torch.distributed as dist
-
+    from torchtrain.distributed.process_group import destroy_process_group
     from torchtrain.generation import Sampling
     from torchtrain.trained_model import load_model
 
@@ -113,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
                 write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
             if options.output_file:
                 logger.info("%d of %d prompts", first + len(results), len(prompts))
-    dist.destroy_process_group()
+    destroy_process_group()
     return 0
 
 
@@ -204,4 +203,4 @@ def text_of(tokenizer: "Tokenizer", before: list[int], tokens: list[int]) -> str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

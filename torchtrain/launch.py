@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
 
-from torchtrain.log import door, logger
+from torchtrain.log import door, logger, run_and_exit
 
 # Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
 SHARED_ENDINGS = (2, 74, 75)
@@ -117,4 +116,4 @@ def end_when_lonely() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -3,15 +3,18 @@
 One line an event, from the ranks in ``LOG_RANK``; errors from all.
 """
 
+import atexit
 import errno
 import io
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NoReturn
 
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.reading import MAY_PASS
@@ -110,6 +113,35 @@ def door(command: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
     main.__doc__ = command.__doc__
     return main
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """Call ``main`` and end the process with the exit code that it returns, without finalizing the interpreter.
+
+    The last line of each command. Threads of PyTorch outlive ``main``: those of a gloo group still hold the tensors of
+    its last collectives, and DTensor's caches keep groups alive that have been destroyed. A thread that waits for the
+    GIL when the interpreter is finalized ends by ``pthread_exit``, which must not unwind C++ destructors: the process
+    would abort with signal 6 in place of its exit code (https://github.com/pytorch/pytorch/issues/38228). PyTorch has
+    no function that joins these threads. So what the interpreter does before it is finalized is done here: wait for
+    threads that are no daemons, call the exit handlers, flush.
+    """
+    code: Any
+    try:
+        code = main()
+    except SystemExit as exit_:  # --help
+        code = exit_.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # as in a child of multiprocessing
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code or 0)
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):

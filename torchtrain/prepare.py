@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, logger
+from torchtrain.log import door, logger, run_and_exit
 from torchtrain.outputs import require_folder
 
 
@@ -70,4 +70,4 @@ def run(config: JobConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -26,6 +26,7 @@ NAMES = {
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
     "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
     "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
+    "_get_default_store": ("torch.distributed.distributed_c10d", "the store, which rank 0 may host, is left last"),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "what of a tensor a rank holds"),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),

@@ -3,7 +3,6 @@
 import gc
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import DataError, StoppedError
-from torchtrain.log import BestEffort, door, is_first_rank, logger
+from torchtrain.log import BestEffort, door, is_first_rank, logger, run_and_exit
 
 if TYPE_CHECKING:
     from torchtrain.build import Loop, Run
@@ -43,10 +42,8 @@ def train(config: JobConfig) -> int:
     Returns 0, or the exit code of a run that stopped early because it was asked to.
     """
     # Here and not above: --help and a refused option need no torch.
-    import torch.distributed as dist
-
     from torchtrain.build import build_loop, build_run, needs_validation
-    from torchtrain.distributed.process_group import rank
+    from torchtrain.distributed.process_group import destroy_process_group, rank
     from torchtrain.export import export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest
@@ -69,7 +66,7 @@ def train(config: JobConfig) -> int:
     steps, needed = config.training.steps, needs_validation(config, run)
     if run.step > steps or (run.step == steps and not needed and not needs_export(config, run.step, run.side_group)):
         logger.info("the run is complete: step %d of %d; to go on, raise training.steps", run.step, steps)
-        dist.destroy_process_group()
+        destroy_process_group()
         return 0
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
     stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
@@ -81,7 +78,7 @@ def train(config: JobConfig) -> int:
     if not config.checkpoint.enable:
         kept = "only the weights in hf/ are" if config.checkpoint.last_save_in_hf and not stopped else "nothing is"
         logger.warning("checkpoint.enable = false: of what this run has learned, %s saved", kept)
-    dist.destroy_process_group()
+    destroy_process_group()
     return StoppedError().exit_code if stopped else 0
 
 
@@ -150,4 +147,4 @@ def run_steps(config: JobConfig, run: "Run", loop: "Loop", stop: "StopRequest", 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

@@ -12,7 +12,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
 from torchtrain.errors import ConfigError, StorageError
-from torchtrain.torch_internals import all_groups, set_group_timeout
+from torchtrain.log import logger
+from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
+
+LAST_BARRIER_SECONDS = 3600  # the first rank may still upload metrics while the others wait for it
+LEAVE_SECONDS = 60  # from the barrier at the end until all ranks have destroyed their groups
 
 
 def world_size() -> int:
@@ -83,6 +87,27 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(**options, store=HashStore(), rank=0, world_size=1)
+
+
+def destroy_process_group() -> None:
+    """Destroy all groups when every rank is done with them. Collective; the last thing before the process ends.
+
+    No rank closes a connection on which another one still waits, and rank 0, which may host the store, leaves last:
+    until they have destroyed their groups, other ranks may use the store (the watchdog threads of NCCL do).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store, rank, size = _get_default_store(), world.rank(), world.size()
+    set_group_timeout(timedelta(seconds=LAST_BARRIER_SECONDS), world)
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+        if store.add("ranks that have left", 1) == size:
+            store.set("all ranks have left", "")
+        if rank == 0:
+            store.wait(["all ranks have left"], timedelta(seconds=LEAVE_SECONDS))
+    except RuntimeError as error:  # another rank has died, as its exit code says; the work of this one is complete
+        logger.warning("a rank ended before the others were ready to: %s", str(error).splitlines()[0])
 
 
 def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:

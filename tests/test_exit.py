@@ -1,0 +1,189 @@
+"""Commands end with their exit code, whatever threads of PyTorch are doing when the interpreter would be finalized."""
+
+import ctypes
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from forked_door import checked_door, start_door
+from forkserver import context
+
+from torchtrain.distributed import process_group
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_SECONDS = 120
+TRAIN = [
+    *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "32"),
+    *("--model.shape.dim", "16", "--model.shape.n_layers", "1", "--model.shape.n_heads", "2"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "32", "--training.steps", "2"),
+    *("--training.local_batch_size", "1", "--metrics.no_enable_tensorboard"),
+]
+
+# The time to stop is there within the first steps.
+STOP = [
+    *("--faults.wall_clock_limit_minutes", "1.0001", "--faults.stop_grace_seconds", "60", "--training.steps", "500"),
+]
+
+
+def stay_in_torch() -> None:
+    """Start a thread that is in C++ nearly all the time and then wants the GIL, as those of a busy gloo group do."""
+
+    def wait() -> None:
+        while True:
+            with suppress(RuntimeError):
+                dist.HashStore().wait(["nothing"], timedelta(milliseconds=10))
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _end_as_python_does(arguments: Sequence[str], hook: Callable[[], object], log: Path) -> None:
+    """Be ``python -m arguments``, with the end of the interpreter: other forked tests leave it out."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    sys.argv[1:] = arguments[1:]
+    hook()
+    sys.modules.pop(arguments[0], None)
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        ctypes.pythonapi.Py_Exit(error.code)
+    except BaseException:
+        traceback.print_exc()
+        ctypes.pythonapi.Py_Exit(1)
+
+
+def exit_code(arguments: Sequence[str], log: Path, hook: Callable[[], object] = stay_in_torch) -> int | None:
+    process = context().Process(target=_end_as_python_does, args=(arguments, hook, log))
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    process.kill()
+    return process.exitcode
+
+
+def crash() -> None:
+    stay_in_torch()
+    patch("torchtrain.build.build_loop", side_effect=ZeroDivisionError("planned")).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message", "hook"),
+    [
+        ([], 0, "done: step 2 of 2", stay_in_torch),
+        (STOP, 75, "stopped as asked: step ", stay_in_torch),
+        (["--checkpoint.load_step", "7"], 2, "checkpoint.load_step = 7 cannot be loaded", stay_in_torch),
+        ([], 1, "ZeroDivisionError: planned", crash),
+    ],
+    ids=["complete", "stopped", "error", "crash"],
+)
+def test_a_thread_that_wants_the_gil_does_not_abort_the_end_of_a_run(
+    tmp_path: Path, options: list[str], code: int, message: str, hook: Callable[[], object]
+) -> None:
+    log = tmp_path / "log"
+    found = exit_code([*TRAIN, "--job.dump_folder", str(tmp_path / "run"), *options], log, hook)
+    assert message in log.read_text()
+    assert found == code, log.read_text()
+
+
+def test_generate_convert_and_compare_end_with_their_code(trained_run: Path, tmp_path: Path) -> None:
+    run, log = str(trained_run), tmp_path / "log"
+    for arguments, message in (
+        (["torchtrain.generate", run, "--prompt", "def ", "--max_new_tokens", "2"], "def "),
+        (["torchtrain.convert", run, str(tmp_path / "hf")], f"wrote {tmp_path}/hf"),
+        (["torchtrain.compare", run, run], "alike"),
+    ):
+        code = exit_code(arguments, log)
+        assert message in log.read_text()
+        assert code == 0, log.read_text()
+
+
+def test_evaluate_ends_with_its_code(trained_run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    evaluate = importlib.import_module("test_evaluate")
+    evaluate.write_tasks(tmp_path)
+    arguments = [
+        *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
+        *("--device", "cpu", "--tasks", "choice", "--include_path", str(tmp_path)),
+    ]
+    code = exit_code(arguments, tmp_path / "log", evaluate_own_tasks)
+    assert "|choice|" in (tmp_path / "log").read_text()
+    assert code == 0
+
+
+def evaluate_own_tasks() -> None:
+    os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
+    importlib.import_module("test_evaluate").own_tasks_alone()
+    stay_in_torch()
+
+
+def use_the_store_late() -> None:
+    """Rank 1 uses the store, which rank 0 hosts, a second after its groups are destroyed."""
+    destroy = dist.destroy_process_group
+
+    def destroy_and_ask(*group: dist.ProcessGroup) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        destroy(*group)
+        if not group:
+            time.sleep(1)
+            store.set("late", "answer")
+            sys.stdout.write(f"the late {store.get('late').decode()}\n")
+
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group = destroy_and_ask
+
+
+def test_the_rank_that_hosts_the_store_leaves_last(tmp_path: Path) -> None:
+    found = checked_door(*TRAIN, "--job.dump_folder", str(tmp_path), ranks=2, hook=use_the_store_late)
+    assert found.stdout == "the late answer\n"
+    assert "before the others" not in found.stderr
+
+
+def die_when_done() -> None:
+    if os.environ["RANK"] == "1":
+        process_group.destroy_process_group = lambda: os._exit(9)
+
+
+def test_a_rank_that_dies_when_all_is_done_does_not_fail_the_others(tmp_path: Path) -> None:
+    options = [*TRAIN, "--job.dump_folder", str(tmp_path / "run")]
+    ranks, (_, errors) = start_door(tmp_path, *options, ranks=2, hook=die_when_done)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [0, 9], errors.read_text()
+    assert "a rank ended before the others were ready to: " in errors.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (2, {}),
+        (4, {"data_parallel_replicate_degree": 2}),
+        (4, {"tensor_parallel_degree": 2}),
+        (4, {"context_parallel_degree": 2}),
+        (8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    ],
+)
+def test_real_starts_end_with_their_code(tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
+    """With the launcher and an interpreter of its own for each rank."""
+    layout = [word for name, degree in degrees.items() for word in (f"--parallelism.{name}", str(degree))]
+    if ranks == 8:
+        layout += ["--model.shape.n_layers", "4"]
+    script, environment = str(ROOT / "run_llama_train.sh"), {**os.environ, "NGPU": str(ranks), "PYTHON": sys.executable}
+    for number, (options, code) in enumerate([([], 0)] * 4 + [(STOP, 75)]):
+        folder = ["--job.dump_folder", str(tmp_path / str(number))]
+        command = [script, *TRAIN[3:], *layout, *options, *folder]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert found.returncode == code, found.stderr
