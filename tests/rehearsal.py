@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo.config
 from call_order import calls_of, difference, disagreements
 
 from torchtrain.config.parse import from_file
@@ -140,7 +141,11 @@ def run(
         return Report([], [], str(error))
     last = world_size // degrees.pipeline - 1
     ranks = sorted({*ranks_of_each_kind(degrees), *([last] if compare else ())})
-    with fault(), patch.object(fake_run, "Ledger", WatchingLedger):
+    with (
+        fault(),
+        patch.object(fake_run, "Ledger", WatchingLedger),
+        torch._dynamo.config.patch(error_on_recompile=True),
+    ):
         records = {
             rank: rehearse(
                 config,

@@ -108,6 +108,7 @@ COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
 BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
 EMA_AND_Z = {"ema.enable": True, "training.z_loss_weight": 1e-4}
 THREE = {"training.local_batch_size": 3}  # microbatches: one forward between two backwards
+NINE = {"training.local_batch_size": 9}  # microbatches: one more than the times that torch compiles a function
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -130,6 +131,8 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
     "1F1B": (48, {**schedule("1F1B"), **THREE, **layout(pipeline=3, tensor=2, context=2, replicate=2), **SELECTIVE}),
+    "1F1B-documents": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **NINE}),
+    "1F1B-documents-eager": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **NINE}),
     "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=2), **COMPILE, **UNSHARDED, **accumulated(32)}),
     "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),

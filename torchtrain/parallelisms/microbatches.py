@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.attention.documents import document_mask, document_numbers, document_positions
@@ -21,8 +22,16 @@ class Microbatch(NamedTuple):
     tokens: Tensor  # (local_batch_size, seq)
     labels: Tensor  # (local_batch_size, seq)
     positions: Tensor  # (1 or local_batch_size, seq)
-    mask: Tensor | BlockMask | None  # as for ``attend``
+    documents: Tensor | None  # (local_batch_size, training.seq_len): their numbers; None: attention crosses them
     label_bytes: Tensor | None = None  # float64 (local_batch_size, seq), where the loader counts them
+
+
+def attention_mask(documents: Tensor | None, context: DeviceMesh) -> Tensor | BlockMask | None:
+    """As for ``attend``, from ``documents`` of a ``Microbatch``; ``context``: the 1-D mesh that splits sequences."""
+    if documents is None:
+        return None
+    places = torch.arange(documents.shape[1], device=documents.device)
+    return document_mask(documents, local_sequence(places, context, dim=0))
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,8 @@ class Microbatches:
         on_device = (t.to(self.device, non_blocking=True) for t in (batch.tokens, batch.labels, *counted))
         for tokens, labels, *sizes in zip(*(torch.split(t, self.local_batch_size) for t in on_device), strict=True):
             places = torch.arange(tokens.shape[1], device=self.device)
-            positions, mask = places[None], None
+            positions, documents = places[None], None
             if self.document_start is not None:
-                numbers = document_numbers(tokens, self.document_start)
-                positions = document_positions(numbers)
-                mask = document_mask(numbers, own_part(places, dim=0))
-            yield Microbatch(own_part(tokens), own_part(labels), own_part(positions), mask, *map(own_part, sizes))
+                documents = document_numbers(tokens, self.document_start)
+                positions = document_positions(documents)
+            yield Microbatch(own_part(tokens), own_part(labels), own_part(positions), documents, *map(own_part, sizes))

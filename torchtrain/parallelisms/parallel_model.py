@@ -14,7 +14,7 @@ from torchtrain.distributed.mesh import Mesh
 from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import reduce_dtype, set_accumulation
-from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
 from torchtrain.parallelisms.reductions.exact_sums import ExactSums
@@ -58,13 +58,14 @@ class ParallelModel:
         ``is_last``: whether it is the step's last microbatch, whose backward completes the reduction over all ranks.
         Returns the two sums of ``token_losses``, (2,); zeros without ``has_loss``.
         """
-        tokens, labels, positions, mask = microbatch[:4]
+        tokens, labels, positions, documents = microbatch[:4]
         with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
             (model,) = self.parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
+            mask = attention_mask(documents, self.mesh.context)
             losses: Tensor = model(tokens, positions, mask, head=partial(self.loss, labels=labels))
             torch.autograd.backward(losses.sum() / global_tokens)
             return losses.detach()
@@ -72,10 +73,11 @@ class ParallelModel:
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
         """The sum of the microbatch's losses alone, without z-loss."""
-        tokens, labels, positions, mask = microbatch[:4]
+        tokens, labels, positions, documents = microbatch[:4]
         with loss_parallel():
             if self.pipeline is not None:
                 return self.pipeline.forward(microbatch)[0]
+            mask = attention_mask(documents, self.mesh.context)
             losses: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
             return losses[0]
 

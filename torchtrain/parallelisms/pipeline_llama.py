@@ -22,7 +22,7 @@ from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
-from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
@@ -102,6 +102,7 @@ class Pipeline:
     ):
         """``stages``: from ``build_stages``, parallelized, on their device."""
         self.mesh = mesh.pipeline
+        self.context = mesh.context
         self.device = device
         self.loss = loss
         self.stages = stages
@@ -113,6 +114,8 @@ class Pipeline:
             # Not as an argument of the schedule: those of torch 2.11 with a split backward take tensors alone.
             to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
+        for stage in stages.values():
+            stage.register_forward_pre_hook(self._add_mask, with_kwargs=True)
         microbatches = resolve_microbatches(parallelism, training)
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
         # What goes into the first stage, between stages and out of the last. torch is told these shapes, so that no
@@ -148,7 +151,7 @@ class Pipeline:
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """As ``ParallelModel.forward_backward``. The schedule splits the rows of ``microbatch`` once more."""
-        tokens, labels, positions, mask = microbatch[:4]
+        tokens, labels, positions, documents = microbatch[:4]
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
@@ -157,8 +160,8 @@ class Pipeline:
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
         arguments: dict[str, Any] = {"positions": positions.expand(len(tokens), -1)}
-        if mask is not None:
-            arguments["mask"] = mask
+        if documents is not None:
+            arguments["documents"] = documents
         self.schedule.step(*inputs, target=target, return_outputs=False, **arguments)
         return self.losses
 
@@ -168,7 +171,7 @@ class Pipeline:
 
         Not by torch's schedule: one that splits the backward cannot run the forward alone.
         """
-        tokens, labels, positions, mask = microbatch[:4]
+        tokens, labels, positions, documents = microbatch[:4]
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
         output = tokens
         for i, stage in self.stages.items():
@@ -177,10 +180,18 @@ class Pipeline:
                 output = torch.empty(len(tokens), *self.hidden.shape[1:], dtype=self.hidden.dtype, device=self.device)
                 dist.recv(output, group=group, group_src=before)
             head = partial(self.loss, labels=labels) if stage is self.last else None
-            output = stage(output, positions, mask, head=head)
+            output = stage(output, positions, documents=documents, head=head)
             if after != own_rank:
                 dist.send(output.contiguous(), group=group, group_dst=after)
         return output if self.last is not None else torch.zeros(2, device=self.device)
+
+    def _add_mask(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Give a stage the mask of the ``documents`` that the schedule has split, tensors alone, into microbatches.
+
+        A BlockMask is split by torch into masks with an integer each, for which flex_attention is compiled every time.
+        """
+        documents = arguments.pop("documents", None)
+        return args, {**arguments, "mask": attention_mask(documents, self.context)}
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
