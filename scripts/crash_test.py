@@ -9,7 +9,9 @@ run and does one thing to it, in random order:
 - all damaged: no checkpoint is good;
 - stop in validation: SIGTERM to one rank while the ranks validate;
 - hung save: the disk of one rank does not answer any more, and the run is asked to stop;
-- generation: the file that says which incarnation saves cannot be read for a while.
+- generation: the file that says which incarnation saves cannot be read for a while;
+- late listing: while a start waits for the list of checkpoints, a newer one is started and saves;
+- late commit: a newer start is removing what it takes for left behind when an older one, which hung, commits it.
 
 Every exit code must be the one that docs/faults.md names, and whatever has a final name must be what its manifest says.
 In the end the run must be bitwise the one that nobody disturbed, and no process and no temporary file may be left.
@@ -30,6 +32,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -147,9 +150,19 @@ class Trial:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoint"
 
+    @property
+    def training_data(self) -> Path:
+        """Texts that the disturbed and the undisturbed run train on; made when they are first asked for."""
+        file = self.folder.with_name("training.jsonl")
+        if not file.exists():
+            words, rng = ["some", "words", "of", "which", "documents", "are", "made"], random.Random(1)
+            texts = (" ".join(rng.choices(words, k=60)) for _ in range(9000))  # more than 3 MiB
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return file
+
     def start(self, steps: int = FOR_EVER) -> Run:
-        more = ["--training.steps", str(steps), "--validation.path", str(self.validation_data)]
-        return self.starts(self.folder, [*RUN.split(), *more])
+        data = ["--data.path", str(self.training_data), "--validation.path", str(self.validation_data)]
+        return self.starts(self.folder, [*RUN.split(), "--training.steps", str(steps), *data])
 
     def newest(self) -> int:
         return max(saved_steps(self.checkpoints), default=0)
@@ -168,8 +181,13 @@ class Trial:
         return any(self.checkpoints.glob(f"*{PARTIAL_SUFFIX}"))
 
     def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl. Of one that a killed process has not finished, or is writing now, nothing."""
         text = (self.folder / "metrics.jsonl").read_text() if (self.folder / "metrics.jsonl").exists() else ""
-        return [json.loads(line) for line in text.splitlines()]
+        complete, lines = text.rpartition("\n")[0], []
+        for line in complete.splitlines():
+            with suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+        return lines
 
 
 def expect(run: Run, codes: list[int]) -> None:
@@ -267,7 +285,45 @@ def generation(trial: Trial) -> None:
     trial.stop(run)
 
 
-FAULTS = (full_disk, read_error, all_damaged, stop_in_validation, hung_save, generation)
+def late_listing(trial: Trial) -> None:
+    disk = trial.disk
+    assert disk is not None
+    older = trial.start_and_save()
+    listing = disk.fail("list", trial.checkpoints, rank=0, times=1, seconds=3600)
+    older.wait_for(lambda: disk.has_struck(listing))
+    end_the_older(trial, older, trial.start_and_save())
+
+
+def late_commit(trial: Trial) -> None:
+    disk = trial.disk
+    assert disk is not None
+    older = trial.start_and_save()
+    commit = disk.fail("rename", trial.checkpoints / "step-*[0-9]", rank=0, times=1, seconds=3600)
+    older.wait_for(lambda: disk.has_struck(commit))
+    removal = disk.fail("remove", trial.checkpoints / "*.partial/*", rank=0, times=1, seconds=3600, skip=1)
+    newer = trial.start()
+    newer.wait_for(lambda: disk.has_struck(removal))
+    disk.heal(commit)
+    time.sleep(2)  # in which the older one would delete checkpoints, had it committed what is half removed
+    end_the_older(trial, older, newer)
+
+
+def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
+    """Let what hangs go on: of two starts the older one ends, and changes nothing of the newer one."""
+    assert trial.disk is not None
+    trial.disk.heal()
+    expect(older, REFUSED)
+    assert "now saves in" in older.output(), older.output()
+    before = trial.newest()
+    newer.wait_for(lambda: trial.newest() > before + 2)
+    assert not list(trial.checkpoints.glob("*.superseded*")), newer.output()
+    trial.stop(newer)
+
+
+FAULTS = (
+    *(full_disk, read_error, all_damaged, stop_in_validation, hung_save, generation),
+    *(late_listing, late_commit),
+)
 
 
 def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:

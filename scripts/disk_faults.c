@@ -25,6 +25,7 @@ struct rule { /* as disk_faults.py packs it */
     int32_t rank;    /* environment's RANK; -1: any process */
     int32_t times;   /* how often it still strikes; -1: always */
     int32_t seconds; /* pause before */
+    int32_t skip;    /* how many matching operations it still lets pass */
 };
 
 static struct rule *rules;
@@ -65,9 +66,11 @@ static int fails(const char *operation, int fd, const char *path) {
         if (strcmp(rule->operation, operation) || (rule->rank >= 0 && rule->rank != (rank ? atoi(rank) : 0)) ||
             fnmatch(rule->pattern, whole, 0))
             continue;
+        if (rule->skip > 0 && __sync_fetch_and_sub(&rule->skip, 1) > 0)
+            continue;
         if (rule->times == 0 || (rule->times > 0 && __sync_fetch_and_sub(&rule->times, 1) <= 0))
             continue;
-        for (int second = 0; second < rule->seconds && rules[0].operation[0]; second++)
+        for (int second = 0; second < rule->seconds; second++) /* healing clears the rule */
             sleep(1);
         errno = rule->error;
         return rule->error != 0;
@@ -96,8 +99,18 @@ WRAPPED_OPEN(open, (const char *path, int flags, ...), (path, flags, mode), AT_F
 WRAPPED_OPEN(open64, (const char *path, int flags, ...), (path, flags, mode), AT_FDCWD, path)
 WRAPPED_OPEN(openat, (int fd, const char *path, int flags, ...), (fd, path, flags, mode), fd, path)
 WRAPPED_OPEN(openat64, (int fd, const char *path, int flags, ...), (fd, path, flags, mode), fd, path)
-WRAPPED(ssize_t, -1, read, (int fd, void *to, size_t size), (fd, to, size), "read", fd, NULL)
-WRAPPED(ssize_t, -1, pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at), "read", fd, NULL)
+#define WRAPPED_READ(name, parameters, arguments)                                                                      \
+    ssize_t name parameters {                                                                                          \
+        if (fails("read", fd, NULL))                                                                                   \
+            return -1;                                                                                                 \
+        ssize_t size_read = NEXT(name) arguments;                                                                      \
+        if (size_read > 0 && fails("flip", fd, NULL))                                                                  \
+            ((char *)to)[size_read / 2] ^= 1;                                                                          \
+        return size_read;                                                                                              \
+    }
+
+WRAPPED_READ(read, (int fd, void *to, size_t size), (fd, to, size))
+WRAPPED_READ(pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at))
 WRAPPED(ssize_t, -1, write, (int fd, const void *from, size_t size), (fd, from, size), "write", fd, NULL)
 WRAPPED(int, -1, fsync, (int fd), (fd), "fsync", fd, NULL)
 WRAPPED(int, -1, stat, (const char *path, struct stat *to), (path, to), "stat", AT_FDCWD, path)
@@ -105,5 +118,8 @@ WRAPPED(int, -1, stat64, (const char *path, struct stat64 *to), (path, to), "sta
 WRAPPED(int, -1, fstatat, (int fd, const char *path, struct stat *to, int flags), (fd, path, to, flags), "stat", fd, path)
 WRAPPED(int, -1, fstatat64, (int fd, const char *path, struct stat64 *to, int flags), (fd, path, to, flags), "stat", fd, path)
 WRAPPED(int, -1, rename, (const char *from, const char *to), (from, to), "rename", AT_FDCWD, to)
+WRAPPED(int, -1, unlink, (const char *path), (path), "remove", AT_FDCWD, path)
+WRAPPED(int, -1, unlinkat, (int fd, const char *path, int flags), (fd, path, flags), "remove", fd, path)
+WRAPPED(int, -1, rmdir, (const char *path), (path), "remove", AT_FDCWD, path)
 WRAPPED(int, -1, mkdir, (const char *path, mode_t mode), (path, mode), "mkdir", AT_FDCWD, path)
 WRAPPED(DIR *, NULL, opendir, (const char *path), (path), "list", AT_FDCWD, path)

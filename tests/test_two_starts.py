@@ -243,13 +243,13 @@ def test_an_older_start_that_lists_late_renames_nothing_of_the_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its claim is checked, it hangs in listing the folder, and the newer one saves ten checkpoints."""
-    older = settle(Run(tmp_path).train(1, 6))
+    older = settle(Run(tmp_path, keep_latest_k=0).train(1, 6))
     listdir, begun = os.listdir, []
 
     def late(path: Any = ".") -> list[str]:
         if not begun and str(path).endswith("checkpoint") and threading.current_thread() is not threading.main_thread():
             begun.append(path)
-            settle(resume(tmp_path).train(7, 26))
+            settle(resume(tmp_path, keep_latest_k=0).train(7, 26))
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", late)
