@@ -33,7 +33,6 @@ from torchtrain.config.schema import Model, Source, Validation
 from torchtrain.conversion import convert
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.models.families import hf_name
 from torchtrain.planning.request import shape_of
 from torchtrain.shape import model_shape, resolve_model
 from torchtrain.tokenizers import load_tokenizer
@@ -82,9 +81,9 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
         go_on.set()
         other.join()
         dist.destroy_process_group()
-    for name, file in found.items():
-        with safe_open(file, framework="pt") as opened:
-            assert not opened.get_tensor(hf_name(name)).any(), name
+    for path, name in found.values():
+        with safe_open(path, framework="pt") as opened:
+            assert not opened.get_tensor(name).any(), name
     assert errors
     assert "another process has made it meanwhile" in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -523,9 +523,11 @@ def break_folder(folder: Path, how: str) -> None:
         tensors["model.norm.weight"] = torch.ones(16)
     elif how == "two files":
         save_file({"model.norm.weight": torch.ones(32)}, folder / "zz_old.safetensors")
+        file = file.rename(folder / "weights.safetensors")
     elif how == "pickled":
         file.rename(folder / "pytorch_model.bin")
     elif how == "bad index":
+        file = file.rename(folder / "weights.safetensors")
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
     elif how == "list":
         (folder / "config.json").write_text("[]")
@@ -550,7 +552,7 @@ def break_folder(folder: Path, how: str) -> None:
         ("bias", "does not have: model.layers.0.self_attn.q_proj.bias"),
         ("third layer", "does not have: model.layers.2.input_layernorm.weight, .* and 4 more"),
         ("shape", r"has shape \(16,\); by config.json it has \(32,\)"),
-        ("two files", "holds 2 safetensors files and no model.safetensors.index.json"),
+        ("two files", "holds 2 safetensors files and neither model.safetensors nor model.safetensors.index.json"),
         ("pickled", "has a config.json, and no weights in safetensors files beside it"),
         ("bad index", "names '../../secret.safetensors', which is not in its folder"),
         ("list", "it holds '\\[\\]', not an object"),

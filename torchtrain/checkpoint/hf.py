@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
-from torchtrain.checkpoint.states import parameter_shapes, save_tensors
+from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
@@ -28,8 +28,9 @@ from torchtrain.outputs import fsync_folder, partial_folder, partial_path
 from torchtrain.reading import MISSING, patiently, read_file
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
+ROWS_AT_ONCE = 4096  # of a matrix that is compared with another
 FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
 
 
@@ -58,14 +59,24 @@ def check_same_shape(
     )
 
 
-def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
-    """The file in which each parameter of ``model`` lies, by our names.
+class Source(NamedTuple):
+    """A tensor in a file: its path, and the tensor's name there."""
+
+    path: Path
+    name: str
+
+
+def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Source]:
+    """Where each parameter of ``model`` is stored, by our names.
+
+    As transformers does, this takes the names of a base model, without ``model.``, and a tied matrix stored only as
+    ``lm_head``.
 
     Raises:
         CheckpointError: a file is damaged; a tensor is missing, has another shape, or a dtype that cannot be read as it
-            is; there is one that the model does not have.
+            is; there is one that the model does not have; a tied matrix is stored twice, with different values.
     """
-    found = {}
+    found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for path, names in _files(folder).items():
         with _opened(path) as file:
             there = set(file.keys())
@@ -74,33 +85,55 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Path]:
                     raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
-    files = {}
+    sources = {}
     for ours, parameter in parameter_shapes(model).items():
-        name, shape = hf_name(ours), tuple(parameter.shape)
-        if name not in found:
-            raise CheckpointError(f"{folder} lacks {name}, which a model of this config.json has")
-        path, own_shape, dtype = found.pop(name)
-        if own_shape != shape:
-            raise CheckpointError(f"{name} in {path} has shape {own_shape}; by config.json it has {shape}")
+        names = [hf_name(ours), hf_name(ours).removeprefix("model.")]
+        if model.tied_embeddings and ours == ORIGINAL:
+            names.append(hf_name(TIED))
+        name = next((name for name in names if name in found), None)
+        if name is None:
+            raise CheckpointError(f"{folder} lacks {names[0]}, which a model of this config.json has")
+        path, shape, dtype = found.pop(name)
+        if shape != tuple(parameter.shape):
+            raise CheckpointError(f"{name} in {path} has shape {shape}; by config.json it has {tuple(parameter.shape)}")
         if dtype not in DTYPES:
             raise CheckpointError(
                 f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not read"
             )
-        files[ours] = path
-    # transformers ignores these, too: RoPE tables of old exports, and a tied matrix by its other name.
-    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.tied_embeddings else ()))
-    unknown = sorted(name for name in found if not name.endswith(ignored))
+        sources[ours] = Source(path, name)
+    if model.tied_embeddings and (lm_head := found.pop(hf_name(TIED), None)):
+        _require_equal(sources[ORIGINAL], Source(lm_head[0], hf_name(TIED)))
+    unknown = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))  # RoPE tables of old exports
     if unknown:
         raise CheckpointError(
             f"{folder} holds tensors that a model of this config.json does not have: {', '.join(unknown[:5])}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         )
-    return files
+    return sources
+
+
+def _require_equal(embedding: Source, output: Source) -> None:
+    """Raise CheckpointError unless two matrices that are tied by the config have the same values."""
+    with _opened(embedding.path) as first, _opened(output.path) as second:
+        one, other = first.get_slice(embedding.name), second.get_slice(output.name)
+        equal = one.get_shape() == other.get_shape()
+        for start in range(0, one.get_shape()[0] if equal else 0, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            equal = equal and torch.equal(one[rows].float(), other[rows].float())
+    if not equal:
+        raise CheckpointError(
+            f"{output.name} in {output.path} differs from {embedding.name}, and {CONFIG_FILE} has tie_word_embeddings "
+            f"= true: set it to false there to use both, as transformers does, or remove {output.name} from the file"
+        )
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """The files to read, and which tensors of each; none: all."""
-    index = folder / INDEX_FILE
+    """The files to read, and which tensors of each; none: all. Where there are several kinds, as transformers does."""
+    weights, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if weights.is_file():
+        if index.is_file():
+            logger.warning("%s is read, and not the files that %s names, as transformers does", weights, INDEX_FILE)
+        return {weights: []}
     try:
         weight_map = json.loads(read_file(index))["weight_map"]
         files: dict[Path, list[str]] = {}
@@ -116,20 +149,20 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     found = sorted(folder.glob("*.safetensors"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files and no {INDEX_FILE} to say which of them count; add it, or "
-            "leave one file"
+            f"{folder} holds {len(found)} safetensors files and neither {WEIGHTS_FILE} nor {INDEX_FILE} to say which "
+            "of them count; add one of these, or leave one file"
         )
     return {path: [] for path in found}
 
 
 @torch.no_grad()
-def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each; from ``files``."""
+def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
+    """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each."""
     for name, tensor in tensors.items():
         part, spans = block_held(tensor)
         if part.numel():
-            with _opened(files[name]) as opened:
-                part.copy_(opened.get_slice(hf_name(name))[spans])
+            with _opened(sources[name].path) as opened:
+                part.copy_(opened.get_slice(sources[name].name)[spans])
 
 
 @contextmanager
