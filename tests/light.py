@@ -1,13 +1,17 @@
 """What tests of transformers' models call on ranks, which import this module and need not import transformers."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity import TINY, build, config_of
+from parity import TINY, build, config_of, train
+from torch import Tensor
 
 from torchtrain.checkpoint.hf import save_hf
 from torchtrain.checkpoint.states import ModelState
@@ -17,6 +21,7 @@ from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
 from torchtrain.generation import Sampling, generate
 from torchtrain.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama import model as llama
 from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 
@@ -77,3 +82,47 @@ def greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
     return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
+
+
+@dataclass
+class Rope:
+    """What ``apply_rope`` was called with: dtypes of its input, tables and result."""
+
+    dtypes: set[tuple[torch.dtype, ...]] = field(default_factory=set)
+    calls: int = 0
+    tables_rounded: bool = False
+    """Whether a table has the values of a bfloat16 one, whatever its dtype."""
+    error: float = 0.0
+    """Largest error of a result, beside that in float64, relative to it."""
+
+
+@contextmanager
+def recorded_rope() -> Iterator[Rope]:
+    seen, original = Rope(), llama.apply_rope
+
+    def recorded(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = original(x, cos, sin)
+        seen.calls += 1
+        seen.dtypes.add((x.dtype, cos.dtype, sin.dtype, out.dtype))
+        seen.tables_rounded |= bool((sin == sin.bfloat16()).all())
+        with torch.no_grad():
+            first, second = x.double().chunk(2, dim=-1)
+            c, s = cos.double(), sin.double()
+            exact = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+            error = (out.double() - exact).abs() / exact.abs().clamp(min=1e-3)
+            seen.error = max(seen.error, error.max().item())
+        return out
+
+    with patch.object(llama, "apply_rope", recorded):
+        yield seen
+
+
+def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> Rope:
+    config = config_of(
+        training={"mixed_precision_param": "bfloat16"},
+        parallelism=parallelism,
+        activation_checkpoint={"mode": checkpointing},
+    )
+    with recorded_rope() as seen:
+        train(config, steps=1)
+    return seen

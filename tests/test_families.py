@@ -41,11 +41,14 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "tie_word_embeddings": False,
+    # No default of any family, or what takes another norm's epsilon, or a default, would not show.
+    "rms_norm_eps": 0.03,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
 }
 
 
 def rope(**keys: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0, **keys}}
+    return {"rope_parameters": {"rope_theta": 700.0, **keys}}
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

@@ -215,7 +215,7 @@ def test_rope_is_found_where_transformers_finds_it(rope: dict[str, Any]) -> None
         ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "factor of RoPE with rope_type = 'linear' must be"),
-        ({"rope_theta": "ten"}, "could not convert string to float: 'ten'"),
+        ({"rope_theta": "ten"}, "rope_theta = 'ten' must be a number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"model_type": "mistral"}, "sliding_window = 4096; .* sliding windows is not supported"),
         ({"model_type": "mistral", "sliding_window": 1024}, "sliding_window = 1024"),

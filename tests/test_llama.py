@@ -6,13 +6,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
+from torchtrain.models.llama.flops import flops_per_token
 
 SHAPES = {
-    "llama2": TransformerConfig(64, 3, 4, 4, 176, 320, max_seq_len=96),
+    # No epsilon or theta is a default.
+    "llama2": TransformerConfig(64, 3, 4, 4, 176, 320, max_seq_len=96, norm_eps=0.02, rope_theta=3000.0),
     "llama3.1": TransformerConfig(
         64,
         2,
@@ -21,11 +24,12 @@ SHAPES = {
         128,
         512,
         max_seq_len=96,
+        norm_eps=0.04,
         rope_theta=500000.0,
         # An original length that lets frequencies fall into all three parts of the scaling.
         rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64),
     ),
-    "tied": TransformerConfig(64, 2, 4, 2, 128, 384, max_seq_len=96, tied_embeddings=True),
+    "tied": TransformerConfig(64, 2, 4, 2, 128, 384, max_seq_len=96, norm_eps=0.03, tied_embeddings=True),
 }
 
 
@@ -155,6 +159,30 @@ def test_published_sizes(name: str, flavor: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Transformer(flavor_config(name, flavor))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "8B", "0.6B"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_a_token_are_those_of_the_model(shape: str, tied: bool) -> None:
+    """Backward costs twice the forward, in which the output is multiplied by, tied or not, and the embedding is not."""
+    published = {"8B": ("llama3", "8B"), "0.6B": ("qwen3", "0.6B")}
+    config = flavor_config(*published[shape]) if shape in published else SHAPES[shape]
+    config, seq_len = replace(config, n_layers=2, tied_embeddings=tied, max_seq_len=4096), 80
+    with torch.device("meta"):
+        model = Transformer(config)
+        model.replace_inner_attention(lambda _: AllScores())
+        tokens = torch.zeros(3, seq_len, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    assert 3 * counter.get_total_flops() == flops_per_token(config, seq_len) * tokens.numel()
+
+
+class AllScores(torch.nn.Module):
+    """Attention without causality, which is not counted."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
 def test_unknown_flavor_names_those_there_are() -> None:

@@ -144,6 +144,8 @@ def hf_name(name: str) -> str:
     return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
 
 
+# What config.json must say, if it says it at all, in every family.
+_FIXED: Mapping[str, Any] = MappingProxyType({"hidden_act": "silu", "is_causal": True, "transformers_weights": None})
 # What scales RoPE, by Hugging Face's names; ours differ in the length.
 _LENGTH = "original_max_position_embeddings"
 _SCALING = {
@@ -209,7 +211,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     name = by_type[model_type]
     family = FAMILIES[name]
     hf = {**family.defaults, **hf}
-    for key, ours in {"hidden_act": "silu", **family.fixed}.items():
+    for key, ours in {**_FIXED, **family.fixed}.items():
         if hf.get(key, ours) != ours:
             why = ", and attention in sliding windows is not supported" if "sliding" in key else ""
             raise ValueError(f"{key} = {hf[key]!r}; a {model_type} here has {ours!r}{why}")
@@ -217,21 +219,20 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         raise ValueError(f"layer_types = {hf['layer_types']!r}; here all have 'full_attention', no sliding windows")
     if hf.get("quantization_config"):
         raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
-    n_heads = hf["num_attention_heads"]
-    # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
-    rope = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
+    n_heads, n_kv_heads, tied = hf["num_attention_heads"], hf.get("num_key_value_heads"), hf.get("tie_word_embeddings")
+    rope = _rope(hf)
     return TransformerConfig(
         dim=hf["hidden_size"],
         n_layers=hf["num_hidden_layers"],
         n_heads=n_heads,
-        n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         ffn_dim=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
         max_seq_len=hf["max_position_embeddings"],
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
-        rope_scaling=_scaling_from_hf({**hf, **rope}),
-        tied_embeddings=hf.get("tie_word_embeddings") or False,
+        norm_eps=_number("rms_norm_eps", hf.get("rms_norm_eps", 1e-6)),
+        rope_theta=_number("rope_theta", rope["rope_theta"]),
+        rope_scaling=_scaling_from_hf(rope),
+        tied_embeddings=False if tied is None else tied,
         head_dim=hf.get("head_dim"),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -239,17 +240,42 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{key} = {value!r} must be a number")
+    return float(value)
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of RoPE, in one dict, as transformers gathers it."""
+    # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    given = hf.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key} = {given!r} must be an object")
+    # transformers' Llama ignores these, and its Qwen fails: only models with sliding windows have them.
+    if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"{key} has values per type of layer ({', '.join(nested)}); here all layers have the same RoPE. If these "
+            f"are equal, write them directly into {key}"
+        )
+    rope = {"rope_theta": hf.get("rope_theta", 10000.0), _LENGTH: hf["max_position_embeddings"], **given}
+    if _LENGTH in hf:  # overrides the one in given
+        rope[_LENGTH] = hf[_LENGTH]
+    if "partial_rotary_factor" in hf:
+        rope.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    return rope
+
+
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
-    """``rope``: the keys of ``config.json`` with those on RoPE above all others."""
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ("default", *_SCALING):
         raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_SCALING)}")
     for key, ours in {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}.items():
-        if rope.get(key) not in (None, ours):
+        if rope.get(key, ours) != ours and not (key == "partial_rotary_factor" and rope[key] is None):
             raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
     if rope_type == "default":
         return None
-    rope = {_LENGTH: rope["max_position_embeddings"], **rope}
     given = {key: rope[key] for key in _SCALING[rope_type] if rope.get(key) is not None}
     optional = {"beta_fast", "beta_slow", "attention_factor"}
     if missing := [key for key in _SCALING[rope_type] if key not in optional | given.keys()]:
