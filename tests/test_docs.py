@@ -162,7 +162,7 @@ def test_links_and_options_exist(page: Path) -> None:
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
             known = {field.name for field in fields(getattr(JobConfig(), section))}
             name = key.removeprefix("no-")
-            assert name in known or key in ("py", "jsonl"), f"{page.name}: {section}.{key} is no option"
+            assert name in known or key in ("py", "jsonl", "safetensors"), f"{page.name}: {section}.{key} is no option"
 
 
 def test_the_pages_that_are_made_are_current() -> None:

@@ -43,6 +43,7 @@ from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.meta import config_from_meta
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.trained_model import load_model
 
 VOCAB = 4096  # of the default tokenizer
 LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
@@ -480,6 +481,46 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
         assert torch.equal(tensor, exported[key]), key
     again = finish(second, "--training.steps", "2", *start[2:])
     assert "is not used: the run resumes from its own step 1" in again
+
+
+def test_an_export_keeps_the_context_of_the_model_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    source = tmp_path / "source"
+    config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
+    LlamaForCausalLM(config).save_pretrained(source)
+    write_hf_config(source, replace(TINY, max_seq_len=96), "float32", "")
+    weights = ("--checkpoint.initial_load_path", str(source), "--checkpoint.last_save_in_hf")
+
+    def context(folder: Path) -> int:
+        return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+    run = tmp_path / "by folder"
+    told = "training.seq_len is 32: exports of this run, evaluate and generate take 96 as the longest context"
+    assert told in finish(run, *weights, "--model.hf_folder", str(source), "--training.steps", "1", ranks=1)
+    assert context(run / "hf") == 96
+    convert(run, tmp_path / "converted", "hf", "float32")
+    assert context(tmp_path / "converted") == 96
+    convert(run, tmp_path / "ours", "torchtrain", "float32")
+    convert(tmp_path / "ours", tmp_path / "again", "hf", "float32")
+    assert context(tmp_path / "again") == 96
+    assert load_model(run).model.config.max_seq_len == 96
+    dist.destroy_process_group()
+
+    run = tmp_path / "by flavor"
+    finish(run, *weights, "--training.steps", "2", ranks=1)
+    shutil.rmtree(source)
+    shutil.rmtree(run / "hf")
+    finish(run, *weights, "--training.steps", "3", ranks=1)  # resumes
+    assert context(run / "hf") == 96
+
+    start = ("--checkpoint.initial_load_path", str(run), "--checkpoint.last_save_in_hf", "--training.steps", "1")
+    for given, expected in (("48", 48), ("16", 32)):
+        finish(tmp_path / given, *start, "--model.shape.max_position_embeddings", given, ranks=1)
+        assert context(tmp_path / given / "hf") == expected
+    finish(tmp_path / "longer", *start, "--training.seq_len", "128", ranks=1)
+    assert context(tmp_path / "longer/hf") == 128
 
 
 def test_initial_weights_of_a_run_with_another_model_are_refused(tmp_path: Path) -> None:

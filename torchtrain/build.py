@@ -40,7 +40,7 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.profiling import Profiler
 from torchtrain.run_plan import Plan
-from torchtrain.shape import given, model_shape
+from torchtrain.shape import given, longest_context, model_shape
 from torchtrain.steps.fingerprinted_step import StepFunction, make_step
 from torchtrain.trained_model import saved_config
 from torchtrain.validation import Validator
@@ -145,11 +145,13 @@ def fill(parts: Sequence[Transformer], config: JobConfig, plan: Plan, step: int 
         may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
         folder = find_weights(Path(initial))
         config_of_weights = of_first_rank(lambda: saved_config(folder))
-        saved, longest = config_of_weights.model, config_of_weights.training.seq_len
+        saved, longest = config_of_weights.model, longest_context(config_of_weights)
         if longest > plan.shape.max_seq_len:
+            stated = longest_context(plan.config)
             logger.warning(
                 f"{folder} has weights for sequences of {longest} tokens, and training.seq_len is "
-                f"{plan.shape.max_seq_len}: exports of this run, evaluate and generate take this as the longest context"
+                f"{plan.shape.max_seq_len}: exports of this run, evaluate and generate take {stated} as the longest "
+                "context (model.shape.max_position_embeddings)"
             )
         saved = replace(saved, vocab_size=saved.vocab_size or plan.shape.vocab_size)  # None: that of its tokenizer
         check_same_shape(model_shape(saved, None, plan.shape.max_seq_len), plan.shape, folder, may_differ)

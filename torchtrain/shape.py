@@ -49,6 +49,11 @@ def model_shape(model: Model, tokenizer: Tokenizer | None, seq_len: int) -> Tran
     return shape
 
 
+def longest_context(config: JobConfig) -> int:
+    """Tokens of the longest sequence for which the model of ``config`` is meant."""
+    return max(config.training.seq_len, config.model.shape.max_position_embeddings or 0)
+
+
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
     """Id of the token that begins a document; None without ``data.document_mask``. ConfigError: there is no bos."""
     if not config.data.document_mask:
@@ -86,7 +91,10 @@ def resolve_model(model: Model) -> Model:
 def model_section(shape: TransformerConfig, tokenizer_path: str) -> Model:
     """The section [model] that gives ``shape``, without a flavor."""
     names = {field.name for field in fields(Shape)} - {"rope_scaling"}
-    values = {name: getattr(shape, name) for name in names} | {"head_dim": shape.head_size}
+    values = {name: getattr(shape, name) for name in names} | {
+        "head_dim": shape.head_size,
+        "max_position_embeddings": shape.max_position_embeddings or shape.max_seq_len,
+    }
     scaling = RopeSection() if shape.rope_scaling is None else RopeSection(**asdict(shape.rope_scaling))
     return Model(
         name=shape.family,  # type: ignore[arg-type]

@@ -51,8 +51,9 @@ def train(config: JobConfig) -> int:
     from torchtrain.outputs import written_whole
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
+    from torchtrain.trained_model import with_longest_context
 
-    config = replace(config, model=resolve_model(config.model))
+    config = with_longest_context(replace(config, model=resolve_model(config.model)))
     folder = Path(config.job.dump_folder)
     enable_flight_recorder(folder / "hangs")
     stop = StopRequest(config.faults)  # the wall-clock limit is that of the process: what follows may take minutes

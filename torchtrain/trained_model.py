@@ -1,11 +1,12 @@
 """Loads a trained model for use: from a run's checkpoint, of whatever layout, or a Hugging Face folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from torchtrain.checkpoint.hf import is_hf_folder
+from torchtrain.checkpoint.history import newest_config, saved_steps
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import check_tokenizer, find_weights, load_weights
@@ -19,13 +20,13 @@ from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer
 from torchtrain.parallelisms.limits.layout import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.shape import model_section, model_shape
+from torchtrain.shape import longest_context, model_section, model_shape
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """``model.config.max_seq_len`` is the length that it was trained on."""
+    """``model.config.max_seq_len`` is its longest context (see ``longest_context``)."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -42,6 +43,26 @@ def saved_config(folder: Path) -> JobConfig:
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
         )
     return from_file(str(folder / CONFIG), only_model=True)
+
+
+def with_longest_context(config: JobConfig) -> JobConfig:
+    """``config`` with the longest context of the weights that its run starts from, unless it is set.
+
+    Raises:
+        CheckpointError: these weights are missing.
+    """
+    shape, checkpoint = config.model.shape, config.checkpoint
+    own = Path(config.job.dump_folder) / "checkpoint"
+    if shape.max_position_embeddings is not None:
+        return config
+    if checkpoint.enable and saved_steps(own):  # a run that resumes does without its initial weights
+        saved = newest_config(own, checkpoint.load_step)
+        found = saved.model.shape.max_position_embeddings if saved else None
+    elif checkpoint.initial_load_path:
+        found = longest_context(saved_config(find_weights(Path(checkpoint.initial_load_path))))
+    else:
+        return config
+    return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))
 
 
 def load_model(
@@ -66,7 +87,7 @@ def load_model(
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
     if not (tokenizer_path or is_hf_folder(folder)):
         check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
-    shape = model_shape(config.model, tokenizer, config.training.seq_len)
+    shape = model_shape(config.model, tokenizer, longest_context(config))
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"

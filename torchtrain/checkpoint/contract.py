@@ -30,6 +30,7 @@ KINDS = {
         *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
         # training.steps counts by lr_scheduler.total_steps (see _options), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
+        "model.shape.max_position_embeddings",  # only said of exports
     },
     Kind.LAYOUT: {
         *("parallelism", "activation_checkpoint", "compile", "optimizer.implementation", "ema.offload"),

@@ -150,6 +150,9 @@ class Shape:
     """Normalize queries and keys, each head by itself, as Qwen3 does."""
     qkv_bias: bool | None = None
     """Biases of wq, wk and wv, as in Qwen2."""
+    max_position_embeddings: int | None = None
+    """Longest context, which exports state and generate and evaluate accept, where it is more than training.seq_len.
+    None: that of hf_folder or of checkpoint.initial_load_path."""
 
 
 @dataclass(frozen=True)

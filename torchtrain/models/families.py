@@ -173,7 +173,7 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
+        "max_position_embeddings": max(config.max_seq_len, config.max_position_embeddings or 0),
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope,

@@ -27,7 +27,9 @@ class TransformerConfig:
     ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
     n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
     wq, wk and wv have biases, as in Qwen2. ``base_dim`` and ``base_layers``: of the model whose hyperparameters it
-    has (muP), which changes the initial weights. ``family`` changes nothing of the computation.
+    has (muP), which changes the initial weights. ``family`` changes nothing of the computation, nor does
+    ``max_position_embeddings``: the longest context of the model, where that is more than ``max_seq_len``, for which
+    this ``Transformer`` has RoPE tables.
     """
 
     dim: int
@@ -47,6 +49,7 @@ class TransformerConfig:
     family: str = field(default="llama3", compare=False)
     base_dim: int | None = field(default=None, compare=False)
     base_layers: int | None = field(default=None, compare=False)
+    max_position_embeddings: int | None = field(default=None, compare=False)
     head_size: int = field(init=False)
     """``head_dim``, or what it is by default."""
 
