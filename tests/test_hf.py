@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import Checkpoint, Ema, Job, JobConfig, Parallelism
 from torchtrain.conversion import Weights, convert
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.export import NOTE, _origin, needs_export
+from torchtrain.export import NOTE, _origin, check_export, needs_export
 from torchtrain.log import logger
 from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
@@ -181,6 +181,98 @@ def test_a_config_goes_to_hugging_face_and_back() -> None:
         assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
         # transformers 5 writes RoPE in another way
         assert hf.config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
+
+
+# Of each field a value that is no default.
+OTHER_VALUES: dict[str, Any] = {
+    "dim": 48,
+    "n_layers": 5,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "ffn_dim": 72,
+    "vocab_size": 333,
+    "max_seq_len": 777,
+    "norm_eps": 0.03,
+    "rope_theta": 3000.0,
+    "rope_scaling": RopeScaling("linear", factor=3.0),
+    "tied_embeddings": True,
+    "head_dim": 12,
+    "qk_norm": True,
+    "qkv_bias": True,
+    "max_position_embeddings": 888,
+}
+OTHER_SCALING: dict[str, Any] = {
+    "factor": 3.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 17.0,
+    "original_max_seq_len": 2222,
+    "beta_fast": 24.0,
+    "beta_slow": 2.5,
+    "attention_factor": 0.75,
+}
+
+
+def test_each_field_goes_to_hugging_face_and_back() -> None:
+    only_ours = {"family", "base_dim", "base_layers"}
+    assert OTHER_VALUES.keys() == {f.name for f in fields(TransformerConfig) if f.init} - only_ours
+    for name, value in OTHER_VALUES.items():
+        shape = replace(LLAMA2, **{name: value})
+        back = hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2))
+        if name == "max_position_embeddings":
+            assert back == replace(LLAMA2, max_seq_len=888)
+        else:
+            assert back == shape != LLAMA2
+    assert OTHER_SCALING.keys() == {f.name for f in fields(RopeScaling)} - {"type"}
+    used = {
+        "linear": {"factor"},
+        "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"},
+        "yarn": {"factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"},
+    }
+    for kind, names in used.items():
+        given: Any = {"type": kind, **OTHER_SCALING}  # what another type uses is not exported, and no reason to reject
+        shape = replace(LLAMA2, rope_scaling=RopeScaling(**given))
+        expected = RopeScaling(kind, **{name: OTHER_SCALING[name] for name in names})  # type: ignore[arg-type]
+        assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == replace(LLAMA2, rope_scaling=expected)
+    assert hf.hf_config(replace(LLAMA2, max_position_embeddings=16), "float32", 1, 2)["max_position_embeddings"] == 64
+
+
+@dataclass(frozen=True)
+class WithActivation(TransformerConfig):
+    activation: str = field(default="silu", compare=False)
+
+
+@dataclass(frozen=True)
+class WithMscale(RopeScaling):
+    mscale: float | None = None
+
+
+def test_a_field_that_the_export_does_not_know_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2))).save_pretrained(tmp_path / "in")
+    write_hf_config(tmp_path / "in", LLAMA2, "float32", "")
+    monkeypatch.setattr(hf, "TransformerConfig", WithActivation)
+    monkeypatch.setattr(hf, "RopeScaling", WithMscale)
+    read = hf.read_hf_config
+    changes: tuple[dict[str, Any], ...] = (
+        {"activation": "relu"},
+        {"rope_scaling": WithMscale("yarn", factor=2.0, mscale=0.7)},
+    )
+    for change in changes:
+        monkeypatch.setattr(
+            "torchtrain.conversion.read_hf_config", lambda _, c=change: replace(read(tmp_path / "in"), **c)
+        )
+        assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+        (name,) = change
+        assert f"{name} = {change[name]!r} cannot be exported: the config.json of a llama" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]
+        # A run is told before it trains.
+        config = JobConfig(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(last_save_in_hf=True))
+        with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
+            check_export(config, replace(read(tmp_path / "in"), **change))
+        check_export(replace(config, checkpoint=Checkpoint()), replace(read(tmp_path / "in"), **change))
+    monkeypatch.setattr("torchtrain.conversion.read_hf_config", read)
+    assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -481,6 +573,31 @@ def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch
         assert torch.equal(tensor, exported[key]), key
     again = finish(second, "--training.steps", "2", *start[2:])
     assert "is not used: the run resumes from its own step 1" in again
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "file"])
+def test_what_is_no_folder_in_place_of_the_export_is_named_at_the_start(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "file":
+        (tmp_path / "hf").write_text("mine")
+    else:
+        (tmp_path / "hf").symlink_to(tmp_path / ("elsewhere" if kind == "link" else "nowhere"))
+    run = ForkedRun(tmp_path, "--checkpoint.last_save_in_hf", ranks=1)
+    assert run.wait() == [2]
+    assert str(tmp_path / "hf") in run.output()
+    assert "checkpoint.last_save_in_hf writes" in run.output()
+    assert "Traceback" not in run.output()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not (tmp_path / "checkpoint").exists()
+    # Without the export it is nobody's business.
+    finish(tmp_path, "--training.steps", "1", ranks=1)
+
+
+@pytest.mark.parametrize("to", ["hf", "torchtrain"])
+def test_a_link_to_nothing_is_no_target(tmp_path: Path, to: str) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="out exists"):
+        convert(tmp_path, tmp_path / "out", to, "float32")
 
 
 def test_an_export_keeps_the_context_of_the_model_it_started_from(

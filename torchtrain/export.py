@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
-from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.hf import require_exportable, save_hf
 from torchtrain.checkpoint.history import step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST
@@ -14,12 +14,29 @@ from torchtrain.checkpoint.states import STATES
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.process_group import set_timeout
+from torchtrain.errors import ConfigError
 from torchtrain.log import BestEffort, logger
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.outputs import require_folder
 from torchtrain.reading import MISSING, read_file
 
 NOTE = "made_from.json"  # in hf/
 EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
+
+
+def check_export(config: JobConfig, model: TransformerConfig) -> None:
+    """Raise ConfigError where ``hf/`` cannot be written at the end of the run, or ``model`` not be exported."""
+    if not config.checkpoint.last_save_in_hf:
+        return
+    folder = Path(config.job.dump_folder) / "hf"
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is a link, and checkpoint.last_save_in_hf writes a folder of that name: remove or rename the "
+            "link, or name another job.dump_folder"
+        )
+    if folder.exists():
+        require_folder(folder, f"{folder}, in whose place checkpoint.last_save_in_hf writes the export,")
+    require_exportable(model, config.checkpoint.export_dtype)
 
 
 def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:

@@ -44,7 +44,7 @@ def train(config: JobConfig) -> int:
     # Here and not above: --help and a refused option need no torch.
     from torchtrain.build import build_loop, build_run, needs_validation
     from torchtrain.distributed.process_group import destroy_process_group, rank
-    from torchtrain.export import export_hf, needs_export
+    from torchtrain.export import check_export, export_hf, needs_export
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest
     from torchtrain.metrics.beginning import describe
@@ -59,6 +59,7 @@ def train(config: JobConfig) -> int:
     stop = StopRequest(config.faults)  # the wall-clock limit is that of the process: what follows may take minutes
     plan = plan_run(config)
     config = plan.config  # resolved: from here on there is one config, which checkpoints have, too
+    check_export(config, plan.shape)
     run = build_run(config, plan, stop)  # may refuse to resume: before the run's config.toml is overwritten
     if rank() == 0:
         with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:

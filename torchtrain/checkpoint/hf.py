@@ -197,8 +197,9 @@ def save_hf(
 
     Raises:
         CheckpointError: the folder cannot be written.
-        ConfigError: see ``finite``.
+        ConfigError: see ``finite`` and ``require_exportable``.
     """
+    require_exportable(model, dtype)
     torch_dtype = getattr(torch, dtype)
     ours = {hf_name(name): name for name in tensors}
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
@@ -233,6 +234,14 @@ def save_hf(
             of_first_rank(complete)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; make room, or let this user write there") from error
+
+
+def require_exportable(model: TransformerConfig, dtype: str) -> None:
+    """Raise ConfigError unless ``config.json`` can describe ``model``."""
+    try:
+        hf_config(model, dtype, None, None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:

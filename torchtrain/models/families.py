@@ -10,7 +10,7 @@ All are one ``Transformer``. Its q and k rows are in Hugging Face's order (see `
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -153,10 +153,43 @@ _SCALING = {
     "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow", "attention_factor"),
 }
+# Fields that change nothing of what the model computes, and head_dim, which is exported as head_size.
+_NOT_EXPORTED = ("family", "head_dim", "base_dim", "base_layers", "max_position_embeddings")
 
 
 def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``; errors as ``export_family``."""
+    """The content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``.
+
+    Raises:
+        ValueError: ``config.json`` would describe another model than ``config``, or there is no family for it.
+    """
+    content = _hf_config(config, dtype, bos_id, eos_id)
+    # What the model's code has gained and the export does not know would be exported as something else.
+    written = config_from_hf(content)
+    expected = replace(
+        config, max_seq_len=content["max_position_embeddings"], rope_scaling=_without_unused(config.rope_scaling)
+    )
+    for name in (field.name for field in fields(config) if field.name not in _NOT_EXPORTED):
+        if getattr(written, name) != getattr(expected, name):
+            raise ValueError(
+                f"{name} = {getattr(expected, name)!r} cannot be exported: the config.json of a "
+                f"{content['model_type']} would mean {getattr(written, name)!r}. Teach hf_config and config_from_hf in "
+                "torchtrain/models/families.py this field, or train without it"
+            )
+    return content
+
+
+def _without_unused(scaling: RopeScaling | None) -> RopeScaling | None:
+    """``scaling`` with defaults for the values that its type does not use."""
+    if scaling is None:
+        return None
+    default = RopeScaling(scaling.type)
+    unused = {key for keys in _SCALING.values() for key in keys} - set(_SCALING[scaling.type])
+    names = ("original_max_seq_len" if key == _LENGTH else key for key in unused)
+    return replace(scaling, **{name: getattr(default, name) for name in names})
+
+
+def _hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
     family, scaling = export_family(config), config.rope_scaling
     rope = None
     if scaling is not None:
