@@ -1,4 +1,5 @@
 // A CUDA device that does nothing: enough of it in C++ for autograd to run on fake CUDA tensors, without a GPU.
+#include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -54,14 +55,21 @@ namespace at {
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 }  // namespace at
 
-// Which kernel scaled_dot_product_attention takes: 0 math, 1 flash, 2 memory-efficient (at::SDPBackend). After
-// sdp_utils.cpp for an A100 or H100 without cuDNN: flash has 16 bits and no mask, the other no grouped heads.
+bool has_cudnn = false;
+
+// Which kernel scaled_dot_product_attention takes: 0 math, 1 flash, 2 memory-efficient, 3 cuDNN (at::SDPBackend). After
+// sdp_utils.cpp: an H100 with a cuDNN above 9.15 takes that one for 16 bits, with a mask, too, but no deterministic
+// one; else flash has 16 bits and no mask, and the memory-efficient one no grouped heads.
 int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
                          const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
   const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  const auto& context = at::globalContext();
+  if (half && has_cudnn && context.userEnabledCuDNNSDP() && !context.deterministicAlgorithms()) return 3;
   if (half && !mask.has_value()) return 1;
   return query.size(1) == key.size(1) ? 2 : 0;
 }
+
+extern "C" void set_cudnn(bool present) { has_cudnn = present; }
 
 // Called when torch is there: a build for CUDA brings its own.
 extern "C" void register_device() {

@@ -87,7 +87,18 @@ def install(library: Path) -> None:
     for name in OWN_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels.impl(name, _never, "CUDA")
-    globals()["_kernels"] = kernels
+    globals().update(_kernels=kernels, _library=own)
+
+
+@contextmanager
+def cudnn() -> Iterator[None]:
+    """Within, the GPU has a cuDNN whose attention torch prefers."""
+    library: ctypes.CDLL = globals()["_library"]
+    library.set_cudnn(True)
+    try:
+        yield
+    finally:
+        library.set_cudnn(False)
 
 
 def _never(*_: Any, **__: Any) -> Any:

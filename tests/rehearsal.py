@@ -75,6 +75,7 @@ class Seen:
     collectives: Counter[tuple[str, str, int]]  # axis, operation, bytes
     readbacks: Sequence[str]
     others: Counter[str]
+    attention: set[str]  # its kernels
     reductions: set[tuple[str, str, torch.dtype, int]]  # axis, operation, dtype and dimensions of the summands
 
 
@@ -166,7 +167,8 @@ def run(
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
         ledger, peak = record.ledger, dict(zip(KINDS, step.peak, strict=True))
         assert isinstance(ledger, WatchingLedger)
-        noted = ledger.readbacks, ledger.others, ledger.reductions
+        attention = {o.name for o in step.operations if "attention" in o.name}
+        noted = ledger.readbacks, ledger.others, attention, ledger.reductions
         seen.append(Seen(rank, peak, flops, recomputed, collectives, *noted))
     operations = {
         rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()

@@ -57,6 +57,15 @@ def test_greedy_equals_transformers_token_for_token(shape: str) -> None:
     assert len({token for row in theirs for token in row}) > 10  # not a token that repeats itself
 
 
+def test_generation_takes_no_cudnn_attention() -> None:
+    """Which would plan anew for each number of keys. What calls it has its choice again between two tokens."""
+    model, seen = random_model(next(iter(SHAPES))), []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    between = [torch.backends.cuda.cudnn_sdp_enabled() for _ in generate(model, PROMPTS, Sampling(), max_new_tokens=3)]
+    assert (seen, between, enabled) == ([False] * 3, [True] * 3, True)
+
+
 def test_generation_leaves_the_model_as_it_was() -> None:
     model = random_model("llama2")
     tokens = torch.tensor(PROMPTS[:1])

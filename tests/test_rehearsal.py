@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.attention.backends import attention_backend_name
+from torchtrain.attention.backends import attention_backend_name, without_cudnn_attention
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.models.llama.model import attend
 from torchtrain.parallelisms import activation_checkpoint
@@ -158,6 +158,18 @@ def test_exact_sums_are_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
     assert report.rounded_gradients == set()
     found = {(axis, dtype) for axis, _, dtype, _ in report.ranks[0].reductions}
     assert {("replicate", torch.int64), ("tensor", torch.int64)} <= found
+
+
+@pytest.mark.parametrize("name", each(("replicas", "memory-budget", "GPipe")))
+def test_cudnn_attention_takes_the_place_of_flash_attention(gpu: fake_cuda.Worker, on_gpu: Reports, name: str) -> None:
+    """It is torch's first choice on an H100: kept for backward wherever flash attention is."""
+    report = debug(gpu, *MATRIX[name], fault=fake_cuda.cudnn)
+    check(report)
+    flash = {seen.rank: seen for seen in on_gpu(name).ranks}
+    for seen in report.ranks:
+        other = flash[seen.rank]
+        assert seen.attention == {kernel.replace("flash", "cudnn") for kernel in other.attention}
+        assert (seen.flops, seen.recomputed) == (other.flops, other.recomputed)
 
 
 OFFLOAD = {"training.enable_cpu_offload": True}
@@ -298,9 +310,9 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention_kernels(dtype: torch.dtype, masked: bool) -> list[str]:
-    """That two heads of queries for each head of keys take."""
-    with FakeTensorMode(), Names() as names:
+def attention_kernels(dtype: torch.dtype, masked: bool, context: Any = nullcontext) -> list[str]:
+    """That two heads of queries for each head of keys take within ``context``."""
+    with context(), FakeTensorMode(), Names() as names:
         q, k = (torch.empty(1, heads, 16, 8, dtype=dtype, device="cuda") for heads in (4, 2))
         mask = torch.ones(16, 16, dtype=torch.bool, device="cuda") if masked else None
         attend(q, k, k, mask)
@@ -322,6 +334,19 @@ def test_grouped_heads_take_a_fused_kernel(
     """In the math kernel all scores would exist at once."""
     assert gpu.run(attention_kernels, dtype, masked) == [f"_scaled_dot_product_{kernel}_attention"]
     assert masked or gpu.run(attention_kernel_in_the_log, dtype) == kernel
+
+
+def cudnn_in_generation() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(fake_cuda.cudnn())
+    stack.enter_context(without_cudnn_attention())
+    return stack
+
+
+def test_generation_takes_no_kernel_of_cudnn(gpu: fake_cuda.Worker) -> None:
+    assert gpu.run(attention_kernels, torch.bfloat16, True, fake_cuda.cudnn) == ["_scaled_dot_product_cudnn_attention"]
+    kernels = gpu.run(attention_kernels, torch.bfloat16, True, cudnn_in_generation)
+    assert kernels == ["_scaled_dot_product_efficient_attention"]
 
 
 def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:

@@ -34,7 +34,7 @@ from torchtrain.attention.backends import (
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
 from torchtrain.build import build_run
 from torchtrain.compilation import apply_compile
-from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Optimizer
+from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Optimizer, Training
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, local, resolve_degrees
 from torchtrain.errors import ConfigError
@@ -110,6 +110,8 @@ def test_attention_backend_is_named_and_taken() -> None:
         torch.backends.cuda.enable_cudnn_sdp(True)
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_math_sdp(True)
+    with pytest.raises(ConfigError, match="attention_backend = 'cudnn' has no deterministic backward"):
+        JobConfig(training=Training(attention_backend="cudnn", deterministic=True))
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         choose_attention_backend("cudnn", CPU)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtrain.attention.backends import without_cudnn_attention
 from torchtrain.models.llama.model import Transformer
 
 WHOLE = 2**52  # shares of a probability distribution; float64 has all sums of them
@@ -98,7 +99,8 @@ def generate(
             # Earlier tokens that are no padding; padding sees itself, because a softmax over nothing gives NaN.
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
             positions = (places[start:end] - padding[:, None]).clamp(min=0)  # (bs, seq)
-            logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
+            with without_cudnn_attention():  # each token has another number of keys
+                logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
             if isinstance(logits, DTensor):
                 logits = logits.full_tensor()
             uniform = torch.tensor([torch.rand((), generator=generator).item() for generator in generators])

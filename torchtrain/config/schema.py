@@ -284,8 +284,8 @@ class Training(Section, name="training"):
     """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the logits' softmax normalizer Z near 1; PaLM
     has 1e-4. It is trained on, but not part of the loss that is reported."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of scaled_dot_product_attention. auto: PyTorch's choice; in bfloat16 on a CPU its flash kernel with a
-    faster backward. The log names the kernel."""
+    """Kernel of scaled_dot_product_attention. auto: PyTorch's choice, on an H100 cuDNN's where it is newer than 9.15;
+    in bfloat16 on a CPU its flash kernel with a faster backward. The log names the kernel."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
     deterministic: bool = False
@@ -664,6 +664,11 @@ class JobConfig:
                 self.ema.enable or weights == "trained",
                 f"{key} = {weights!r} needs averaged weights: set ema.enable = true",
             )
+        require(
+            not (self.training.deterministic and self.training.attention_backend == "cudnn"),
+            "training.attention_backend = 'cudnn' has no deterministic backward, which training.deterministic = true "
+            "asks for; take 'flash' or 'auto', or set training.deterministic = false",
+        )
         if self.training.sums == "exact":
             layout = self.parallelism
             split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule
