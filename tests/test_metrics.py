@@ -41,6 +41,7 @@ def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsReco
         start_step=start_step,
         last_step=40,
         config_toml=CONFIG,
+        run="a",
     )
 
 

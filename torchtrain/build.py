@@ -197,6 +197,7 @@ def build_loop(config: JobConfig, run: Run, stop: StopRequest) -> Loop:
         start_step=run.start_step,
         last_step=config.training.steps,
         config_toml=to_toml(config),
+        run=run.checkpoint.claim.run,
     )
     guard = UpdateGuard(config.faults, stop, run.window, metrics.record_event, run.checkpoint.clock)
     timeout_seconds = config.comm.init_timeout_seconds

@@ -48,6 +48,7 @@ def train(config: JobConfig) -> int:
     from torchtrain.faults.hangs import enable_flight_recorder
     from torchtrain.faults.stopping import StopRequest
     from torchtrain.metrics.beginning import describe
+    from torchtrain.metrics.writers import set_aside_other_run
     from torchtrain.outputs import written_whole
     from torchtrain.run_plan import plan_run
     from torchtrain.shape import resolve_model
@@ -62,6 +63,8 @@ def train(config: JobConfig) -> int:
     check_export(config, plan.shape)
     run = build_run(config, plan, stop)  # may refuse to resume: before the run's config.toml is overwritten
     if rank() == 0:
+        with BestEffort("renaming files of another run"):
+            set_aside_other_run(folder, run.checkpoint.claim.run, resumed=run.step > 0)
         with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
             file.write(to_toml(config).encode())
     describe(config, plan.shape, plan.device, plan.degrees)

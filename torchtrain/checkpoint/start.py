@@ -158,7 +158,7 @@ class Start:
     step: int | None = None
     """Of the checkpoint to load; None: a new run."""
     claim: Claim = field(default_factory=Claim)
-    """Of nobody where checkpoints are off."""
+    """Where checkpoints are off, of nobody, for a run of which this is the only start."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer by option."""
     found: Collection[int] = ()
@@ -184,7 +184,7 @@ def find_start(
     """
     group = new_gloo_group(GROUP_TIMEOUT)
     if not config.enable:
-        return Start(group)
+        return Start(group, claim=Claim(run=of_first_rank(lambda: uuid.uuid4().hex, group)))
     identity = of_first_rank(data, group)
     of_first_rank(lambda: restore(folder), group)
 

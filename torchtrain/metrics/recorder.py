@@ -66,6 +66,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     start_step: int
     last_step: int
     config_toml: str
+    run: str  # its id
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
@@ -77,7 +78,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if dist.get_rank() == 0:
             self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
             with BestEffort("the first line of metrics.jsonl"):
-                self.record_event(self.start_step, "start", {"ranks": ranks, **where(self.device)})
+                self.record_event(self.start_step, "start", {"run": self.run, "ranks": ranks, **where(self.device)})
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:

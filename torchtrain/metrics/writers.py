@@ -17,7 +17,7 @@ import tomli
 
 from torchtrain.config.schema import Metrics, flat
 from torchtrain.errors import ConfigError
-from torchtrain.log import BestEffort
+from torchtrain.log import BestEffort, logger
 from torchtrain.reading import names_in
 
 # The groups of curves; a number that is not listed goes to "other".
@@ -84,6 +84,33 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         finite = json.loads(json.dumps(line), parse_constant=lambda _: None)
         append(self.path, json.dumps(finite).encode() + b"\n", after=b"\n")
+
+
+OUTPUTS = ("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces")
+"""What a run writes to its folder, apart from checkpoints and exports, which know their run."""
+
+
+def set_aside_other_run(folder: Path, run: str, resumed: bool) -> None:
+    """Rename the ``OUTPUTS`` in ``folder`` to NAME.1, or a higher number, if they are of another run than ``run``.
+
+    ``resumed``: the run goes on from a checkpoint, so that files which name no run are its own.
+    """
+    last_start: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        for text in (folder / "metrics.jsonl").read_bytes().splitlines():
+            if b'"event": "start"' in text:
+                with suppress(ValueError):  # a line that was cut short
+                    last_start = json.loads(text)
+    if last_start["run"] == run if "run" in last_start else resumed:
+        return
+    names = names_in(folder)
+    earlier = re.compile(rf"({'|'.join(map(re.escape, OUTPUTS))})\.([0-9]+)")
+    number = 1 + max((int(match[2]) for match in map(earlier.fullmatch, names) if match), default=0)
+    found = [name for name in OUTPUTS if name in names]
+    for name in found:
+        (folder / name).rename(folder / f"{name}.{number}")
+    if found:
+        logger.info(f"{folder} has files of another run: {', '.join(found)} are renamed to end with .{number}")
 
 
 def has_validation(path: Path, step: int) -> bool:

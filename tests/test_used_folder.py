@@ -1,0 +1,78 @@
+"""Another run in a used folder begins files of its own; one that is started again continues its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_run import ForkedRun, finish, patched_loss
+
+from torchtrain.metrics.writers import set_aside_other_run
+
+OFF = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps")
+ON = ("--checkpoint.interval", "1000", "--metrics.enable_tensorboard", "--training.steps")
+
+
+def events(file: Path) -> list[int | str]:
+    """Steps that were logged, and "start"."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [line.get("event", line["step"]) for line in lines]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"test.toml", "rank-0.log", "checkpoint"}
+
+
+def of_run(number: int | None) -> set[str]:
+    return {f"{name}{f'.{number}' if number else ''}" for name in ("config.toml", "metrics.jsonl", "tensorboard")}
+
+
+def test_each_run_in_a_folder_has_files_of_its_own(tmp_path: Path) -> None:
+    finish(tmp_path, *OFF, "3", "--training.seed", "7", ranks=1)
+    first = (tmp_path / "metrics.jsonl").read_bytes()
+    (events_file,) = (tmp_path / "tensorboard").iterdir()
+    shown = events_file.read_bytes()
+    output = finish(tmp_path, *OFF, "2", ranks=1)  # another one without checkpoints
+    assert "files of another run: config.toml, metrics.jsonl, tensorboard are renamed to end with .1" in output
+    assert (tmp_path / "metrics.jsonl.1").read_bytes() == first
+    assert "seed = 7" in (tmp_path / "config.toml.1").read_text()
+    assert [path.read_bytes() for path in (tmp_path / "tensorboard.1").iterdir()] == [shown]
+    assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert files(tmp_path) == of_run(None) | of_run(1)
+
+    finish(tmp_path, *ON, "2", ranks=1)  # one with checkpoints, which is continued
+    finish(tmp_path, *ON, "4", ranks=1)
+    assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2, "start", 3, 4]
+    assert files(tmp_path) == of_run(None) | of_run(1) | of_run(2)
+
+    finish(tmp_path, *OFF, "1", ranks=1)  # and is continued again, after another one
+    finish(tmp_path, *ON, "5", ranks=1)
+    assert events(tmp_path / "metrics.jsonl.3") == ["start", 1, 2, "start", 3, 4]
+    assert events(tmp_path / "metrics.jsonl.4") == ["start", 1]
+    assert events(tmp_path / "metrics.jsonl") == ["start", 5]
+
+
+def nan_in_step_3() -> Any:
+    return patched_loss(lambda call, loss: loss * float("nan") if call > 2 * 4 else loss)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_the_same_run(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, *ON, "4", "--faults.on_bad_numbers", "stop", ranks=1, hook=nan_in_step_3)
+    assert run.wait() == [2]
+    finish(tmp_path, *ON, "4", ranks=1)
+    assert not (tmp_path / "metrics.jsonl.1").exists()
+    assert events(tmp_path / "metrics.jsonl").count("start") == 2
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_files_that_name_no_run_are_those_of_a_run_that_resumes(tmp_path: Path, resumed: bool) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "start"}\n{"step": 1, "loss": 2.0}\n{"step": 2, "ev')
+    (tmp_path / "wandb_id").write_text("abc")
+    (tmp_path / "wandb_id.11").write_text("older")
+    (tmp_path / "fingerprints").mkdir()
+    set_aside_other_run(tmp_path, "x", resumed)
+    kept = {"metrics.jsonl", "wandb_id", "fingerprints"}
+    assert files(tmp_path) == {"wandb_id.11"} | (kept if resumed else {f"{name}.12" for name in kept})
+    set_aside_other_run(tmp_path / "new", "x", resumed)
+    assert not (tmp_path / "new").exists()
