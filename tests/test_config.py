@@ -76,7 +76,7 @@ def test_the_configs_we_ship_are_valid(file: Path) -> None:
 
 def test_the_configs_we_ship_are_all_there() -> None:
     names = {file.stem for file in CONFIGS}
-    assert names >= {"debug_model"} | {f"llama2_{size}" for size in ("7b", "13b", "70b")}
+    assert names >= {"debug_model", "continue_hf"} | {f"llama2_{size}" for size in ("7b", "13b", "70b")}
     assert names >= {f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b")}
 
 

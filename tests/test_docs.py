@@ -85,8 +85,8 @@ LISTED = {
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
     "--limit 100": "needs the network; tests/test_evaluate.py runs it on a local task",
     "NGPU=2 ./run_llama_train.sh": "run with a dump folder",
-    "NGPU=2 ./run_llama_train.sh --model.hf_folder Qwen3-0.6B --checkpoint.initial_load_path Qwen3-0.6B "
-    "--job.dump_folder outputs/qwen3": FROM_HF,
+    "CONFIG_FILE=train_configs/continue_hf.toml NGPU=2 ./run_llama_train.sh --model.hf_folder Qwen3-0.6B "
+    "--checkpoint.initial_load_path Qwen3-0.6B --data.path my_texts.jsonl --job.dump_folder outputs/qwen3": FROM_HF,
     "python -m torchtrain.convert outputs/qwen3 my_qwen3": FROM_HF,
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=my_qwen3 --tasks hellaswag --limit 100": (
         FROM_HF

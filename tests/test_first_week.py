@@ -271,6 +271,31 @@ def test_a_special_token_beyond_the_models_rows_is_no_reason_to_refuse(tmp_path:
         model_shape(given, load_tokenizer(given.tokenizer_path), 32)
 
 
+def test_the_config_for_continued_pretraining_needs_a_model_and_data_of_ones_own(tmp_path: Path) -> None:
+    config = ("torchtrain.train", "--job.config_file", "train_configs/continue_hf.toml")
+    folder = tmp_path / "run"
+    refused = run_door(*config, "--job.dump_folder", str(folder))
+    assert (refused.returncode, "YOUR_MODEL" in refused.stderr) == (2, True)
+    finish(tmp_path / "first", "--training.steps", "1", "--checkpoint.last_save_in_hf", ranks=1)
+    hf = str(tmp_path / "first/hf")
+    small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
+    start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
+    start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1")
+    refused = run_door(*start)
+    assert (refused.returncode, "data.path = 'YOUR_TEXTS' does not exist" in refused.stderr) == (2, True), (
+        refused.stderr
+    )
+    assert not folder.exists()
+    text = tmp_path / "mine.txt"
+    text.write_text("some words of mine\n" * 100)
+    found = run_door(*start, "--data.path", str(text))
+    assert found.returncode == 0, found.stderr
+    assert f"starts from the weights in {hf}" in found.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < max(line.get("lr", 0) for line in lines) <= 3e-5
+    assert (folder / "hf/config.json").exists()
+
+
 def test_a_shorter_context_than_that_of_the_initial_weights_is_told(tmp_path: Path) -> None:
     first = tmp_path / "first"
     finish(first, "--training.steps", "2", "--checkpoint.last_save_in_hf", ranks=1)
