@@ -31,7 +31,8 @@ from torchtrain.steps.train_step import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
 
-CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
+# That of a Hugging Face model has no shape of its own.
+CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("[!c]*.toml"))
 P = "parallelism."
 SMALL = {"training.seq_len": 64, "training.local_batch_size": 4, "training.loss_chunk_tokens": 0}
 Reports = Callable[[str], Report]
