@@ -122,11 +122,20 @@ def quickly() -> None:
 
 
 @quick_pauses()
-def find(folder: Path) -> str:
+def resume(folder: Path) -> str:
     try:
-        return str(find_start(CONFIG, folder / "checkpoint", "").step)
+        manager = manager_in(folder, find_start(CONFIG, folder / "checkpoint", ""))
     except StorageError as error:
         return f"{error.exit_code}: {error}"
+    manager.states["state"].numbers.zero_()
+    try:
+        step = manager.resume()
+        assert torch.equal(manager.states["state"].numbers, Numbers().numbers)
+        return str(step)
+    except StorageError as error:
+        return f"{error.exit_code}: {error}"
+    finally:
+        manager.close()
 
 
 @quick_pauses()
@@ -158,12 +167,12 @@ def test_a_read_that_fails_is_no_damage(
     gloo.run(2, save_two, tmp_path)
     before = names(tmp_path)
     disk.fail(operation, tmp_path / "checkpoint" / pattern, error)
-    for found in gloo.run(2, find, tmp_path):
+    for found in gloo.run(2, resume, tmp_path):
         assert re.match(told, found), found
     assert names(tmp_path) == before
     disk.heal()
     disk.fail(operation, tmp_path / "checkpoint" / pattern, error, times=1)
-    assert gloo.run(2, find, tmp_path) == ["2", "2"]  # an error that passes costs a moment
+    assert gloo.run(2, resume, tmp_path) == ["2", "2"]  # an error that passes costs a moment
 
 
 @pytest.mark.parametrize(
@@ -209,6 +218,56 @@ def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path)
     for found in gloo.run(2, load, tmp_path):
         assert found.startswith("74: ")
         assert "Input/output error" in found
+
+
+@pytest.mark.parametrize("times", [1, -1])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
+def test_a_bit_that_flips_while_tensors_are_loaded(
+    gloo: GlooPool, disk: DiskFaults, tmp_path: Path, file: str, times: int
+) -> None:
+    """Where it flips once, the tensor is read again; where it always does, all ranks go back to the step before."""
+    gloo.run(2, save_two, tmp_path)
+    disk.fail("flip", tmp_path / "checkpoint/step-2" / file, times=times)
+    assert gloo.run(2, resume, tmp_path) == (["2", "2"] if times == 1 else ["1", "1"])
+    left = ["step-1", "step-2"] if times == 1 else ["step-1", "step-2.damaged"]
+    assert [name for name in names(tmp_path) if name.startswith("step-")] == left
+
+
+def flip_each(file: Path) -> None:
+    """Damage each tensor of ``file`` in place."""
+    content = bytearray(file.read_bytes())
+    for at in range(50, len(content), 50):
+        content[at] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_run_goes_back_to_the_newest_checkpoint_that_it_can_load(copied: Path) -> None:
+    """Damage that is found when half of the tensors are loaded already leaves nothing behind."""
+    before = saved_tensors(copied, 8)
+    flip_each(copied / "checkpoint/step-8/__0_0.distcp")
+    bent = bytearray((copied / "checkpoint/step-6/__0_0.distcp").read_bytes())
+    bent[-1500] ^= 1  # in the last tensor
+    (copied / "checkpoint/step-6/__0_0.distcp").write_bytes(bent)
+    output = finish(copied, ranks=1)
+    assert "checkpoint of step 8 is damaged, and renamed to step-8.damaged" in output
+    assert "checkpoint of step 6 is damaged, and renamed to step-6.damaged" in output
+    assert "resumed from" in output
+    assert {"step-4", "step-6", "step-8", "step-6.damaged", "step-8.damaged"} <= set(names(copied))
+    assert same_tensors(saved_tensors(copied, 8), before)
+
+
+@pytest.mark.parametrize("load_step", [-1, 4])
+def test_nothing_is_renamed_where_no_checkpoint_can_be_loaded(copied: Path, load_step: int) -> None:
+    for file in copied.glob("checkpoint/step-*/__0_0.distcp"):
+        flip_each(file)
+    before = names(copied)
+    for _ in range(2):
+        output = run_ends_with(2, copied, "--training.steps", "10", "--checkpoint.load_step", str(load_step))
+        told = "none of these is a good checkpoint" if load_step == -1 else "checkpoint.load_step = 4 cannot be loaded"
+        assert told in output
+        assert "__0_0.distcp does not have the hash that its manifest names" in output
+        assert "Traceback" not in output
+    assert names(copied) == before
 
 
 def load_what_this_rank_sees(folder: Path) -> Tensor:

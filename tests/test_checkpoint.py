@@ -258,7 +258,8 @@ def test_a_damaged_checkpoint_since_load_step_is_passed_over(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"load_step = 3 cannot be loaded: .*the checkpoint of step 2 under"):
         Run(tmp_path, config_toml=BEGUN_AT_2, load_step=3)
     (tmp_path / "checkpoint/step-3").rename(tmp_path / "checkpoint/step-2")
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 2
+    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.resume() == 2
+    assert not (tmp_path / "checkpoint/step-4").exists()
 
 
 def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_p
     for step, problem in ((40, "is the checkpoint of step 4 under another name"), (2, "is that of another run")):
         with pytest.raises(CheckpointError, match=rf"step-{step} {problem}"):
             Run(tmp_path / "run", load_step=step)
-    assert Run(tmp_path / "run").manager.start.step == 4
+    assert Run(tmp_path / "run").manager.resume() == 4
     assert not (checkpoints / "step-40").exists()
 
 
@@ -309,11 +310,11 @@ def test_rollback_stays_on_the_path_of_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, load_step=4, interval=3)
     assert run.manager.start.step == 4
     run.manager.load(4)
-    assert run.manager.step_before(8) == 4  # not 6, which lies on the path that the run has left
+    assert run.manager.roll_back(8, ("model", "optimizer")) == 4  # not 6, which lies on the path that the run has left
     run.train(5, 6)
-    assert run.manager.step_before(8) == 6
-    assert run.manager.step_before(6) == 4
-    assert run.manager.step_before(1) is None
+    assert run.manager.roll_back(8, ("model", "optimizer")) == 6
+    assert run.manager.roll_back(6, ("model", "optimizer")) == 4
+    assert run.manager.roll_back(1, ("model", "optimizer")) is None
 
 
 def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
@@ -397,8 +398,11 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Pa
     else:
         file.unlink()
     with pytest.raises(CheckpointError, match=r"load_step = 4 cannot be loaded.*" + file.name):
-        Run(tmp_path, load_step=4)
-    assert Run(tmp_path).manager.start.step == 2
+        Run(tmp_path, load_step=4).manager.resume()
+    assert (tmp_path / "checkpoint/step-4").is_dir()
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.resume() == 2
+    assert_bitwise_equal(resumed.tensors(), Run(tmp_path / "straight").train(1, 2).tensors())
     assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
 
 

@@ -67,13 +67,12 @@ class Run:
         Raises:
             FaultError: there is none.
         """
-        step = self.checkpoint.step_before(bad_step)
+        step = self.checkpoint.roll_back(bad_step, only=("model", "optimizer", "ema"))
         if step is None:
             raise FaultError(
                 f"faults.on_bad_numbers = 'rollback', but there is no good checkpoint before step {bad_step} to go "
                 "back to; a lower optimizer.lr, another seed or on_bad_numbers = 'skip' may get past it"
             )
-        self.checkpoint.load(step, only=("model", "optimizer", "ema"))
         self.step = step
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -124,12 +123,10 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     side = side_group(plan.device, config.comm.init_timeout_seconds)
     for loader in (plan.loader, *plan.validation_loaders.values()) if world_size() > 1 else ():
         loader.connect(side)
-    if start.step is not None:
-        checkpoint.load(start.step)
+    step = checkpoint.resume() or 0
     # The mesh's groups have torch's default until now: 10 minutes of NCCL, 30 of gloo.
     set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[start.group])
     microbatches = Microbatches(mesh, plan.device, config.training.local_batch_size, plan.document_start)
-    step = start.step or 0
     return Run(plan, model, microbatches, optimizer, averages, window, checkpoint, side, step, step)
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_into, save_hf
-from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.history import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import check_tokenizer, find_checkpoints, require_one_kind
-from torchtrain.config.parse import from_file, to_toml
+from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError
@@ -96,9 +96,7 @@ def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> 
 
 def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
-    for folder in folders:
-        verify(folder, read_manifest(folder).files)
-    config = from_file(str(folders[-1] / CONFIG), only_model=True)
+    config = from_text(read_config(folders[-1]), str(folders[-1] / CONFIG), only_model=True)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
     if not tokenizer_path:
         tokenizer_path = config.model.tokenizer_path

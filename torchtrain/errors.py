@@ -5,6 +5,7 @@ TorchtrainError             exit code
 ├── TokenizerError      2   a tokenizer that is missing or not one
 ├── DataError           2   a source that is missing, empty, or not what the config says
 ├── CheckpointError     2   a checkpoint that is missing, damaged, or of another run
+│   ├── DamagedError    2       its files are not as they were written: an older one is taken
 │   └── SupersededError 2       a newer incarnation of the run saves in the same folder
 ├── FaultError          2   a run that cannot go on, such as one whose loss is not finite
 ├── StorageError       74   a file system or a network that does not answer: later, the same command may work
@@ -37,6 +38,10 @@ class DataError(TorchtrainError):
 
 class CheckpointError(TorchtrainError):
     """A checkpoint that is missing, damaged, or of another run."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are missing, changed since they were written, or not of its format."""
 
 
 class SupersededError(CheckpointError):

@@ -64,13 +64,33 @@ def read_file(path: Path) -> bytes:
     return patiently(read, path)
 
 
-def hash_of(path: Path) -> str:
-    """XXH3-128 of what is in the file, in hex."""
+def hash_of(path: Path, start: int = 0, size_bytes: int | None = None) -> str:
+    """XXH3-128 of ``size_bytes`` in the file from ``start`` on, by default of all of it, in hex."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
+        file.seek(start)
+        left = os.fstat(file.fileno()).st_size - start if size_bytes is None else size_bytes
+        while block := file.read(min(left, BLOCK_BYTES)):
             digest.update(block)
+            left -= len(block)
     return digest.hexdigest()
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether ``path`` is a regular file, and not a link out of its folder but to the ``blobs`` of a hub's cache.
+
+    A folder from elsewhere may hold links to anything, devices and pipes that never end among them. OSError.
+    """
+    if path.is_symlink():
+        target = path.resolve(strict=True)
+        if target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
+            return False
+    return stat.S_ISREG(path.stat().st_mode)
+
+
+def printable(name: str) -> str:
+    """``name``, which a file gives, for a message: as Python writes it where a terminal would obey it."""
+    return name if name.isprintable() else repr(name)
 
 
 def names_in(folder: Path) -> list[str]:

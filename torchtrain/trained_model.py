@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.hf import is_hf_folder
-from torchtrain.checkpoint.history import newest_config, saved_steps
+from torchtrain.checkpoint.history import newest_config, read_config, saved_steps
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.checkpoint.weights import check_tokenizer, find_weights, load_weights
-from torchtrain.config.parse import from_file
+from torchtrain.config.parse import from_text
 from torchtrain.config.schema import Comm, JobConfig, Parallelism, Training
 from torchtrain.cpu_products import apply_float32_products
 from torchtrain.distributed.mesh import Degrees, Mesh
@@ -42,7 +42,7 @@ def saved_config(folder: Path) -> JobConfig:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
         )
-    return from_file(str(folder / CONFIG), only_model=True)
+    return from_text(read_config(folder), str(folder / CONFIG), only_model=True)
 
 
 def with_longest_context(config: JobConfig) -> JobConfig:

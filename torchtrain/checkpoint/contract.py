@@ -15,6 +15,7 @@ import tomli
 from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import JobConfig, flat
 from torchtrain.errors import CheckpointError
+from torchtrain.reading import printable
 
 
 class Kind(Enum):
@@ -28,7 +29,7 @@ class Kind(Enum):
 KINDS = {
     Kind.HARMLESS: {
         *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
-        # training.steps counts by lr_scheduler.total_steps (see _options), and data.revision by the data's identity.
+        # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         "model.shape.max_position_embeddings",  # only said of exports
     },
@@ -71,12 +72,12 @@ class Difference:
         return kind_of(self.key)
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.current!r} (checkpoint: {self.saved!r})"
+        return f"{printable(self.key)} = {self.current!r} (checkpoint: {self.saved!r})"
 
 
 def differences(saved_toml: str, current_toml: str) -> list[Difference]:
     """Options in which two resolved configs differ, in the order of their names."""
-    saved, current = _options(saved_toml), _options(current_toml)
+    saved, current = options_in(saved_toml), options_in(current_toml)
     return [
         Difference(key, saved.get(key), current.get(key))
         for key in sorted(saved.keys() | current.keys())
@@ -84,7 +85,7 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
     ]
 
 
-def _options(text: str) -> dict[str, Any]:
+def options_in(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with defaults, also those that depend on other options."""
     options = {**flat(to_dict(JobConfig())), **flat(tomli.loads(text))}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
@@ -148,7 +149,7 @@ def check_contract(
 
 def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
     """That training.steps changes the schedule, and the two ways to go on."""
-    saved, current = _options(saved_toml), _options(current_toml)
+    saved, current = options_in(saved_toml), options_in(current_toml)
     length = flat(tomli.loads(saved_toml)).get(TOTAL_STEPS, saved["training.steps"])
     constant = saved["lr_scheduler.decay_type"] == "constant"
     floor = "optimizer.lr" if constant else f"lr_scheduler.min_lr_factor = {saved['lr_scheduler.min_lr_factor']}"

@@ -5,21 +5,21 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import tomli
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.contract import options_in
+from torchtrain.checkpoint.manifest import read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.storage import CONFIG
-from torchtrain.config.parse import from_file
+from torchtrain.config.parse import from_text
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
-from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.log import logger
 from torchtrain.outputs import dangling
-from torchtrain.reading import MISSING, names_in, patiently, read_file
+from torchtrain.reading import MISSING, names_in, patiently, printable
 
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # On its way to another name: see ``withdraw``.
@@ -52,21 +52,23 @@ def versions(folder: Path) -> dict[int, tuple[int, int]]:
 
 
 def newest_config(folder: Path, load_step: int) -> JobConfig | None:
-    """The config of the checkpoint that a run will try first. It is not verified here."""
+    """The config of the checkpoint that a run will try first."""
     for step in reversed(saved_steps(folder)):
         if load_step in (-1, step):
-            with contextlib.suppress(ConfigError):
-                return from_file(str(step_folder(folder, step) / CONFIG))
+            with contextlib.suppress(ConfigError, CheckpointError):
+                return from_text(read_config(step_folder(folder, step)), str(step_folder(folder, step) / CONFIG))
     return None
 
 
 def read_config(folder: Path) -> str:
-    """The config of the run that has made the checkpoint in ``folder``; CheckpointError where it has none."""
-    file = folder / CONFIG
+    """The config of the run that has made the checkpoint in ``folder``; DamagedError where it has none."""
+    content = read_verified(folder, CONFIG)
     try:
-        return read_file(file).decode()
-    except (*MISSING, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): this is no whole checkpoint") from error
+        text = content.decode()
+        options_in(text)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{folder / CONFIG} is no config of a run ({printable(str(error))})") from error
+    return text
 
 
 class History:
@@ -77,93 +79,93 @@ class History:
         self.folder = folder
         self.group = group
         self.run = run
-        self.damaged: dict[int, str] = {}
-        """What is wrong with those that ``newest_good`` has passed over. Empty where it has found no good one."""
 
-    def newest_good(self, among: Callable[[int], bool] = lambda _: True) -> int | None:
-        """The newest checkpoint that passes verification. ``among(step)``: whether to consider it."""
-        damaged: dict[int, str] = {}
-        for step in filter(among, reversed(of_first_rank(lambda: saved_steps(self.folder), self.group))):
-            problem = self.problem(step)
-            if problem is None:
-                self.damaged = damaged
-                return step
-            damaged[step] = problem
-        return None
-
-    def newest_since(self, load_step: int) -> int:
-        """``load_step``, or the newest step that a run with the same ``load_step`` has come to from there."""
+    def candidates(self, load_step: int = -1) -> list[int]:
+        """The steps to start from, best first: of all checkpoints, or where ``load_step`` is given, that step and those
+        that a run with the same ``load_step`` has come to from there.
+        """
 
         def begun_there(step: int) -> bool:
             try:
-                saved = tomli.loads(read_config(step_folder(self.folder, step)))
-            except (CheckpointError, tomli.TOMLDecodeError):
-                return True  # damaged, as will be found
-            return bool(saved.get("checkpoint", {}).get("load_step") == load_step)
+                options = options_in(read_config(step_folder(self.folder, step)))
+            except DamagedError:
+                return True  # as will be found
+            return bool(options.get("checkpoint.load_step") == load_step)
 
-        def find() -> tuple[list[int], set[int]]:
-            steps = saved_steps(self.folder)
+        def find() -> list[int]:
+            steps = saved_steps(self.folder)[::-1]
+            if load_step == -1:
+                return steps
             # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
-            later = (step for step in reversed(steps) if step > load_step)
-            return steps, set(itertools.takewhile(begun_there, later))
+            since = itertools.takewhile(begun_there, (step for step in steps if step > load_step))
+            return [*since, *(step for step in steps if step == load_step)]
 
-        steps, since = of_first_rank(find, self.group)
-        step = self.newest_good(since.__contains__)
-        if step is not None:
-            logger.info(
-                f"checkpoint.load_step = {load_step}: goes on from step {step}, which a run with this load_step has "
-                f"come to. To go back to step {load_step} once more, move the checkpoints of later steps away"
-            )
-            return step
-        if load_step not in steps:
-            saved = ", ".join(map(str, steps)) or "none"
+        return of_first_rank(find, self.group)
+
+    def first_good(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
+        """The first of ``steps`` that is not damaged, by ``check`` and ``use``, and what is wrong with those before it.
+
+        ``use`` is collective, and raises DamagedError on all ranks, or on none.
+        """
+        damaged: dict[int, str] = {}
+        for step in steps:
+            try:
+                self.check(step)
+                use(step)
+            except DamagedError as error:
+                damaged[step] = str(error)
+            else:
+                return step, damaged
+        return None, damaged
+
+    def require_none(self, load_step: int, damaged: Mapping[int, str]) -> None:
+        """Raise CheckpointError if there should be a good checkpoint: ``load_step`` names one, or the folder holds
+        anything that is or was a checkpoint, so that a run began here before.
+
+        ``damaged``: what is wrong with each of the ``candidates`` for ``load_step``.
+        """
+        if load_step != -1:
+            saved = ", ".join(map(str, of_first_rank(lambda: saved_steps(self.folder), self.group))) or "none"
+            missing = f"{step_folder(self.folder, load_step)} does not exist (steps in that folder: {saved})"
             raise CheckpointError(
-                f"checkpoint.load_step = {load_step} cannot be loaded: {step_folder(self.folder, load_step)} does not "
-                f"exist (steps in that folder: {saved})"
+                f"checkpoint.load_step = {load_step} cannot be loaded: {damaged.get(load_step, missing)}"
             )
-        if problem := self.problem(load_step):
-            raise CheckpointError(f"checkpoint.load_step = {load_step} cannot be loaded: {problem}")
-        return load_step
-
-    def require_none(self) -> None:
-        """Raise CheckpointError if the folder holds anything that is or was a checkpoint: a run began here before."""
         names = of_first_rank(lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group)
         if not names:
             return
-        steps = of_first_rank(lambda: saved_steps(self.folder), self.group)
-        why = f"; {self.problem(steps[-1])}" if steps else ""
+        why = f"; {damaged[max(damaged)]}" if damaged else ""
         raise CheckpointError(
             f"{self.folder} holds {', '.join(names)}, and none of these is a good checkpoint{why}. A new run does not "
             "begin over them: repair one, or take another job.dump_folder (or remove them, to begin anew here)"
         )
 
-    def problem(self, step: int) -> str | None:
-        """What is wrong with the checkpoint of ``step``, or None. Each rank reads its share of the files.
+    def check(self, step: int) -> None:
+        """Look whether the checkpoint of ``step`` is whole and of this run. What its tensors are, a load will see.
 
-        Raises:
-            StorageError: on all ranks, if one of them cannot read its share.
+        Raises, on all ranks:
+            DamagedError: it is not.
+            StorageError: one of the ranks cannot know it.
         """
 
-        def verify_share() -> None:
+        def check_share() -> None:
             folder = step_folder(self.folder, step)
             manifest = read_manifest(folder)
             if manifest.step not in (None, step):
-                raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step} under another name")
+                raise DamagedError(f"{folder} is the checkpoint of step {manifest.step} under another name")
             if manifest.run and self.run and manifest.run != self.run:
-                raise CheckpointError(f"{folder} is that of another run")
-            verify(folder, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
+                raise DamagedError(f"{folder} is that of another run")
+            verify_sizes(folder, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
 
-        try:
-            of_all_ranks(verify_share, self.group)
-        except CheckpointError as error:
-            return str(error)
-        return None
+        of_all_ranks(check_share, self.group)
 
-    def set_damaged_aside(self, check: Callable[[], None]) -> None:
-        """Rename the ``damaged`` ones, with a warning. ``check``: see ``withdraw``."""
+    def set_aside(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
+        """Rename the checkpoints that are ``damaged``, with a warning: when an older one has been loaded.
+
+        ``check``: see ``withdraw``.
+        """
 
         def rename() -> None:
-            for step, problem in self.damaged.items():
+            for step, problem in damaged.items():
                 folder = step_folder(self.folder, step)
                 try:
                     name = set_aside(withdraw(folder, check), folder, "damaged").name

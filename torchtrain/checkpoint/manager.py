@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder, withdraw
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.start import Start
+from torchtrain.checkpoint.start import Start, check_resume
 from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
@@ -110,17 +110,54 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     # Loading
 
-    def step_before(self, bad_step: int) -> int | None:
-        """The newest good checkpoint before ``bad_step`` on the path of this run; None if there is none."""
-        self.wait()
-        self._wait_for_deletion()  # or it could delete what is verified here
-        history = History(self.folder, self.group, self.claim.run)
-        step = history.newest_good(lambda step: step < bad_step and (step <= self._resumed_from or step in self._saved))
-        history.set_damaged_aside(self._check_claim)
+    def resume(self) -> int | None:
+        """Load the newest good checkpoint of those of ``start``, and return its step; None for a new run.
+
+        What is damaged is often found in the middle of a load. Then the next older one is loaded, over all of it.
+
+        Raises:
+            CheckpointError: none is good, or the contract does not let the run go on from one that is.
+        """
+        if self.start.step is None:
+            return None
+        history, config = self._history(), self.config
+
+        def use(step: int) -> None:
+            if step != self.start.step:  # else done before
+                check_resume(history, step, config, self.config_toml, self.start.data)
+            self.load(step)
+
+        step, damaged = history.first_good(self.start.candidates, use)
+        if step is None:
+            history.require_none(config.load_step, damaged)
+        self._set_aside(history, damaged)
         return step
 
+    def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
+        """Load the newest good checkpoint before ``bad_step`` on the path of this run into the states in ``only``.
+
+        Returns its step; None if there is none, and then the states may be those of no step.
+        """
+        self.wait()
+        self._wait_for_deletion()  # or it could delete what is loaded here
+        history = self._history()
+        steps = [s for s in history.candidates() if s < bad_step and (s <= self._resumed_from or s in self._saved)]
+        step, damaged = history.first_good(steps, lambda step: self.load(step, only))
+        if step is not None:
+            self._set_aside(history, damaged)
+        return step
+
+    def _history(self) -> History:
+        return History(self.folder, self.group, self.claim.run)
+
+    def _set_aside(self, history: History, damaged: Mapping[int, str]) -> None:
+        history.set_aside({step: why for step, why in damaged.items() if step in self._own}, self._check_claim)
+
     def load(self, step: int, only: Collection[str] = ()) -> None:
-        """Write the checkpoint of ``step``, a good one, into the states; only into those in ``only``, if any are."""
+        """Write the checkpoint of ``step`` into the states; only into those in ``only``, if any are.
+
+        DamagedError: a file is damaged. Some tensors may have been written by then: load another one in full.
+        """
         states = {name: state for name, state in self.states.items() if not only or name in only}
         folder = step_folder(self.folder, step)
         tensors = load_tensors(flatten(states), VerifiedReader(folder), self.group)

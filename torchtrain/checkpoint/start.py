@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -156,7 +156,9 @@ class Start:
     group: dist.ProcessGroup
     """Of all ranks, over gloo, for checkpoints alone."""
     step: int | None = None
-    """Of the checkpoint to load; None: a new run."""
+    """Of the newest checkpoint that is whole; None: a new run. Whether its tensors are good, a load will see."""
+    candidates: Sequence[int] = ()
+    """The steps to load, best first: where one is damaged, the next is taken."""
     claim: Claim = field(default_factory=Claim)
     """Where checkpoints are off, of nobody, for a run of which this is the only start."""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -168,10 +170,11 @@ class Start:
 def find_start(
     config: Checkpoint, folder: Path, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
 ) -> Start:
-    """Find the checkpoint to resume from in ``folder``, which all ranks share, and claim the folder. Collective.
+    """Find the checkpoints to resume from in ``folder``, which all ranks share, and claim the folder. Collective.
 
     The step is that of the newest good checkpoint, or ``config.load_step``, or what a run that began with it has made
-    since. With ``config.enable`` off, nothing is found and nothing claimed.
+    since. With ``config.enable`` off, nothing is found and nothing claimed. Tensors are not read here:
+    ``CheckpointManager.resume`` loads them.
 
     Args:
         config_toml: the resolved config of this start.
@@ -188,24 +191,21 @@ def find_start(
     identity = of_first_rank(data, group)
     of_first_rank(lambda: restore(folder), group)
 
-    def choose() -> tuple[History, int | None, str | None]:
-        """The checkpoint to go on from, and the id of its run."""
+    def choose() -> tuple[list[int], int | None, str | None]:
+        """The checkpoints to go on from, best first; the first of them that is whole, and the id of its run."""
         history = History(folder, group, of_first_rank(lambda: read_claim(folder).run, group))
-        if config.load_step == -1:
-            step = history.newest_good()
-            if step is None:
-                history.require_none()
-                return history, None, None
-        else:
-            step = history.newest_since(config.load_step)
+        candidates = history.candidates(config.load_step)
+        step, damaged = history.first_good(
+            candidates, lambda step: check_resume(history, step, config, config_toml, identity)
+        )
+        if step is None:
+            history.require_none(config.load_step, damaged)
+            return candidates, None, None
         found = step_folder(folder, step)
-        manifest, saved_toml = of_first_rank(lambda: (read_manifest(found), read_config(found)), group)
-        for line in check_contract(saved_toml, config_toml, config.allow_changes, manifest.data, identity):
-            logger.info(line)
-        return history, step, manifest.run
+        return candidates, step, of_first_rank(lambda: read_manifest(found).run, group)
 
-    def choose_before_claim() -> tuple[dict[int, tuple[int, int]], History, int | None, str | None]:
-        """The same, and of which ``versions``. A run that still saves here may delete what is being verified."""
+    def choose_before_claim() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
+        """The same, and of which ``versions``. A run that still saves here may delete what is being looked at."""
         for attempt in range(3):
             there = of_first_rank(lambda: versions(folder), group)
             try:
@@ -216,10 +216,29 @@ def find_start(
         raise AssertionError
 
     # Before the claim, which ends a run that still saves here: this start may yet be rejected.
-    before, history, step, run = choose_before_claim()
+    before, candidates, step, run = choose_before_claim()
     claim = of_first_rank(lambda: Claim.take(folder, run), group)
     there = of_first_rank(lambda: versions(folder), group)
     if there != before:
-        history, step, _ = choose()
-    history.set_damaged_aside(lambda: claim.check(folder))
-    return Start(group, step, claim, identity, tuple(there))
+        candidates, step, _ = choose()
+    if config.load_step not in (-1, step):
+        logger.info(
+            f"checkpoint.load_step = {config.load_step}: goes on from step {step}, which a run with this load_step has "
+            f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
+        )
+    return Start(group, step, candidates, claim, identity, tuple(there))
+
+
+def check_resume(
+    history: History, step: int, config: Checkpoint, config_toml: str, identity: Mapping[str, str]
+) -> None:
+    """Log how the config of the checkpoint of ``step`` differs from ``config_toml``. Collective.
+
+    Raises:
+        DamagedError: it has no config, or a damaged one.
+        CheckpointError: the contract does not let the run go on from there.
+    """
+    folder = step_folder(history.folder, step)
+    saved_toml, saved_data = of_first_rank(lambda: (read_config(folder), read_manifest(folder).data), history.group)
+    for line in check_contract(saved_toml, config_toml, config.allow_changes, saved_data, identity):
+        logger.info(line)

@@ -28,10 +28,16 @@ from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.datasets.loader import Loader
 from torchtrain.distributed.agreement import of_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
-from torchtrain.errors import CheckpointError, ConfigError, SupersededError, TorchtrainError
+from torchtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedError,
+    StorageError,
+    SupersededError,
+    TorchtrainError,
+)
 from torchtrain.initialization import full_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
-from torchtrain.reading import MISSING, patiently
 
 # A checkpoint may lack these, and is loaded without them: it is of a run without exact sums, averaged weights, or a
 # limit on spikes.
@@ -137,7 +143,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
         planned: Counter[str] = Counter()  # elements
         for item in new_plan.items:
             if item.type is LoadItemType.BYTE_IO:  # which would be unpickled
-                raise CheckpointError(f"{item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
+                raise DamagedError(f"{item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
             planned[item.dest_index.fqn] += item.lengths.numel()
         if missing := [name for name, t in self.state_dict.items() if planned[name] != local(t).numel()]:
             raise CheckpointError(f"it does not hold all of these tensors: {', '.join(missing[:5])}")
@@ -150,7 +156,8 @@ def load_tensors(
     """Read ``tensors``, live ones of any layout, from a checkpoint; returns those that it has. Collective.
 
     Raises, on all ranks:
-        CheckpointError: any of them cannot make sense of the metadata, or misses a tensor or a part of one.
+        DamagedError: any of them finds a file damaged. Some tensors may have been written by then.
+        CheckpointError: any of them misses a tensor, or it has another shape.
         StorageError: the file system fails again and again.
     """
     # Read here first: DCP would take an error for another format. Only errors are sent, not the large metadata.
@@ -166,17 +173,17 @@ def load_tensors(
             "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
         )
 
-    def load() -> None:
-        planner = CompleteLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
-        except CheckpointException as error:
-            cause, words = _first_failure(error)
-            if isinstance(cause, (KeyboardInterrupt, OSError)) and not isinstance(cause, MISSING):
-                raise cause from error
-            raise CheckpointError(f"{reader.path} cannot be loaded: {words}") from error
-
-    patiently(load, Path(reader.path))  # all ranks try it again: they have the same failures
+    planner = CompleteLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        # All ranks have the same failures. One that may pass comes first: what cannot be read is not damaged.
+        causes = [cause for cause, _ in error.failures.values()]
+        for kind in (KeyboardInterrupt, StorageError, DamagedError):
+            for cause in causes:
+                if isinstance(cause, kind):
+                    raise cause from error
+        raise CheckpointError(f"{reader.path} cannot be loaded: {_first_failure(error)[1]}") from error
     return tensors
 
 

@@ -8,41 +8,83 @@ format, so that PyTorch's tools read it too, but nothing here ever unpickles mor
 import io
 import os
 import pickle
+import pickletools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, verify_sizes, write_manifest
-from torchtrain.errors import CheckpointError
+from torchtrain.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    changed,
+    found,
+    read_manifest,
+    read_verified,
+    verify,
+    verify_sizes,
+    write_manifest,
+)
+from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.outputs import PARTIAL_SUFFIX, fsync_folder
-from torchtrain.reading import BLOCK_BYTES, MISSING, read_file
+from torchtrain.reading import BLOCK_BYTES, patiently, printable
 
 METADATA = ".metadata"
 CONFIG = "config.toml"
+MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file that hashes what is written to it; writes only go forward."""
+    """A new file that hashes what is written to it, piece by piece; writes only go forward."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "x"))  # which follows no link
-        self.hash = xxhash.xxh3_128()
+        self.hash = xxhash.xxh3_128()  # of the piece
         self.size_bytes = 0
+        self._piece_start = 0
+        self._pieces: list[tuple[int, str]] | None = None
         self._size_sent_bytes = 0
+
+    def begin_piece(self) -> None:
+        """What is written from here on, up to the next call, is read at once."""
+        if self._pieces is None:
+            self._pieces = []
+        else:
+            self._end_piece(self._pieces)
+
+    def _end_piece(self, pieces: list[tuple[int, str]]) -> None:
+        pieces.append((self.size_bytes - self._piece_start, self.hash.hexdigest()))
+        self._piece_start = self.size_bytes
+        self.hash.reset()
+
+    def record(self, name: str) -> FileRecord:
+        """The file's entry in the manifest, when all is written."""
+        if self._pieces is None:
+            return FileRecord(name, self.size_bytes, self.hash.hexdigest())
+        self._end_piece(self._pieces)
+        return FileRecord(name, self.size_bytes, pieces=self._pieces)
 
     def write(self, data: Any) -> int:
         data = memoryview(data)
@@ -86,12 +128,23 @@ class HashingFileSystem(FileSystem):
                     raise error.__context__ from None
                 raise
         name = Path(path).name
-        self.records[name] = FileRecord(name, stream.size_bytes, stream.hash.hexdigest())
+        self.records[name] = stream.record(name)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         name = Path(new_path).name
         self.records[name] = replace(self.records.pop(Path(path).name), name=name)
+
+
+class _PieceMarker:
+    """Tells a file where each tensor begins; else as DCP's own ``transforms``."""
+
+    def __init__(self, transforms: Any) -> None:
+        self.transforms = transforms
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> Any:
+        raw_stream.begin_piece()
+        return self.transforms.transform_save_stream(write_item, raw_stream)
 
 
 class VerifiedWriter(FileSystemWriter):
@@ -120,6 +173,7 @@ class VerifiedWriter(FileSystemWriter):
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
         super().__init__(self.partial, per_thread_copy_ahead=0)
         self.fs: HashingFileSystem = HashingFileSystem()
+        self.transforms: Any = _PieceMarker(self.transforms)
         self.folder = folder
         self.config_toml = config_toml
         self.manifest = manifest or Manifest()
@@ -175,9 +229,8 @@ class VerifiedWriter(FileSystemWriter):
         fsync_folder(self.folder.parent)
 
     def _rename(self) -> None:
-        verify_sizes(
-            self.partial, read_manifest(self.partial).files
-        )  # who takes this run for dead may have removed some
+        # Who takes this run for dead may have removed some.
+        verify_sizes(self.partial, read_manifest(self.partial).files)
         self.partial.rename(self.folder)
 
     def remove(self) -> None:
@@ -192,55 +245,192 @@ _METADATA_TYPES = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
     # Makes a torch.layout from its name, by looking it up in a table.
     "torch.serialization": {"_get_layout"},
 }
+
+
+def _shape(sizes: tuple[int, ...]) -> torch.Size:
+    if len(sizes) > MAX_DIMENSIONS:
+        raise ValueError(f"a shape of {len(sizes)} dimensions")
+    return torch.Size(sizes)
 
 
 class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's ``.metadata``: an unpickler that can make DCP's metadata types and nothing else, so runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return _shape
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
-        raise CheckpointError(
-            f"the checkpoint's {METADATA} asks for {module}.{name}, which no checkpoint needs: not loaded, because "
-            "reading it could run code"
+        raise DamagedError(
+            f"the checkpoint's {METADATA} asks for {printable(f'{module}.{name}')}, which no checkpoint needs: not "
+            "loaded, because reading it could run code"
         )
 
 
-class _ReadingFileSystem(FileSystem):
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        assert mode == "rb"
-        with open(path, "rb") as stream:
-            # So DCP reads all bytes of a tensor before torch.load, which would hide an OSError in its own.
-            stream.seekable = lambda: False  # type: ignore[method-assign]
-            yield stream
+def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
+    """DCP's metadata in ``content``, of a checkpoint with ``files``, whose tensors lie in them in full.
+
+    Raises:
+        DamagedError: ``content`` asks for more than metadata need.
+        Exception: of any kind, where it is not metadata, or not of these files.
+    """
+    # A few bytes can ask Python's unpickler for any amount of memory: a bytearray, or a place far away in its memo.
+    # pickletools compares the former with what there is.
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+            raise ValueError("it takes more memory than it has bytes")
+    metadata: Metadata = MetadataUnpickler(io.BytesIO(content)).load()
+    stored: Mapping[MetadataIndex, Any] = metadata.storage_data
+    for index, info in stored.items():
+        record = files.get(info.relative_path)
+        if record is None:
+            raise ValueError(f"names {info.relative_path!r}, which the manifest does not")
+        integers = type(info.offset) is int and type(info.length) is int
+        if not (integers and 0 <= info.offset < info.offset + info.length <= record.size_bytes):
+            raise ValueError(f"{index.fqn!r} does not lie in {info.relative_path!r}")
+        if not index.fqn.isprintable() or index.fqn not in metadata.state_dict_metadata:
+            raise ValueError(f"{index.fqn!r} is no tensor of it")
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
+        if not _tile(chunks, entry.size):
+            raise ValueError(f"it does not hold all of these tensors: {printable(name)}")
+        for chunk in chunks:
+            if (
+                chunk.sizes.numel() * entry.properties.dtype.itemsize
+                > stored[MetadataIndex(name, chunk.offsets)].length
+            ):
+                raise ValueError(f"{name!r} has fewer bytes than it should")
+    return metadata
+
+
+def _tile(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Whether ``chunks`` are all of a tensor of ``size``, and none overlaps another."""
+    spans = [[(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+    for box in spans:
+        if not all(0 <= start < end <= most for (start, end), most in zip(box, size, strict=True)):
+            return False
+    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+        return False
+    if len(chunks) < 2:
+        return True
+    # Along the dimension with the most cuts few of them are beside each other.
+    along = max(range(len(size)), key=lambda d: len({box[d] for box in spans}))
+    beside: list[list[tuple[int, int]]] = []
+    for box in sorted(spans, key=lambda box: box[along]):
+        beside = [other for other in beside if other[along][1] > box[along][0]]
+        if any(all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)) for other in beside):
+            return False
+        beside.append(box)
+    return True
 
 
 class VerifiedReader(FileSystemReader):
-    """Reads a checkpoint that ``VerifiedWriter`` wrote, without trusting it: no code in it is run."""
+    """Reads a checkpoint that ``VerifiedWriter`` wrote, without trusting it.
+
+    The bytes of each tensor are compared with their hash in the manifest before they are used, and no code in the
+    checkpoint is run. A tensor's bytes are read once, and one piece is in memory at a time.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.fs = _ReadingFileSystem()
+        self.folder = folder
+        self._verified: set[str] = set()
+
+    @cached_property
+    def _files(self) -> dict[str, FileRecord]:
+        return {record.name: record for record in read_manifest(self.folder).files}
+
+    @cached_property
+    def _hashes(self) -> dict[str, dict[tuple[int, int], str]]:
+        """By file, the hash of each piece by its place, offset and length. Nothing for files of older checkpoints."""
+        hashes: dict[str, dict[tuple[int, int], str]] = {}
+        for name, record in self._files.items():
+            start, hashes[name] = 0, {}
+            for length, expected in record.pieces:
+                hashes[name][start, length] = expected
+                start += length
+        return hashes
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._metadata
 
     @cached_property
     def _metadata(self) -> Metadata:
-        folder = Path(self.path)
-        known = {record.name for record in read_manifest(folder).files}
+        content = read_verified(self.folder, METADATA)
         try:
-            metadata: Metadata = MetadataUnpickler(io.BytesIO(read_file(folder / METADATA))).load()
-            named = [info.relative_path for info in metadata.storage_data.values()]
-        except (*MISSING, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{folder / METADATA} cannot be read ({error})") from error
-        for name in named:
-            if name not in known:
-                raise CheckpointError(f"{folder / METADATA} names {name!r}, which the manifest does not")
-        return metadata
+            return parse_metadata(content, self._files)
+        except DamagedError:
+            raise
+        except Exception as error:  # whatever is in it
+            raise DamagedError(f"{self.folder / METADATA} cannot be read ({printable(str(error))})") from error
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        pieces: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            pieces.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
+        for name, items in sorted(pieces.items()):
+            path = self.folder / name
+            verify_sizes(self.folder, [self._files[name]])
+            if not self._hashes[name] and name not in self._verified:
+                verify(self.folder, [self._files[name]])
+                self._verified.add(name)
+            # A file system that fails is asked again for what is still missing.
+            found(path, lambda: patiently(partial(self._read, path, items, planner), path))  # noqa: B023
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, path: Path, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
+        """Read ``pieces`` of the file, by offset and length, and take from ``pieces`` what is done."""
+        with path.open("rb") as file:
+            for place in sorted(pieces):
+                tensor = self._tensor(path, file, place)
+                for item in pieces[place]:
+                    spans = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = tensor[tuple(slice(start, start + length) for start, length in spans)]
+                    target = planner.resolve_tensor(item).detach()
+                    if part.shape != target.shape:
+                        raise DamagedError(f"{path}: {item.storage_index.fqn!r} has shape {tuple(tensor.shape)}")
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+                del pieces[place]
+
+    def _tensor(self, path: Path, file: BinaryIO, place: tuple[int, int]) -> Tensor:
+        """The tensor at a place of the file, offset and length."""
+        offset, length = place
+        file.seek(offset)
+        content = file.read(length)
+        hashes = self._hashes[path.name]
+        if hashes and xxhash.xxh3_128_hexdigest(content) != hashes.get(place):
+            content = self._read_again(path, offset, length)
+            if xxhash.xxh3_128_hexdigest(content) != hashes.get(place):
+                raise changed(path)
+        try:
+            # torch.save compresses nothing. What does could be larger than any memory.
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > length:
+                    raise ValueError("compressed")
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                raise TypeError(f"a {type(tensor).__name__}")
+            return tensor
+        except Exception as error:
+            if "can't allocate memory" in str(error) or isinstance(error, MemoryError):
+                raise
+            raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error
+
+    @staticmethod
+    def _read_again(path: Path, offset: int, length: int) -> bytes:
+        """The bytes there as the disk has them: what has changed on the way from it, or in memory, is no damage."""
+        with path.open("rb") as file:
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
+            file.seek(offset)
+            return file.read(length)

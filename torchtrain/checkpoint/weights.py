@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 
 from torchtrain.checkpoint.hf import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from torchtrain.checkpoint.manifest import MANIFEST, read_manifest
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
 from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
 from torchtrain.distributed.mesh import local
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.models.families import CONFIG_FILE
 from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.reading import printable
 from torchtrain.tokenizers import Tokenizer
 
 
@@ -31,8 +31,8 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, path: str) -> None:
     saved = read_manifest(folder).data.get("model.tokenizer_path", tokenizer.identity)
     if saved != tokenizer.identity:
         raise CheckpointError(
-            f"{folder} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one ({saved}, now "
-            f"{tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
+            f"{folder} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one "
+            f"({printable(saved)}, now {tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
         )
 
 
@@ -93,12 +93,10 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerCon
         found = of_first_rank(lambda: find_tensors(folder, model))
         of_all_ranks(lambda: read_into(tensors, found))
     else:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
         try:
-            of_all_ranks(lambda: verify(folder, read_manifest(folder).files[rank::ranks]))
-        except CheckpointError as error:
+            load_weight_tensors(tensors, weights, VerifiedReader(folder))
+        except DamagedError as error:
             raise CheckpointError(f"{error}; give another step-N folder") from error
-        load_weight_tensors(tensors, weights, VerifiedReader(folder))
     for names in of_all_ranks(lambda: [name for name, t in tensors.items() if not local(t).isfinite().all()]):
         if names:
             raise CheckpointError(f"{folder} has numbers that are not finite, in {', '.join(names[:5])}; take another")

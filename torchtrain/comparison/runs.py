@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchtrain.checkpoint.contract import Difference, Kind, differences
 from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import VerifiedReader
 from torchtrain.config.parse import from_file, to_toml
@@ -209,8 +208,6 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     At the end also for the place in the data. CheckpointError: a file is damaged.
     """
     readers = [VerifiedReader(folder) for folder in folders]
-    for folder in folders:
-        verify(folder, read_manifest(folder).files)
     saved: list[Mapping[str, Any]] = [reader.read_metadata().state_dict_metadata for reader in readers]
 
     def both(name: str) -> list[Tensor]:

@@ -21,7 +21,7 @@ import tomli_w
 
 from torchtrain.config.schema import JobConfig, require_local
 from torchtrain.errors import ConfigError
-from torchtrain.reading import MISSING, read_file
+from torchtrain.reading import MISSING, printable, read_file
 
 Section = TypeVar("Section")
 
@@ -66,21 +66,30 @@ def config_file(argv: Sequence[str]) -> str:
     return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
 
 
-def from_file(path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
-    """The config in the TOML file ``path``, defaults where it says nothing. ``checked``: as for ``from_toml``.
-
-    ``only_model``: what makes the model, [model] and training.seq_len. Other options may have values refused by now.
-    """
+def from_file(path: str, *, checked: bool = True) -> JobConfig:
+    """The config in the TOML file ``path``, defaults where it says nothing. ``checked``: as for ``from_toml``."""
     try:
-        table = tomli.loads(read_file(Path(path)).decode("utf-8-sig"))  # editors of Windows begin it with a mark
+        text = read_file(Path(path)).decode("utf-8-sig")  # editors of Windows begin it with a mark
     except MISSING:
         configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
         near = difflib.get_close_matches(Path(path).stem, configs, n=1)
         hint = f"did you mean {configs[near[0]]!r}?" if near else f"there are {', '.join(configs.values()) or 'none'}"
         looked = f"(looked for {Path(path).absolute()})"
         raise ConfigError(f"job.config_file = {path!r} is not a file; {hint} {looked}") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return from_text(text, path, checked=checked)
+
+
+def from_text(text: str, path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
+    """As ``from_file``, with the ``text`` of the file at hand.
+
+    ``only_model``: what makes the model, [model] and training.seq_len. Other options may have values refused by now.
+    """
+    try:
+        table = tomli.loads(text)
+    except (tomli.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {printable(str(error))}") from None
     if only_model:
         table = {name: table[name] for name in ("model", "training") if name in table}
         if isinstance(table.get("training"), dict):
@@ -121,7 +130,7 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
     values, problems = {}, []
     for key, value in table.items():
-        name = prefix + key
+        name = printable(prefix + key)
         if key in names:
             try:
                 values[key] = convert(hints[key], value, name, checked)

@@ -31,7 +31,9 @@ class SpikeWindow(Stateful):
         return {f"last_{self.values.shape[1]}": self.values}  # a run with another length begins anew
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do: the tensor of ``state_dict`` is this one's own."""
+        """The values have been written in place; without any, they begin anew."""
+        if not state_dict:
+            self.values.fill_(math.nan)  # a checkpoint that was found damaged may have been read into them
 
 
 class Request(Protocol):
