@@ -289,6 +289,49 @@ def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, u
     assert_same_end(tmp_path / "run", undisturbed)
 
 
+@contextmanager
+def slow_export() -> Any:
+    """Rank 0 is still exporting when it is asked to stop; the file ``ends`` in the run's folder ends the export."""
+    from torchtrain import export
+
+    save = export.save_hf
+
+    def save_slowly(tensors: Any, folder: Path, *args: Any, **options: Any) -> None:
+        if os.environ["RANK"] == "0":
+            (folder.parent / "exporting").touch()
+            while not (folder.parent / "ends").exists():
+                time.sleep(0.02)
+        save(tensors, folder, *args, **options)
+
+    with patch.object(export, "save_hf", save_slowly):
+        yield
+
+
+def test_a_stop_in_the_export_lets_it_end_or_leaves_it_to_the_next_start(tmp_path: Path) -> None:
+    options = ["--training.steps", "2", "--checkpoint.last_save_in_hf"]
+    run = ForkedRun(tmp_path, *options, "--faults.stop_grace_seconds", "1", hook=slow_export)
+    run.wait_for((tmp_path / "exporting").exists)
+    run.kill(number=signal.SIGTERM)
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+    output = run.output()
+    assert output.count("SIGTERM received: completing the export to hf/, for which 1 s are left; a second signal") == 1
+    assert output.count("the export to hf/ does not end in time: start the run again to export") == 1
+    assert "Traceback" not in output
+    assert "stopping after this step" not in output
+    assert saved_steps(tmp_path / "checkpoint") == [2]
+
+    (tmp_path / "exporting").unlink()
+    run = ForkedRun(tmp_path, *options, hook=slow_export)
+    run.wait_for((tmp_path / "exporting").exists)
+    run.kill(number=signal.SIGTERM)
+    run.wait_for(lambda: "completing the export" in run.output())
+    (tmp_path / "ends").touch()
+    assert run.wait() == [0, 0], run.output()
+    assert f"wrote {tmp_path}/hf" in run.output()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf"]
+    assert "the run is complete" in finish(tmp_path, *options)
+
+
 def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None:
     """The validation after a step that is saved, and the last one's export."""
     held_out = tmp_path / "held_out.txt"

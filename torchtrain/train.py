@@ -76,7 +76,8 @@ def train(config: JobConfig) -> int:
     run_steps(config, run, build_loop(config, run, stop), stop, validate_first=needed)
     stopped = stop.agreed and (run.step < steps or needs_validation(config, run))
     if not stopped and needs_export(config, run.step, run.side_group):
-        export_hf(config, run.step, run.checkpoint, run.plan.shape)
+        with stop.during_export(saved=config.checkpoint.enable):
+            export_hf(config, run.step, run.checkpoint, run.plan.shape)
     at_end = "done" if run.step == steps else "the data ended (data.when_exhausted = 'stop')"
     ending = "stopped as asked" if stopped else at_end
     logger.info("%s: step %d of %d; everything lies in %s", ending, run.step, steps, folder)

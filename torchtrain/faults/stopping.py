@@ -5,18 +5,22 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from torchtrain.config.schema import Faults
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.errors import StoppedError
 from torchtrain.log import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # One request can arrive twice: from SLURM itself, and passed on by torchrun.
 ECHO_SECONDS = 3.0
 WARNING_SECONDS = 3600.0  # SLURM's warning comes at most so long before the limit; an earlier SIGUSR1 is none
+POLL_SECONDS = 0.2
 EXIT_SECONDS = 10.0  # in which all processes of a SLURM job end and it is requeued
 
 
@@ -35,16 +39,17 @@ class StopRequest:
         self.agreed = False
         """Whether all ranks know that one of them was asked."""
         self._signal_time, self._grace_end = 0.0, float("inf")
+        self._response = "stopping after this step, with %.0f s for a save"
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
 
     def __enter__(self) -> "StopRequest":
-        self._reader, self._writer = socket.socketpair()
+        reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # Before the handlers, which ignore a signal: none is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,8 +58,8 @@ class StopRequest:
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 
-    def _read(self) -> None:
-        while received := self._reader.recv(1):
+    def _read(self, reader: socket.socket) -> None:
+        while received := reader.recv(1):
             if received[0] not in SIGNALS:
                 continue
             name, now = signal.Signals(received[0]).name, time.monotonic()
@@ -62,11 +67,42 @@ class StopRequest:
                 seconds = self._grace_seconds(name)
                 self._signal_time, self._grace_end = now, now + seconds
                 self.signal_name = name
-                message = "%s received: stopping after this step, with %.0f s for a save; a second signal stops at once"
-                logger.warning(message, name, seconds)
+                logger.warning(f"%s received: {self._response}; a second signal stops at once", name, seconds)
             elif now - self._signal_time > ECHO_SECONDS:
                 os._exit(128 + received[0])
-        self._reader.close()
+        reader.close()
+
+    @contextmanager
+    def during_export(self, saved: bool) -> Iterator[None]:
+        """A context for the export after the last step, which a request to stop does not break off.
+
+        When the time that the request leaves is over, the process ends with exit code 75, and the next start of the run
+        exports. ``saved``: whether that start would find the weights. If not, the export may take as long as it takes.
+
+        Raises:
+            StoppedError: the export failed after a request, as it does where other ranks have ended.
+        """
+        self._response = "completing the export to hf/, for which %.0f s are left"
+        ended = threading.Event()
+        late = "asked to stop, and the export to hf/ does not end in time: start the run again to export"
+
+        def watch() -> None:
+            while not ended.wait(POLL_SECONDS):
+                if self.seconds_left <= 0:
+                    logger.warning(late)
+                    os._exit(StoppedError().exit_code)
+
+        with self:
+            if saved:
+                threading.Thread(target=watch, name="export", daemon=True).start()
+            try:
+                yield
+            except RuntimeError as error:
+                if saved and self.pending:
+                    raise StoppedError(late) from error
+                raise
+            finally:
+                ended.set()
 
     @property
     def pending(self) -> bool:
