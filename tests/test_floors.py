@@ -51,6 +51,7 @@ FLOORS = {
     "torchtrain.devices": 0,
     "torchtrain.config": 0,
     "torchtrain.log": 0,
+    "torchtrain.environment": 0,
     "torchtrain.errors": 0,
     "torchtrain.outputs": 0,
     "torchtrain.reading": 0,

@@ -16,7 +16,9 @@ import torch.distributed.run
 from disk_faults import DiskFaults
 from forked_door import run_door, start_door
 
-from torchtrain.errors import StoppedError, StorageError, TorchtrainError
+from torchtrain.distributed.process_group import world_size
+from torchtrain.environment import require_one_process
+from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
 from torchtrain.tokenizers import tokenizer_file
 
@@ -202,3 +204,65 @@ def test_the_script_deals_out_cores_and_names_an_interface_on_a_mac(
     told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
     assert told[0] == environment
     assert "--local-addr localhost" in told[1]
+
+
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "variable"),
+    [
+        (SRUN, "SLURM_STEP_NUM_TASKS"),
+        ({**SRUN, "ENVIRONMENT": "BATCH"}, "SLURM_STEP_NUM_TASKS"),  # srun within a batch script
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, "SLURM_NTASKS"),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "1"}, "PMI_SIZE"),
+    ],
+)
+def test_several_processes_without_ranks_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], variable: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"^{variable} = 3 in the environment, and RANK is not set: 3 processes"):
+        world_size()
+    with pytest.raises(ConfigError, match=rf"^convert is the work of one process, and {variable} = 3: start it once"):
+        require_one_process("convert")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert world_size() == 3
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_NTASKS": "3", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},  # a batch script
+        {"SLURM_NTASKS": "3"},  # the shell of salloc
+        {**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_one_process_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    require_one_process("convert")
+    assert world_size() == 1
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "compare", "convert", "prepare"])
+def test_srun_of_a_command_without_ranks(trained_run: Path, tmp_path: Path, command: str) -> None:
+    if command == "evaluate":
+        pytest.importorskip("lm_eval")
+    run, new = str(trained_run), str(tmp_path / "new")
+    options = {
+        "train": ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", new],
+        "generate": [run, "--prompt", "def "],
+        "evaluate": ["--model", "torchtrain", "--model_args", f"checkpoint={run}", "--tasks", "wikitext"],
+        "compare": [run, run],
+        "convert": [run, new],
+        "prepare": ["--job.config_file", "train_configs/debug_model.toml", "--prepare.output", new],
+    }
+    found = run_door(f"torchtrain.{command}", *options[command], environment=SRUN)
+    assert found.returncode == 2, found.stderr
+    assert found.stderr.count("error: ") == 1
+    assert "SLURM_STEP_NUM_TASKS = 3" in found.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -188,3 +188,22 @@ def test_a_killed_slurmstepd_is_survived(
     # The ranks do not feel it and train to the end; SLURM waits a minute for word of that node, and lets it be.
     assert cluster.wait_for_end(job, 500) == "COMPLETED", output_of(folder)
     assert_same_end(folder, undisturbed)
+
+
+def test_srun_that_starts_several_tasks_without_ranks(
+    cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
+) -> None:
+    """Each task would train the whole run, into one folder."""
+    train = [
+        forked_ranks["PYTHON_EXEC"],
+        "-m",
+        "torchtrain.train",
+        "--job.config_file",
+        "train_configs/debug_model.toml",
+    ]
+    command = ["srun", "--ntasks=2", *train, "--job.dump_folder", str(tmp_path / "run"), *OPTIONS]
+    found = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "error: SLURM_STEP_NUM_TASKS = 2 in the environment, and RANK is not set" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "run").exists()

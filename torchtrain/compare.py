@@ -4,7 +4,6 @@ Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.config.schema import LocalPath, check_values
+from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.log import door, run_and_exit
 from torchtrain.outputs import require_picture, writing
@@ -47,8 +47,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Compare; returns the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("compare is the work of one process: start it without torchrun")
+    require_one_process("compare")
     # Not above: --help needs no torch.
     import torch.distributed as dist
 

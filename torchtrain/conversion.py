@@ -1,7 +1,6 @@
 """Reading weights of any format that we know, one tensor at a time, and writing them in another."""
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torchtrain.checkpoint.weights import check_tokenizer, find_checkpoints, req
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
-from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.environment import require_one_process
+from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
@@ -47,8 +47,7 @@ def convert(
         CheckpointError: the source cannot be read, or the target exists.
         ConfigError: torchrun has started several processes; a weight is not finite in the dtype.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("convert is the work of one process: start it without torchrun")
+    require_one_process("convert")
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
+from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.log import door, logger, run_and_exit
 from torchtrain.outputs import require_folder
@@ -33,8 +34,7 @@ def run(config: JobConfig) -> int:
     from torchtrain.datasets.prepared import verify
     from torchtrain.datasets.preparing import prepare
 
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("prepare is the work of one process, which starts others: start it without torchrun")
+    require_one_process("prepare")
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)

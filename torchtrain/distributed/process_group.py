@@ -11,6 +11,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
+from torchtrain.environment import require_ranks
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.log import logger
 from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
@@ -20,7 +21,8 @@ LEAVE_SECONDS = 60  # from the barrier at the end until all ranks have destroyed
 
 
 def world_size() -> int:
-    """Number of ranks that torchrun started; 1 without it."""
+    """Number of ranks that torchrun started; 1 without it. ConfigError where something else started several."""
+    require_ranks()
     return of_torchrun("WORLD_SIZE", 1)
 
 
