@@ -1,6 +1,6 @@
 """The documents in one file, of every format that people keep text in.
 
-A row without text gives None and a blank line gives "", so that documents keep the numbers of their rows.
+A row without text gives None; a blank or a malformed line gives "", so that documents keep the numbers of their rows.
 """
 
 import codecs
@@ -9,7 +9,7 @@ import gzip
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
@@ -26,7 +26,19 @@ SUFFIXES = ".jsonl, .json, .csv, .tsv, .txt, .md (also .gz or .zst), .parquet or
 # that one file that holds a whole corpus can be shuffled.
 LARGEST_TEXT_FILE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
+HEAD_BYTES = 1 << 12  # of a text file, from which its encoding is judged
 _BLOCK_BYTES = 1 << 20
+
+OnMalformed = Callable[[str], None]
+"""Is called with the place of each line that is skipped because it is malformed, as in "line 3"."""
+
+
+class NotUTF8Error(DataError):
+    """Text in another encoding than UTF-8."""
+
+
+def ignore(place: str) -> None:
+    """An ``OnMalformed`` that does nothing."""
 
 
 def kind_of(name: str) -> tuple[str, str]:
@@ -38,7 +50,14 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def documents(
-    raw: BinaryIO, name: str, column: str, start: int = 0, *, text_by_line: bool = False, head: int | None = None
+    raw: BinaryIO,
+    name: str,
+    column: str,
+    start: int = 0,
+    *,
+    text_by_line: bool = False,
+    head: int | None = None,
+    on_malformed: OnMalformed = ignore,
 ) -> Iterator[str | None]:
     """The documents of the file ``name`` with the content ``raw``, from number ``start`` on.
 
@@ -46,6 +65,7 @@ def documents(
     many lines.
 
     Raises:
+        NotUTF8Error: its text is in another encoding.
         DataError: it is not what its name says, or has no text in ``column``.
         Exception: any other, from the format's reader, for a damaged file.
     """
@@ -55,32 +75,62 @@ def documents(
     if kind == "arrow":
         return itertools.islice(_arrow(raw, column), start, None)
     blocks = _decompressed(raw, compression)
-    if kind in ("txt", "md") and not text_by_line:
-        return itertools.islice(_pieces(blocks), start, None)
     block = next(blocks, b"")
     blocks = itertools.chain([block], blocks)
+    if kind in ("txt", "md") and not text_by_line:
+        require_utf8(block[:HEAD_BYTES])
+        return itertools.islice(_pieces(blocks), start, None)
     if kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-        return itertools.islice(_texts(_array(b"".join(blocks)), column), start, None)
+        items = ((f"item {number}", item) for number, item in enumerate(_array(b"".join(blocks)), 1))
+        return itertools.islice(_texts(items, column, on_malformed), start, None)
     lines = _decoded(itertools.islice(_lines(blocks), head))
     if kind in ("json", "jsonl"):  # Line by line: a column's type may change between lines, and a bad line is skipped.
-        return _texts(map(_row, itertools.islice(lines, start, None)), column, check=start == 0)
-    rows = _table(lines, column, "," if kind == "csv" else "\t") if kind in ("csv", "tsv") else lines
-    return itertools.islice(rows, start, None)
+        numbered = enumerate(itertools.islice(lines, start, None), start + 1)
+        rows = ((f"line {number}", _row(line)) for number, line in numbered)
+        return _texts(rows, column, on_malformed, check=start == 0)
+    if kind in ("csv", "tsv"):
+        delimiter = "," if kind == "csv" else "\t"
+        # The head may end inside a quoted field.
+        return itertools.islice(_table(lines, column, delimiter, on_malformed, strict=head is None), start, None)
+    return itertools.islice(lines, start, None)
 
 
 def require_column(column: str, columns: Sequence[str]) -> None:
-    """Raise ``DataError`` that names the columns there are."""
+    """Raise ``DataError`` unless exactly one of ``columns`` has the name ``column``."""
+    names = ", ".join(name if name.isprintable() else repr(name) for name in columns)
     if column not in columns:
-        raise DataError(f"it has no column {column!r} (text_column); its columns are {', '.join(columns)}")
+        raise DataError(f"it has no column {column!r} (text_column); its columns are {names}")
+    if (count := list(columns).count(column)) > 1:
+        raise DataError(
+            f"it has {count} columns of the name {column!r} (text_column); its columns are {names}: rename all of "
+            "them but the one that holds the text"
+        )
 
 
 def require_text(column: str, schema: Any) -> None:
-    """Raise ``DataError`` where an Arrow schema has no such column, or one of another type than text."""
+    """Raise ``DataError`` where an Arrow schema has no such column, or one of another type than text.
+
+    A binary column is one of text: some writers of Parquet do not mark its values as UTF-8.
+    """
     require_column(column, schema.names)
     dtype, types = schema.field(column).type, pyarrow.types
     dtype = dtype.value_type if types.is_dictionary(dtype) else dtype
-    if not any(test(dtype) for test in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
+    strings = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    binaries = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    if not any(test(dtype) for test in (*strings, *binaries)):
         raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
+
+
+def decode_value(value: str | bytes | None, place: str) -> str | None:
+    """The value of a column of text or of binary; NotUTF8Error where the latter is in another encoding."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        raise _not_utf8_value(place, error) from None
+
+
+def _not_utf8_value(place: str, error: UnicodeDecodeError) -> NotUTF8Error:
+    return NotUTF8Error(f"{place} is not UTF-8 at byte {error.start} of its text; write the column in UTF-8")
 
 
 def place_to_cut(block: bytes) -> int:
@@ -128,28 +178,32 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
+            raise NotUTF8Error(
                 f"line {number} is not UTF-8 at byte {offset + error.start} of the text; convert the file, as by iconv"
             ) from None
         offset += len(line) + 1
 
 
-def _texts(rows: Iterable[object], column: str, *, check: bool = True) -> Iterator[str | None]:
-    """``column`` of rows without a schema; with ``check``, DataError in the end if none has text there."""
+def _texts(
+    rows: Iterable[tuple[str, object]], column: str, on_malformed: OnMalformed, *, check: bool = True
+) -> Iterator[str | None]:
+    """``column`` of rows without a schema, each with its place; with ``check``, DataError in the end if none has text
+    there."""
     columns: dict[str, None] = {}
     kinds: set[str] = set()  # of values in the column
     begin = ""  # of the first row that is no JSON object
-    for row in rows:
+    for place, row in rows:
         if isinstance(row, dict):
             if len(columns) < 100:
                 columns.update(dict.fromkeys(row))
             if column in row:
                 kinds.add(type(row[column]).__name__)
             yield row[column] if isinstance(row.get(column), str) else None
-        else:
-            line = str(row).strip()
+            continue
+        if line := str(row).strip():
             begin = begin or line[:40]
-            yield None if line else ""
+            on_malformed(place)
+        yield ""
     if not check:
         return
     if columns and not kinds:
@@ -178,16 +232,47 @@ def _array(content: bytes) -> list[object]:
     return items
 
 
-def _table(lines: Iterator[str], column: str, delimiter: str) -> Iterator[str | None]:
-    """Rows of a file whose first line names the columns."""
+def _table(
+    lines: Iterator[str], column: str, delimiter: str, on_malformed: OnMalformed, *, strict: bool
+) -> Iterator[str | None]:
+    """Rows of a file whose first line names the columns. A row without a field for ``column`` is malformed.
+
+    Raises:
+        DataError: with ``strict``, a quote is not closed, or stands where none may; or a row has more fields than
+            there are columns, as where a delimiter in a text is not quoted.
+    """
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter)
-    columns = next((row for row in reader if row), [])
-    if columns:
-        require_column(column, columns)
-    for row in reader:
-        place = columns.index(column)
-        yield row[place] if place < len(row) else None
+    reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=strict)
+    columns: list[str] = []
+    while True:
+        first = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            last = max(first, reader.line_num)
+            raise DataError(
+                f"the row that begins at line {first} is malformed at line {last}: {error}. Close each quote, write a "
+                "quote within a quoted field twice, and quote a field that begins with a quote"
+            ) from None
+        if not row:
+            if columns:
+                yield ""
+        elif not columns:
+            columns = row
+            require_column(column, columns)
+            place = columns.index(column)
+        elif any(row[len(columns) :]):
+            raise DataError(
+                f"line {first} has {len(row)} fields, but there are {len(columns)} columns: quote a field that has "
+                f"{delimiter!r} in it"
+            )
+        elif place < len(row):
+            yield row[place]
+        else:
+            on_malformed(f"line {first}")
+            yield ""
 
 
 def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
@@ -205,25 +290,38 @@ def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
 
 
 def decode_piece(piece: bytes, begin: int) -> str:
-    """Raises DataError where it is not UTF-8; ``begin`` is its place in the file."""
+    """Raises NotUTF8Error where it is not UTF-8; ``begin`` is its place in the file."""
     try:
         return piece.decode("utf-8-sig" if begin == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"it is not UTF-8 at byte {begin + error.start}; convert the file, as by iconv") from None
+        raise NotUTF8Error(f"it is not UTF-8 at byte {begin + error.start}; convert the file, as by iconv") from None
+
+
+def require_utf8(head: bytes) -> None:
+    """Raise NotUTF8Error where ``head``, the first bytes of a text file, are in another encoding."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+        place = head.find(b"\0")  # as in UTF-16
+    except UnicodeDecodeError as error:
+        place = error.start
+    if place >= 0:
+        raise NotUTF8Error(f"it is not UTF-8 at byte {place}; convert the file, as by iconv, or leave it out")
 
 
 def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
     """Reads only this column, from the row group that holds document ``start``."""
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
+    first = 0  # row of the batch
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
-        if start >= rows:
-            start -= rows
+        if first + rows <= start:
+            first += rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
-            yield from batch.column(column).slice(start).to_pylist()
-            start = max(0, start - len(batch))
+            skipped = min(max(0, start - first), len(batch))
+            yield from _values(batch.column(column).slice(skipped), first + skipped)
+            first += len(batch)
 
 
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
@@ -233,7 +331,37 @@ def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
         batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
         raw.seek(0)
-        reader = batches = pyarrow.ipc.open_stream(raw)
+        reader = pyarrow.ipc.open_stream(raw)
+        batches = _batches_of_stream(reader, raw)
     require_text(column, reader.schema)
+    first = 0  # row of the batch
     for batch in batches:
-        yield from batch.column(column).to_pylist()
+        yield from _values(batch.column(column), first)
+        first += len(batch)
+
+
+def _batches_of_stream(reader: Any, raw: BinaryIO) -> Iterator[Any]:
+    """All batches of an Arrow stream; EOFError where it does not end with its mark, of which pyarrow does without."""
+    end = raw.tell()  # of the last message
+    for batch in reader:
+        yield batch
+        end = raw.tell()
+    if raw.tell() == end:
+        raise EOFError("the Arrow stream has no mark of its end: it was cut between two batches")
+    if raw.read(1):
+        raise EOFError("there is more after the end of the Arrow stream: give each stream a file of its own")
+
+
+def _values(array: Any, first: int) -> Iterator[str | None]:
+    """Strings of an Arrow array of text or of binary, which begins at row ``first``."""
+    try:
+        values = array.to_pylist()
+    except UnicodeDecodeError:  # Arrow does not verify that its strings are UTF-8
+        for row, value in enumerate(array, first):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                raise _not_utf8_value(f"row {row}", error) from None
+        raise
+    for row, value in enumerate(values, first):
+        yield decode_value(value, f"row {row}")
