@@ -420,7 +420,7 @@ def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, t
     for operation, path, error, options in (
         ("stat", text, errno.EIO, ()),
         ("read", folder / "manifest.json", errno.EIO, ("--prepare.verify",)),
-        ("open", folder / "shard-00003.tokens", errno.EMFILE, ("--prepare.verify",)),
+        ("open", folder / "shard-00000.tokens", errno.EMFILE, ("--prepare.verify",)),
     ):
         disk.fail(operation, path, error)
         found = run_door("torchtrain.prepare", *arguments, *options, hook=quickly)
@@ -543,6 +543,21 @@ def test_data_that_changed_are_noticed(tmp_path: Path) -> None:
     options[1] = write_prepared(tmp_path / "prepared", str(data))
     refused = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
     assert "whether each is text or prepared, must stay" in refused
+
+
+def test_data_that_changed_between_the_sampled_blocks_are_noticed(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    text = "".join(f"line {n * n % 9973} of the text\n" for n in range(100_000))
+    data.write_text(text)
+    options = ["--data.path", str(data), "--training.steps"]
+    finish(tmp_path / "run", *options, "2", ranks=1)
+    assert "resumed from" in finish(tmp_path / "run", *options, "4", "--data.verify_gib", "1e-3", ranks=1)
+    assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
+    place = text.index("line", len(text) // 3)
+    data.write_text(text[:place] + "LINE" + text[place + 4 :])
+    refused = run_ends_with(2, tmp_path / "run", *options, "8")
+    assert f"data.path = '1 file(s) of {len(text):,} bytes, hash " in refused
+    assert "checkpoint.allow_changes = ['data.path']" in refused
 
 
 def in_a_folder_that_is_gone() -> None:

@@ -132,3 +132,29 @@ def test_every_section_has_a_kind_and_every_exception_is_an_option() -> None:
     for name in names:
         attrgetter(name)(JobConfig())  # AttributeError: there is no such option
     assert kind_of("not_yet.invented") is Kind.CHANGES
+
+
+SAMPLED, CHANGED = "1 file(s) of 2,000,000 bytes, hash aaaa", "1 file(s) of 2,000,000 bytes, hash aaab"
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "same"),
+    [
+        (SAMPLED, SAMPLED, True),
+        (SAMPLED, CHANGED, False),
+        (SAMPLED, f"{SAMPLED}, content cccc", True),  # another data.verify_gib, or a checkpoint of an earlier version
+        (f"{SAMPLED}, content cccc", SAMPLED, True),
+        (f"{SAMPLED}, content cccc", f"{SAMPLED}, content cccd", False),
+        (f"{SAMPLED}; {SAMPLED}", f"{SAMPLED}, content cccc; {SAMPLED}", True),
+        (f"{SAMPLED}; {SAMPLED}, content cccc", f"{SAMPLED}; {SAMPLED}, content cccd", False),
+        (f"{SAMPLED}; {SAMPLED}", SAMPLED, False),
+        (SAMPLED, f"{SAMPLED}a", False),
+        ("", SAMPLED, False),
+    ],
+)
+def test_identities_are_compared_in_what_both_state(saved: str, current: str, same: bool) -> None:
+    if same:
+        assert check_contract(toml(), toml(), (), {"data.path": saved}, {"data.path": current}) == []
+        return
+    with pytest.raises(CheckpointError, match=r"data.path = '1 file\(s\).* \(checkpoint: "):
+        check_contract(toml(), toml(), (), {"data.path": saved}, {"data.path": current})

@@ -4,7 +4,9 @@ import gzip
 import io
 import json
 import logging
+import os
 import pickle
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -326,3 +328,61 @@ def test_another_revision_is_other_data(hub: Hub, download: bool) -> None:
     first, second = (hub.add(config.name, fineweb(d)) for d in (DOCUMENTS, DOCUMENTS[::-1]))
     a, b, again = (make_loader(replace(config, revision=r)).identity() for r in (first, second, first))
     assert a == again != b
+
+
+def downloaded(source: Source) -> list[str | None]:
+    opened = client.open_downloaded(source, "it")
+    return list(opened.read_all(range(opened.units)))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_damaged_copy_of_what_was_downloaded_is_rejected(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source = Source(name="org/damaged", subset="sample", revision=hub.add("org/damaged", fineweb()))
+    if local:
+        source = Source(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
+    whole = downloaded(source)
+    (copy,) = (tmp_path / "cache").rglob("*.arrow")
+    content = copy.read_bytes()
+    copy.write_bytes(content.replace(b"document 41 ", b"document 14 "))
+    with pytest.raises(DataError, match=rf"{copy}, into which it was converted, is damaged: .*; remove the folder"):
+        downloaded(source)
+    unverified = client.open_downloaded(source, "it", verify_bytes=len(content) - 1)
+    assert list(unverified.read_all(range(unverified.units))) != whole
+    copy.write_bytes(content + b"more")
+    with pytest.raises(DataError, match="is damaged: its size or hash"):
+        client.open_downloaded(source, "it", verify_bytes=0)
+    copy.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"If {copy.parent}, into which it was converted, is damaged, remove it"):
+        client.open_downloaded(source, "it", verify_bytes=0)
+    shutil.rmtree(copy.parent)
+    assert downloaded(source) == whole
+
+
+def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: Path) -> None:
+    source = Source(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
+    (file,) = Path(source.name).rglob("*.jsonl")
+    before = file.stat()
+    old = client.open_downloaded(source, "it")
+    identity = old.identity()
+    changed = [text.replace("document 20 ", "document 02 ") for text in DOCUMENTS]
+    file.write_bytes(lines_of(changed))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert downloaded(source) == changed
+    assert old.identity() == identity  # of what is read
+    assert client.open_downloaded(source, "it").identity() != identity
+
+
+def test_a_binary_column_of_what_was_downloaded_is_text(tmp_path: Path) -> None:
+    for name, values, told in (("good", [b"caf\xc3\xa9", None], ""), ("bad", [b"caf\xe9"], "is not UTF-8 at byte 3")):
+        content = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())}), content)
+        source = Source(name=local_copy(tmp_path / name, {"train.parquet": content.getvalue()}))
+        if told:
+            with pytest.raises(DataError, match=told):
+                downloaded(source)
+        else:
+            assert downloaded(source) == ["caf\xe9", None]

@@ -2,10 +2,12 @@
 
 import csv
 import errno
+import glob
 import gzip
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -92,17 +95,195 @@ def test_what_is_no_file_in_a_folder_of_texts(tmp_path: Path, make: Callable[[Pa
         texts(tmp_path)
 
 
-@pytest.mark.parametrize("left", [0.0, 0.5])
-def test_a_converted_copy_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: float) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    logging.getLogger("torchtrain").addHandler(caplog.handler)
+    logging.getLogger("torchtrain").setLevel(logging.INFO)
+    return caplog
+
+
+def truncate(copy: Path) -> None:
+    os.truncate(copy, copy.stat().st_size // 2)
+
+
+def flip_a_bit(copy: Path) -> None:
+    content = bytearray(copy.read_bytes())
+    content[content.index(b"document 40 ") + 9] ^= 1
+    copy.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda copy: os.truncate(copy, 0),
+        truncate,
+        flip_a_bit,
+        lambda copy: copy.with_name(f"{copy.name}.json").unlink(),
+        lambda copy: copy.with_name(f"{copy.name}.json").write_text('{"cut'),
+    ],
+)
+def test_a_converted_copy_that_is_damaged(
+    tmp_path: Path, cache: Path, log: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     texts(file)
-    (copy,) = (tmp_path / "cache").rglob("*.arrow")
-    os.truncate(copy, int(left * copy.stat().st_size))  # as after a loss of power
-    with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
-        texts(file)
-    copy.unlink()
+    (copy,) = cache.rglob("*.arrow")
+    content = copy.read_bytes()
+    damage(copy)
     assert texts(file) == DOCUMENTS
+    assert f"{copy}, the converted copy of data.path, is damaged: it is converted again" in log.text
+    log.clear()
+    assert texts(file) == DOCUMENTS
+    assert copy.read_bytes() == content
+    assert not log.text
+
+
+def test_a_converted_copy_above_the_size_that_is_verified(tmp_path: Path, cache: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def open_it() -> list[str | None]:
+        source = open_files([file], "text", "data.path", verify_bytes=1000)
+        return list(source.read_all(range(source.units)))
+
+    open_it()
+    (copy,) = cache.rglob("*.arrow")
+    flip_a_bit(copy)
+    assert open_it() != DOCUMENTS  # as data.verify_gib says
+    os.truncate(copy, copy.stat().st_size - 8)
+    assert open_it() == DOCUMENTS  # but its size is compared
+    copy.write_bytes(copy.read_bytes()[:2000])
+    record = copy.with_name(f"{copy.name}.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "bytes": 2000}))
+    with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
+        open_it()
+
+
+def write_as(path: Path, documents: list[str]) -> None:
+    """A file whose size depends on that of the documents alone."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    table = pyarrow.table({"text": documents})
+    if path.name.endswith(".parquet"):
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    elif path.name.endswith(".arrow"):
+        with pyarrow.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+    elif path.name.endswith(".csv"):
+        with path.open("w", newline="") as csv_file:
+            csv.writer(csv_file).writerows([["text"], *([text] for text in documents)])
+    else:
+        path.write_bytes(gzip.compress(lines, 0, mtime=0) if path.name.endswith(".gz") else lines)
+
+
+@pytest.mark.parametrize("verify_bytes", [math.inf, 1000])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])
+def test_a_file_that_is_rewritten_with_its_old_size_and_time(tmp_path: Path, name: str, verify_bytes: float) -> None:
+    file = tmp_path / name
+    documents = [text * 400 for text in DOCUMENTS]
+    write_as(file, documents)
+    before = file.stat()
+
+    def open_it() -> tuple[list[str | None], str]:
+        source = open_files([str(file)], "text", "data.path", verify_bytes)
+        return list(source.read_all(range(source.units))), source.identity()
+
+    old, identity = open_it()
+    assert old == documents
+    documents[20] = documents[20].replace("document 20 ", "document 02 ")
+    write_as(file, documents)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size > 1 << 20
+    new, changed = open_it()
+    assert new == documents
+    if not name.endswith(".gz"):  # which ends with a checksum
+        assert (changed == identity) == (verify_bytes == 1000)  # then a checkpoint knows of its three blocks alone
+
+
+def test_a_file_that_changes_while_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(LINES)
+    before = file.stat()
+
+    def rewrite(*arguments: Any, **options: Any) -> Any:
+        yield from formats.documents(*arguments, **options)
+        file.write_text(LINES.replace("document 20 ", "document 02 "))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    monkeypatch.setattr(files, "documents", rewrite)
+    with pytest.raises(DataError, match=r"data.path changed while it was converted; start again"):
+        texts(file)
+    monkeypatch.undo()
+    assert texts(file)[20].startswith("document 02 ")  # type: ignore[union-attr]
+
+
+def test_a_text_that_changes_between_its_hashed_blocks_is_other_data(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(LONG)
+
+    def identity(verify_bytes: float) -> str:
+        return open_files([str(file)], "text", "data.path", verify_bytes).identity()
+
+    size = file.stat().st_size
+    before = identity(size), identity(size - 1)
+    place = LONG.index("\n", size // 3)
+    file.write_text(LONG[:place] + " " + LONG[place + 1 :])
+    after = identity(size), identity(size - 1)
+    assert after[0] != before[0]
+    assert after[1] == before[1]  # above data.verify_gib
+    assert before[0].startswith(before[1])  # what checkpoints of earlier versions hold
+
+
+@pytest.mark.parametrize("options", [{}, {"options": pyarrow.ipc.IpcWriteOptions(use_legacy_format=True)}])
+def test_an_arrow_stream_that_is_cut_anywhere(options: dict[str, Any]) -> None:
+    table, out = pyarrow.table({"text": DOCUMENTS[:10]}), io.BytesIO()
+    with pyarrow.ipc.new_stream(out, table.schema, **options) as stream:
+        stream.write_table(table, max_chunksize=2)
+    whole = out.getvalue()
+
+    def read(content: bytes) -> list[str | None]:
+        return list(formats.documents(io.BytesIO(content), "a.arrow", "text"))
+
+    assert read(whole) == DOCUMENTS[:10]
+    for size in range(1, len(whole)):
+        with pytest.raises((EOFError, OSError, ValueError)):
+            read(whole[:size])
+    with pytest.raises(EOFError, match="more after the end of the Arrow stream"):
+        read(whole + whole)
+
+
+@pytest.mark.parametrize("listed", [1, 2])
+def test_a_folder_that_save_to_disk_wrote(tmp_path: Path, listed: int) -> None:
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": DOCUMENTS[:6], "n": range(6)}).save_to_disk(folder, num_shards=listed)
+    datasets.load_from_disk(folder).map(lambda row: {"text": row["text"] + "mapped"})
+    assert len(list(folder.glob("*.arrow"))) > listed
+    for path in (folder, f"{folder}/*.arrow", f"{tmp_path}/**/*.arrow", tmp_path):
+        assert texts(path) == DOCUMENTS[:6]
+    next(folder.glob("data-*.arrow")).unlink()
+    with pytest.raises(DataError, match=r"'data-00000-of-0000\d.arrow' is missing, which its state.json lists"):
+        texts(folder)
+
+
+def test_a_dataset_dict_that_was_saved(tmp_path: Path) -> None:
+    parts = {"train": DOCUMENTS[:6], "test": DOCUMENTS[6:8], "dev": DOCUMENTS[8:9]}
+    whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()})
+    whole.save_to_disk(tmp_path / "saved")
+    datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"text": row["text"] + "mapped"})
+
+    def of_split(split: str) -> list[str | None]:
+        opened = open_text(Source(path=str(tmp_path / "saved"), split=split), "data", 1)
+        return [text for unit in range(opened.units) for _, text in opened.read(unit, 0)]
+
+    assert texts(tmp_path / "saved") == of_split("train") == DOCUMENTS[:6]
+    assert of_split("test") == texts(tmp_path / "saved/test") == DOCUMENTS[6:8]
+    assert of_split("dev+train") == DOCUMENTS[8:9] + DOCUMENTS[:6]
+    with pytest.raises(DataError, match=r"DatasetDict without a split 'valid' .*; its splits are train, test, dev"):
+        of_split("valid")
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.jsonl", "/*/*.jsonl"])
@@ -165,11 +346,22 @@ def test_formats(tmp_path: Path, packing: str) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int32(), "string")],
+    [
+        *(pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()),
+        *(pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()),
+        *(pyarrow.dictionary(pyarrow.int32(), "string"), pyarrow.dictionary(pyarrow.int32(), "binary")),
+    ],
 )
 def test_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> None:
-    table = pyarrow.table({"text": pyarrow.array(DOCUMENTS, pyarrow.string()).cast(dtype), "n": range(len(DOCUMENTS))})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    values = pyarrow.array(DOCUMENTS, pyarrow.string())
+    if pyarrow.types.is_dictionary(dtype):
+        values = values.cast(dtype.value_type).dictionary_encode()
+    else:
+        values = values.cast(pyarrow.binary()).cast(dtype) if "binary" in str(dtype) else values.cast(dtype)
+    table = pyarrow.table({"text": values, "n": range(len(DOCUMENTS))})
+    pyarrow.parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=7, store_schema="binary" not in str(dtype)
+    )
     with pyarrow.ipc.new_file(tmp_path / "file.arrow", table.schema) as file:
         file.write_table(table)
     with pyarrow.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as file:
@@ -178,6 +370,109 @@ def test_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> Non
         assert texts(tmp_path / name) == DOCUMENTS
         with pytest.raises(DataError, match=rf"{name}: the column 'n' .text_column. holds int64, not text"):
             texts(tmp_path / name, column="n")
+
+
+@pytest.mark.parametrize("row", [0, 2, 300])
+def test_a_value_in_another_encoding_is_named_with_its_row(tmp_path: Path, row: int) -> None:
+    values = [b"caf\xc3\xa9"] * row + [b"caf\xe9"]
+    binary = pyarrow.array(values, pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(len(values), *binary.buffers()[1:])  # as some writers leave it
+    for number, column in enumerate((binary, text)):
+        with pyarrow.ipc.new_file(tmp_path / f"{number}.arrow", pyarrow.schema({"text": column.type})) as file:
+            file.write_table(pyarrow.table({"text": column}), max_chunksize=100)
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{number}.parquet", row_group_size=150)
+        for path in (tmp_path / f"{number}.arrow", tmp_path / f"{number}.parquet"):
+            with pytest.raises(DataError, match=rf"{path}: row {row} is not UTF-8 at byte 3 of its text"):
+                texts(path)
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"], [1]], names=["text", "text", "n"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(
+            DataError, match=rf"{name}: it has 2 columns of the name 'text' .*are text, text, n: rename"
+        ):
+            texts(tmp_path / name)
+    table = pyarrow.table([[1], [2], ["a"]], names=["n", "n", "text"])  # what is not read may be so
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["a"]
+
+
+def test_malformed_lines_are_counted_by_themselves(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    null = '{"text": null}\n'
+    (tmp_path / "a.jsonl").write_text(LINES[:-1] + "\n\n" + null)
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": "cut\n\n[1]\n' + null + '{"text": "a\0b"}\n')
+    (tmp_path / "c.json").write_text('[{"text": "c"}, "no object", {"text": null}]')
+    first = f"the first of them {tmp_path}/b.jsonl: line 2"
+    for _ in range(2):  # converted, and read again
+        source = open_files([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json")], "text", "data.path")
+        assert f"data.path: skipped 4 malformed line(s), {first}" in log.text
+        log.clear()
+    assert [text for text in source.read_all(range(source.units)) if text] == [*DOCUMENTS, "b", "c"]
+    assert sum(text is None for text in source.read_all(range(source.units))) == 3
+    (tmp_path / "a.csv").write_text('n,text\n1,"a\nb"\n\n2\n3,c\n')
+    assert texts(tmp_path / "a.csv") == ["a\nb", "c"]
+    assert f"skipped 1 malformed line(s), the first of them {tmp_path}/a.csv: line 5" in log.text
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_malformed_lines_of_streamed_files(tmp_path: Path, log: pytest.LogCaptureFixture, streams: int) -> None:
+    (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
+    source = open_text(Source(name=str(tmp_path)), "data", streams)
+    found = [text for unit in range(source.units) for _, text in source.read(unit, 0) if text]
+    assert sorted(found) == sorted(DOCUMENTS * 2)
+    assert "skipped 1 malformed line(s) so far: train.jsonl: line 61" in log.text
+    assert "skipped 2 malformed line(s) so far: train.jsonl: line 122" in log.text
+    assert (source.malformed, source.skipped) == (2, 0)
+
+
+def test_files_that_are_not_utf8_are_skipped_where_asked(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    good = {"a.jsonl": LINES.encode(), "b.csv": b"text\nb\n", "c.txt": b"c", "d.txt.gz": gzip.compress(b"d")}
+    for kind, content in good.items():
+        for number in range(3):
+            (tmp_path / f"{number}{kind}").write_bytes(content)
+        late = LINES.encode() + b'{"text": "caf\xe9"}\n' if kind == "a.jsonl" else content[:-1] + b"\xe9"
+        (tmp_path / f"3{kind}").write_bytes(gzip.compress(b"\xe9") if kind == "d.txt.gz" else late)
+        bad, path = tmp_path / f"3{kind}", str(tmp_path / f"?{kind}")
+        with pytest.raises(DataError, match=rf"{bad}: .*not UTF-8.* skip and count such files by skip_not_utf8 = true"):
+            texts(path)
+        (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
+        for _ in range(2):
+            source = open_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data, "data", 1)
+            assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {bad}" in log.text
+            log.clear()
+        documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
+        assert [text for unit in range(source.units) for _, text in source.read(unit, 0)] == documents * 3
+    with pytest.raises(DataError, match=r"data.path has no documents"):
+        open_files([str(tmp_path / "3c.txt")], "text", "data.path", skip_not_utf8=True)
+
+
+@pytest.mark.parametrize("pattern", ["", "/", "/*", "/sub*/[ab].*"])
+def test_a_folder_of_several_kinds(tmp_path: Path, pattern: str) -> None:
+    """The tables in the message are a config that reads all of it."""
+    folder = tmp_path / "texts [1]"
+    (folder / "sub").mkdir(parents=True)
+    for place in (folder, folder / "sub"):
+        (place / "a.jsonl").write_text('{"content": "jsonl"}\n' * 40)
+        (place / "b.jsonl.gz").write_bytes(gzip.compress(b'{"content": "gz"}\n'))
+        (place / "a.TXT").write_text("txt")
+        pyarrow.parquet.write_table(pyarrow.table({"content": ["parquet"]}), place / "b.parquet")
+    path = f"{folder if pattern in ('', '/') else glob.escape(str(folder))}{pattern}"
+    with pytest.raises(
+        DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
+    ) as error:
+        open_text(Source(path=path, text_column="content"), "validation", 1)
+    (tmp_path / "run.toml").write_text("[validation]\nenable = true\n" + str(error.value).partition("\n\n")[2])
+    sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
+    found = [open_text(source, "validation", 1) for source in sources]
+    each = 2 if pattern in ("", "/") else 1
+    of_all = [[text for unit in range(of.units) for _, text in of.read(unit, 0)] for of in found]
+    assert [len(of) for of in of_all] == [41 * each, each, each]
+    assert {text for of in of_all for text in of} == {"jsonl", "gz", "parquet", "txt"}
+    assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
 
 
 def test_a_readme_beside_data_is_none(tmp_path: Path) -> None:
@@ -238,7 +533,15 @@ def test_a_list_of_paths(tmp_path: Path) -> None:
         ("a.txt.gz", gzip.compress(b"Il \xe9tait", mtime=0), "is not UTF-8 at byte 3"),
         ("a.json", b'[{"text": "a"},\n{"text" "b"}]', "line 2 is not valid JSON"),
         ("a.csv", b"body\nx\n", "has no column 'text' (text_column); its columns are body"),
-        ("a.csv", b'text\n"a" b"\n"c\n', ""),  # as tolerant as the module csv
+        ("a.csv", b'text\n"a" b"\n"c\n', "the row that begins at line 2 is malformed at line 2: ',' expected"),
+        ("a.csv", b'text\r\na\r\n"b\r\nc\r\nd', "begins at line 3 is malformed at line 5: unexpected end of data"),
+        ("a.tsv", b'n\ttext\n1\t"b\tc\n2\td\n', "begins at line 2 is malformed at line 3: unexpected end of data"),
+        ("a.csv.gz", gzip.compress(b'text\n"a\nb"\n"c\n', mtime=0), "begins at line 4 is malformed at line 4"),
+        ("a.csv", b"n,text\n1,a\n2,b, and more\n", "line 3 has 3 fields, but there are 2 columns: quote a field"),
+        ("a.csv", b"text,text\na,b\n", "has 2 columns of the name 'text' (text_column); its columns are text, text"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 at byte 3"),
+        ("a.txt.gz", gzip.compress("Il etait".encode("utf-16-le"), mtime=0), "is not UTF-8 at byte 1"),
+        ("a.csv", b"n,text\n", "has no documents"),
         ("b.jsonl", b'{"body": "x"}\n\n', "has no column 'text' (text_column); its columns are body"),
         ("b.jsonl", b'{"text": 1}\n', "the column 'text' (text_column) holds int, not text"),
         ("b.jsonl.gz", b"not packed", "cannot be read after document 0, it seems damaged: Not a gzipped file"),
@@ -247,12 +550,9 @@ def test_a_list_of_paths(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, told: str) -> None:
     (tmp_path / name).write_bytes(content)
-    if not told:
-        assert texts(tmp_path / name)
-        return
     with pytest.raises(DataError) as error:
         texts(tmp_path / name)
-    assert str(error.value).startswith(f"{tmp_path / name}")
+    assert str(error.value).startswith("data.path" if told == "has no documents" else f"{tmp_path / name}")
     assert told in str(error.value)
 
 
@@ -315,7 +615,7 @@ def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
 
 def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: Path) -> None:
     output = tmp_path / "prepared"
-    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    file = write_jsonl(tmp_path / "a.jsonl", [text * 300 for text in DOCUMENTS])  # 1.2 MB, in four shards
     command = [sys.executable, "-m", "torchtrain.prepare", "--data.path", file, "--prepare.output", str(output)]
 
     def run(code: int) -> str:
@@ -329,7 +629,7 @@ def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: P
     disk.fail("write", f"{cache}/*", errno.ENOSPC)
     assert f"data.path = '{file}' cannot be converted into {cache}: No space left on device. Make room" in run(2)
     disk.heal()
-    disk.fail("write", f"{output}/shard-0003*", errno.ENOSPC)
+    disk.fail("write", f"{output}/shard-00003*", errno.ENOSPC)
     assert f"{output} cannot be written: No space left on device. Make room" in run(2)
     assert "the same command goes on from there" in run(2)
     disk.heal()

@@ -304,7 +304,7 @@ class Source(Section):
     subset: str = ""
     """Configuration of the hub dataset, where it has several."""
     split: str = "train"
-    """Split of the hub dataset."""
+    """Split of the hub dataset, or of a folder that DatasetDict.save_to_disk wrote."""
     revision: str | None = None
     """Commit, branch or tag of the hub dataset. None: the newest commit when the run begins, to which a resumed run
     keeps."""
@@ -312,6 +312,8 @@ class Source(Section):
     """Download the hub dataset before training; else it is streamed."""
     text_column: str = "text"
     """Column that holds the documents."""
+    skip_not_utf8: bool = False
+    """Skip local files that are not UTF-8, and count them in the log. false: such a file is an error."""
     weight: float = 1.0
     """Share of the tokens, relative to the weights of the other sources."""
 
@@ -332,7 +334,8 @@ class Source(Section):
     def label(self) -> str:
         """A short name, for curves."""
         if self.path:
-            return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", Path(self.paths[0]).name)
+            name = Path(self.paths[0]).name.removeprefix("*.")  # of a pattern for all files of a kind, the kind
+            return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", name)
         return "_".join(filter(None, (self.name.split("/")[-1], self.subset)))
 
     @property
@@ -376,8 +379,9 @@ class Data(Sources, name="data"):
     prefetch: CountOrZero = 2
     """Batches to read ahead in the background; 0 reads when the step needs them."""
     verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0
-    """Prepared data up to this size are hashed before training; larger data only by torchtrain.prepare, with
-    prepare.verify."""
+    """A source's local files, its converted copy and its prepared data are each hashed in full up to this size when a
+    run starts. Of larger files only parts are hashed, and of larger copies and prepared data only the sizes are
+    compared; torchtrain.prepare with prepare.verify hashes all prepared data."""
 
 
 @dataclass(frozen=True)

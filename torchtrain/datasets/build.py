@@ -55,8 +55,10 @@ def build_loader(
     for number, source in enumerate(config.all):
         key = f"{section}.sources[{number}]" if config.sources else section
         seed_of_source = stream_seed("data", seed, number)
-        prepared = partial(open_prepared, source, key, tokenizer.content_hash, config.verify_gib * 2**30)
-        opened = patiently(prepared, Path(*source.paths[:1])) or open_text(source, key, streamed_lanes, ask)
+        verify_bytes = config.verify_gib * 2**30
+        prepared = partial(open_prepared, source, key, tokenizer.content_hash, verify_bytes)
+        first = Path(*source.paths[:1])
+        opened = patiently(prepared, first) or open_text(source, key, streamed_lanes, ask, verify_bytes)
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
             streams.append([WindowStream(opened, tokenizer, seq_len, seed_of_source, repeat)] * len(rows))

@@ -1,14 +1,13 @@
 """Local files of text: found, converted once into one column of text, and read in any order."""
 
-import codecs
 import fcntl
 import itertools
+import math
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
-from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,46 +15,65 @@ import datasets
 import pyarrow
 import xxhash
 
+from torchtrain.datasets.copies import Record, copies_folder
+from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.formats import (
+    HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
     PIECE_BYTES,
-    SUFFIXES,
+    NotUTF8Error,
+    OnMalformed,
     decode_piece,
     documents,
+    ignore,
     kind_of,
     place_to_cut,
+    require_utf8,
 )
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
 from torchtrain.log import logger
 from torchtrain.outputs import open_lock_file, written_whole
-from torchtrain.reading import MAY_PASS, names_in, patiently, unreadable
+from torchtrain.reading import BLOCK_BYTES, MAY_PASS, hash_of, patiently, unreadable
 
-_CONVERSION = 1  # its version: raise it when the same files give other documents
+_CONVERSION = 2  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
 _WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
 _BLOCK_BYTES = 1 << 16  # else three blocks of it
 _PLAIN = {("txt", ""), ("md", "")}  # kinds that are read in place
+_SKIP_HINT = ", or skip and count such files by skip_not_utf8 = true beside the path"
 
 
-def open_files(paths: Sequence[str], column: str, label: str) -> LocalText:
+def open_files(
+    paths: Sequence[str],
+    column: str,
+    label: str,
+    verify_bytes: float = math.inf,
+    *,
+    split: str = "train",
+    skip_not_utf8: bool = False,
+) -> LocalText:
     """The documents of files, of all data files in folders, and of all files that match patterns.
+
+    Args:
+        verify_bytes: files up to this size together, and a converted copy up to it, are hashed in full.
+        split: of a folder that ``DatasetDict.save_to_disk`` wrote.
+        skip_not_utf8: skip files that are not UTF-8, and count them.
 
     Raises:
         DataError: there are none, they are damaged, or have no column of text ``column``.
     """
-    files = list(dict.fromkeys(file for path in paths for file in _find_files(path, label)))
+    found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
+    files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
+    _log_not_utf8(label, [file for file in found if file not in set(files)], len(found))
     if {kind_of(file.name) for file in files} <= _PLAIN:
-        return _text_files(files, label)
-    dataset = _converted(files, column, label)
-    if len(dataset) == 0:
-        raise DataError(f"{label} has no documents")
-    return LocalText(dataset, label, partial(identity_of, files))
+        return _text_files(files, label, verify_bytes)
+    return _converted(files, column, label, verify_bytes, skip_not_utf8)
 
 
 def open_standard_library() -> LocalText:
     """The sources of Python's standard library."""
-    return _text_files(standard_library_files(), "the Python standard library")
+    return _text_files(standard_library_files(), "the Python standard library", math.inf)
 
 
 def standard_library_files() -> list[Path]:
@@ -68,47 +86,117 @@ def standard_library_files() -> list[Path]:
     return files
 
 
-def _converted(files: Sequence[Path], column: str, label: str) -> datasets.Dataset:
+def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: float, skip_not_utf8: bool) -> LocalText:
     """The documents of ``files``, which the first process to come writes into the cache of ``datasets``."""
-    stats = [(str(file.absolute()), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
-    name = xxhash.xxh3_128_hexdigest(repr((_CONVERSION, column, stats)).encode())
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    path = cache / "torchtrain" / f"{name}.arrow"
-    schema = pyarrow.schema({"text": pyarrow.large_string()})
+    stats = _stats(files)
+    source, key = identity_and_key(files, verify_bytes, _CONVERSION, column, skip_not_utf8)
+    path = copies_folder() / f"{key}.arrow"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_lock_file(path.with_suffix(".lock")), "r+") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                with written_whole(path, flush=True) as output, pyarrow.ipc.new_stream(output, schema) as writer:
-                    texts = itertools.chain.from_iterable(_documents_of(file, column) for file in files)
-                    while rows := list(itertools.islice(texts, _ROWS)):
-                        # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
-                        rows = [row if row is None else row.encode("utf-8", "replace").decode() for row in rows]
-                        writer.write_batch(pyarrow.record_batch([pyarrow.array(rows, schema.types[0])], schema))
-        return datasets.Dataset.from_file(str(path))
+        record = _intact_record(path, verify_bytes)
+        if record is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_lock_file(path.with_suffix(".lock")), "r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+                record = _intact_record(path, verify_bytes)  # another process may have written it
+                if record is None:
+                    if path.exists():
+                        logger.warning("%s, the converted copy of %s, is damaged: it is converted again", path, label)
+                    counts = _convert(files, column, label, path, stats, skip_not_utf8)
+                    record = Record(source, path.stat().st_size, hash_of(path), **counts)
+                    record.write(path)
+        dataset = datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
         number = getattr(error, "errno", None)
         if number in MAY_PASS:
             raise  # whoever opens the data tries again
         if number:
             raise DataError(
-                f"{label} cannot be converted into {cache}: {os.strerror(number)}. Make room, or name "
+                f"{label} cannot be converted into {path.parent.parent}: {os.strerror(number)}. Make room, or name "
                 "another folder by HF_DATASETS_CACHE, and start again"
             ) from error
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error
+    _log_not_utf8(label, record.not_utf8, len(files))
+    if record.malformed:
+        logger.warning(
+            "%s: skipped %d malformed line(s), the first of them %s", label, record.malformed, record.first_malformed
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{label} has no documents")
+
+    def identity(whole: bool = False) -> str:
+        return identity_of(files, whole=True) if whole else source  # of what was converted, whatever is there by now
+
+    return LocalText(dataset, label, identity, record.text_bytes)
 
 
-def _documents_of(file: Path, column: str) -> Iterator[str | None]:
+def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
+    """The record of a copy that is as it was written; None where it is to be written."""
+    record = Record.read(copy)
+    return record if record is not None and record.fits(copy, verify_bytes) else None
+
+
+def _convert(
+    files: Sequence[Path], column: str, label: str, path: Path, stats: Sequence[Any], skip_not_utf8: bool
+) -> dict[str, Any]:
+    """Write the documents of ``files`` to ``path``; returns what its record counts.
+
+    Raises DataError where the files have not ``stats`` any more.
+    """
+    schema = pyarrow.schema({"text": pyarrow.large_string()})
+    malformed: list[str] = []  # the first
+    not_utf8: list[str] = []
+    lines, text_bytes = 0, 0
+
+    def count(place: str) -> None:
+        nonlocal lines
+        lines += 1
+        malformed.extend([place][: 1 - len(malformed)])
+
+    def texts() -> Iterator[str | None]:
+        for file in files:
+            if skip_not_utf8 and not _is_utf8(file, column):
+                not_utf8.append(str(file))
+            else:
+                yield from _documents_of(file, column, lambda place, file=file: count(f"{file}: {place}"))  # type: ignore[misc]
+
+    with written_whole(path, flush=True) as output:
+        with pyarrow.ipc.new_stream(output, schema) as writer:
+            source = texts()
+            while rows := list(itertools.islice(source, _ROWS)):
+                # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
+                encoded = [row if row is None else row.encode("utf-8", "replace") for row in rows]
+                text_bytes += sum(len(row) for row in encoded if row is not None)
+                writer.write_batch(pyarrow.record_batch([pyarrow.array(encoded, schema.types[0])], schema))
+        if _stats(files) != stats:
+            raise DataError(f"{label} changed while it was converted; start again when nothing writes to it")
+    return {
+        "text_bytes": text_bytes,
+        "malformed": lines,
+        "first_malformed": "".join(malformed),
+        "not_utf8": tuple(not_utf8),
+    }
+
+
+def _is_utf8(file: Path, column: str) -> bool:
+    try:
+        deque(_documents_of(file, column), maxlen=0)
+    except NotUTF8Error:
+        return False
+    return True
+
+
+def _documents_of(file: Path, column: str, on_malformed: OnMalformed = ignore) -> Iterator[str | None]:
     """The documents of a file. Every error names the file and the place in it."""
     count = 0
     try:
         with file.open("rb") as raw:
-            for text in documents(raw, file.name, column):
+            for text in documents(raw, file.name, column, on_malformed=on_malformed):
                 yield text
                 count += 1
+    except NotUTF8Error as error:
+        raise NotUTF8Error(f"{file}: {error}{_SKIP_HINT}") from None
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
     except Exception as error:  # Each format's reader has its own errors for a damaged file.
@@ -119,107 +207,85 @@ def _documents_of(file: Path, column: str) -> Iterator[str | None]:
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
-def identity_of(files: Sequence[Path], whole: bool = False) -> str:
-    """Number and size of ``files``, and a hash of their names, sizes and content: of a large one of three blocks,
-    unless ``whole``."""
-    digest, total = xxhash.xxh3_128(), 0
+def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> str:
+    """Number and size of ``files``, and a hash of their names, sizes and content: of a file above 1 MiB of three
+    blocks, unless ``whole``. Where that leaves something out, and the files have up to ``verify_bytes`` together, a
+    second hash is of all content.
+    """
+    sizes, digest = _digest_of(files, whole)
+    text = f"{len(files)} file(s) of {sum(sizes):,} bytes, hash {digest}"
+    if whole or sum(sizes) > verify_bytes or max(sizes, default=0) <= _WHOLE_BYTES:
+        return text
+    return f"{text}, content {_digest_of(files, whole=True)[1]}"
+
+
+def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[str, str]:
+    """The identity of ``files``, and a name for their copy that is converted with ``options``.
+
+    The name depends on the content; and, since that is not hashed in full above ``verify_bytes``, also on the times of
+    the files, among them that of the last change of the inode, which cannot be set.
+    """
+    identity = identity_of(files, verify_bytes)
+    return identity, xxhash.xxh3_128_hexdigest(repr((options, identity, _stats(files))).encode())
+
+
+def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
+    """Path, size, and times in nanoseconds of the last change of each file's content and of its inode."""
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+
+
+def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
+    """Size of each of ``files``, and a hash of all, as in ``identity_of``."""
+    digest, sizes = xxhash.xxh3_128(), []
     for path in files:
         size, digest = patiently(partial(_with_file, digest, path, whole), path)
-        total += size
-    return f"{len(files)} file(s) of {total:,} bytes, hash {digest.hexdigest()[:16]}"
+        sizes.append(size)
+    return sizes, digest.hexdigest()[:16]
 
 
 def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
     """Size of a file, and the digest ``before`` with what ``identity_of`` takes of it."""
     digest = before.copy()
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
         digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())  # a name need not be UTF-8
-        parts = (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES)
-        for start in range(0, size, _BLOCK_BYTES) if whole or size <= _WHOLE_BYTES else parts:
+        file.seek(0)
+        if whole or size <= _WHOLE_BYTES:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+            return size, digest
+        for start in (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES):
             file.seek(start)
             digest.update(file.read(_BLOCK_BYTES))
     return size, digest
 
 
-def _find_files(pattern: str, label: str) -> list[Path]:
-    """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
-    path = Path(pattern)
-    if path.is_dir():
-        files = sorted(file for file in _walk(path) if kind_of(file.name)[0] and not file.is_dir())
-        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
-            files = [file for file in files if kind_of(file.name)[0] not in beside] or files
-        if not files:
-            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
-        if gone := [file for file in files if not file.is_file()]:  # to open a pipe would wait for ever
-            raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
-    else:
-        found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
-        files = sorted(file for file in found if file.is_file())
-        if not files:
-            raise DataError(f"{label} does not exist (looked for {path.absolute()})")
-    if bad := [file.name for file in files if not kind_of(file.name)[0]]:
-        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
-    files = [file for file in files if file.stat().st_size > 0]
-    if not files:
-        raise DataError(f"{label} has no documents")
-    kinds = sorted({"txt" if (kind := kind_of(file.name)[0]) == "md" else kind for file in files})
-    if len(kinds) > 1:
-        raise DataError(
-            f"{label} mixes files of several kinds (.{', .'.join(kinds)}); name one kind, such as '*.{kinds[0]}'"
-        )
-    for file in files:
-        try:
-            with file.open("rb") as content:
-                head = content.read(4096)
-        except PermissionError as error:
-            raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
-        if kind_of(file.name) in _PLAIN:
-            _require_utf8(head, file)
-    return files
-
-
-def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
-    """What in ``folder`` matches the parts of a pattern; unlike ``glob``, which passes over what cannot be read."""
-    if not pattern:
-        yield folder
-        return
-    part, *rest = pattern
-    if part == "**":
-        for inner in _walk(folder):
-            yield from _matches(inner, rest or ["*"])
-    elif has_magic(part):
-        for name in names_in(folder) if folder.is_dir() else ():
-            if fnmatchcase(name, part) and not name.startswith("."):
-                yield from _matches(folder / name, rest)
-    elif (folder / part).exists():
-        yield from _matches(folder / part, rest)
-
-
-def _walk(path: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """``path`` and, if it is a folder, all in it, by links too, but nothing hidden; StorageError for a folder that
-    cannot be read."""
-    if not path.is_dir():
-        yield path
-    elif (real := path.resolve()) not in above:  # else a link that leads up again
-        yield path
-        for name in names_in(path):
-            if not name.startswith("."):
-                yield from _walk(path / name, above | {real})
-
-
-def _require_utf8(head: bytes, file: Path) -> None:
-    """DataError where the first bytes of a text file are in another encoding."""
+def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
+    """Whether a file is not to be skipped; DataError where it cannot be opened, or has the wrong encoding."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-        place = head.find(b"\0")  # as in UTF-16
-    except UnicodeDecodeError as error:
-        place = error.start
-    if place >= 0:
-        raise DataError(f"{file} is not UTF-8 at byte {place}; convert it, as by iconv, or leave it out")
+        with file.open("rb") as content:
+            head = content.read(HEAD_BYTES)
+        if kind_of(file.name) in _PLAIN:
+            require_utf8(head)
+    except PermissionError as error:
+        raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
+    except NotUTF8Error as error:
+        if not skip_not_utf8:
+            raise NotUTF8Error(f"{file}: {error}{_SKIP_HINT}") from None
+        return False
+    return True
 
 
-def _text_files(files: Sequence[Path], label: str) -> LocalText:
+def _log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
+    if skipped:
+        logger.warning(
+            "%s: skipped %d of %d file(s) that are not UTF-8, the first of them %s",
+            *(label, len(skipped), count, skipped[0]),
+        )
+
+
+def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
     """The documents of ``files``, each read when it is asked for."""
     rows: dict[str, list[Any]] = {"path": [], "start": [], "stop": []}
     for file in files:
@@ -229,7 +295,11 @@ def _text_files(files: Sequence[Path], label: str) -> LocalText:
             rows["path"].append(os.fsencode(file))
             rows["start"].append(start)
             rows["stop"].append(min(start + step, size))
-    return LocalText(datasets.Dataset.from_dict(rows).with_transform(_read_pieces), label, partial(identity_of, files))
+    if not rows["path"]:
+        raise DataError(f"{label} has no documents")
+    dataset = datasets.Dataset.from_dict(rows).with_transform(_read_pieces)
+    text_bytes = sum(rows["stop"]) - sum(rows["start"])
+    return LocalText(dataset, label, partial(identity_of, files, verify_bytes), text_bytes)
 
 
 def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:

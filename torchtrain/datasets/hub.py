@@ -5,10 +5,12 @@ revision that was found.
 """
 
 import contextlib
+import errno
 import itertools
+import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,6 +18,7 @@ from typing import Any, TypeVar, cast
 import datasets
 import fsspec
 import huggingface_hub
+import pyarrow
 import xxhash
 from datasets.utils.file_utils import xgetsize
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -23,12 +26,21 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 
 from torchtrain.config.schema import Source
 from torchtrain.datasets import text
-from torchtrain.datasets.files import identity_of
-from torchtrain.datasets.formats import SUFFIXES, documents, kind_of, require_text
+from torchtrain.datasets.copies import Record, copies_folder
+from torchtrain.datasets.files import identity_and_key, identity_of
+from torchtrain.datasets.formats import (
+    SUFFIXES,
+    OnMalformed,
+    decode_value,
+    documents,
+    ignore,
+    kind_of,
+    require_text,
+)
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.log import logger
-from torchtrain.reading import MAY_PASS, patiently
+from torchtrain.reading import MAY_PASS, hash_of, patiently
 
 T = TypeVar("T")
 
@@ -59,15 +71,33 @@ def find_revision(source: Source, label: str) -> str | None:
     return cast(str, patiently_asked(ask, label).sha)
 
 
-def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
-    """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another."""
+def open_downloaded(source: Source, label: str, ask: Ask = alone, verify_bytes: float = math.inf) -> LocalText:
+    """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another.
+
+    ``verify_bytes``: files of a local folder, and the converted copy, are hashed in full up to this size.
+    """
     datasets.disable_progress_bars()
     column = source.text_column
 
     def download() -> bytes:
         _fetch_card(source)
-        subset = source.subset or None
-        dataset = datasets.load_dataset(source.name, subset, split=source.split, revision=source.revision)
+        files, identity, cache = _local_files(source, label), label, None
+        if files:  # The library's own cache knows local files by their times alone.
+            identity, key = identity_and_key(files, verify_bytes)
+            cache = str(copies_folder() / key)
+        try:
+            dataset = datasets.load_dataset(
+                source.name, source.subset or None, split=source.split, revision=source.revision, cache_dir=cache
+            )
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
+                raise  # of the network or the file system; Arrow's own has no number
+            folder = _builder(source, cache).cache_dir
+            raise DataError(
+                f"{label} cannot be opened ({error}). If {folder}, into which it was converted, is damaged, remove it, "
+                "and start again"
+            ) from error
+        _record(_copies(dataset), identity, verify_bytes)
         return pickle.dumps(dataset)  # the paths of its files
 
     pickled = ask(partial(patiently_asked, download, label))
@@ -75,33 +105,86 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone) -> LocalText:
         dataset = patiently(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
     except FileNotFoundError:
         dataset = pickle.loads(patiently_asked(download, label))
+    _require_intact(_copies(dataset), label, verify_bytes)
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
     try:
         require_text(column, dataset.data.schema)
     except DataError as error:
         raise DataError(f"{label}: {error}") from None
-    identity = _identity(source, label, f"revision {dataset._fingerprint}")  # the hub's revision is in it, and no path
-    return LocalText(dataset.select_columns([column]).rename_columns({column: "text"}), label, identity)
+    revision = f"revision {dataset._fingerprint}"  # the hub's revision is in it, and no path
+    records = [Record.read(copy) for copy in _copies(dataset)]
+
+    def identity(whole: bool = False) -> str:
+        files = _local_files(source, label)
+        if not files:
+            return revision
+        if whole or not records or records[0] is None:
+            return identity_of(files, verify_bytes, whole=whole)
+        return records[0].source  # of what was converted, whatever is there by now
+
+    texts = dataset.select_columns([column]).rename_columns({column: "text"})
+    return LocalText(texts.with_transform(_decode_rows), label, identity, texts.data.nbytes)
 
 
-def open_streamed(source: Source, lanes: int, label: str, ask: Ask = alone) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``."""
+def _copies(dataset: datasets.Dataset) -> list[Path]:
+    return [Path(file["filename"]) for file in dataset.cache_files]
+
+
+def _record(copies: Sequence[Path], source: str, verify_bytes: float) -> None:
+    """Write a record beside each of ``copies`` that has none."""
+    hashed = sum(copy.stat().st_size for copy in copies) <= verify_bytes
+    for copy in copies:
+        if Record.read(copy) is None:
+            try:
+                Record(source, copy.stat().st_size, hash_of(copy) if hashed else "").write(copy)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # in a cache that others wrote
+                    raise
+
+
+def _require_intact(copies: Sequence[Path], label: str, verify_bytes: float) -> None:
+    """DataError where a copy that the library ``datasets`` made is not as its record says."""
+    records = {copy: record for copy in copies if (record := Record.read(copy))}
+    hashed = sum(record.bytes for record in records.values()) <= verify_bytes
+    for copy, record in records.items():
+        if not record.fits(copy, math.inf if hashed else 0):
+            raise DataError(
+                f"{copy}, into which {label} was converted, is damaged: its size or hash is not that of the record "
+                f"beside it; remove the folder {copy.parent}, and start again"
+            )
+
+
+def _decode_rows(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
+    return {"text": [decode_value(value, "a document") for value in rows["text"]]}
+
+
+def open_streamed(
+    source: Source, lanes: int, label: str, ask: Ask = alone, verify_bytes: float = math.inf
+) -> StreamedText:
+    """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``.
+
+    ``verify_bytes``: up to this size the identity of a local folder is a hash of all its files.
+    """
     files = ask(partial(patiently_asked, partial(_list_files, source, label), label))
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them
-    identity = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
-    return StreamedText(readers, lanes, label, _identity(source, label, identity))
+    of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
+
+    def identity() -> str:
+        local = _local_files(source, label)
+        return identity_of(local, verify_bytes) if local else of_names
+
+    return StreamedText(readers, lanes, label, identity)
 
 
-def _identity(source: Source, label: str, of_hub: str) -> Callable[..., str]:
-    """What identifies a dataset: ``of_hub``, or of one in a local folder what identifies its files."""
+def _local_files(source: Source, label: str) -> list[Path]:
+    """The files of a dataset in a local folder; none for one of the hub."""
     if not Path(source.name).exists():
-        return lambda **_: of_hub
+        return []
     splits = patiently_asked(partial(_builder, source), label).config.data_files or {}
     urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
-    files = [Path(url) for url in urls if "://" not in url]
-    return partial(identity_of, files) if files else lambda **_: of_hub
+    return [Path(url) for url in urls if "://" not in url]
 
 
 def patiently_asked(question: Callable[[], T], label: str) -> T:
@@ -175,8 +258,9 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     return files
 
 
-def _builder(source: Source) -> datasets.DatasetBuilder:
-    return datasets.load_dataset_builder(source.name, source.subset or None, revision=source.revision)
+def _builder(source: Source, cache: str | None = None) -> datasets.DatasetBuilder:
+    subset = source.subset or None
+    return datasets.load_dataset_builder(source.name, subset, revision=source.revision, cache_dir=cache)
 
 
 def _fetch_card(source: Source) -> None:
@@ -191,9 +275,14 @@ def _fetch_card(source: Source) -> None:
         pass
 
 
-def _read(url: str, size: int, column: str, start: int, head: int | None = None) -> Iterator[str | None]:
+def _read(
+    url: str, size: int, column: str, start: int, on_malformed: OnMalformed = ignore, head: int | None = None
+) -> Iterator[str | None]:
+    name = url.rpartition("/")[2]
     with _RemoteFile(url, size) as raw:
-        yield from documents(raw, url.rpartition("/")[2], column, start, text_by_line=True, head=head)
+        yield from documents(
+            raw, name, column, start, text_by_line=True, head=head, on_malformed=lambda p: on_malformed(f"{name}: {p}")
+        )
 
 
 class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """From a source of the config to its documents or tokens."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,12 +60,25 @@ def label_of(source: Source, key: str) -> str:
     return f"{key}.name = {source.name!r} (subset {source.subset!r}, split {source.split!r})"
 
 
-def open_text(source: Source, key: str, lanes: int, ask: Ask = alone) -> TextSource:
-    """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side."""
+def open_text(source: Source, key: str, lanes: int, ask: Ask = alone, verify_bytes: float = math.inf) -> TextSource:
+    """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side.
+
+    ``verify_bytes``: local files, and a converted copy, are hashed in full up to this size.
+    """
     if source.path:
-        opening = partial(open_files, source.paths, source.text_column, f"{key}.path = {source.path!r}")
+        opening = partial(
+            open_files,
+            source.paths,
+            source.text_column,
+            f"{key}.path = {source.path!r}",
+            verify_bytes,
+            split=source.split,
+            skip_not_utf8=source.skip_not_utf8,
+        )
         return patiently(opening, Path(source.paths[0]))
     if not source.name:
         return open_standard_library()
     label = label_of(source, key)
-    return open_downloaded(source, label, ask) if source.download else open_streamed(source, lanes, label, ask)
+    if source.download:
+        return open_downloaded(source, label, ask, verify_bytes)
+    return open_streamed(source, lanes, label, ask, verify_bytes)

@@ -10,12 +10,13 @@ from typing import TypeVar
 
 import datasets
 
+from torchtrain.datasets.formats import OnMalformed, ignore
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.log import logger
 from torchtrain.reading import MISSING, patiently
 
 T = TypeVar("T")
-Documents = Callable[[int], Iterator[str | None]]
+Documents = Callable[[int, OnMalformed], Iterator[str | None]]
 
 # Pauses before each new attempt to read data, about four minutes in all.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
@@ -37,8 +38,8 @@ def read_again(read: Callable[[], T], path: Path) -> T:
 class TextSource(ABC):
     """Documents in units, each of which can be read at any time. ``name`` is for messages.
 
-    ``identity()``: a text that identifies the documents, whatever their folder and time of writing. Of large local
-    files it hashes parts; with ``whole=True`` all.
+    ``identity()``: a text that identifies the documents, whatever their folder and time of writing. Of local files
+    above data.verify_gib it hashes parts; with ``whole=True`` all.
     """
 
     def __init__(self, units: int, name: str, identity: Callable[..., str]):
@@ -46,6 +47,7 @@ class TextSource(ABC):
         self.name = name
         self.identity = identity
         self.skipped = 0
+        self.malformed = 0
 
     @abstractmethod
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
@@ -60,13 +62,23 @@ class TextSource(ABC):
         if self.skipped.bit_count() == 1:
             logger.info("%s: skipped %d document(s) so far that are null or not text", self.name, self.skipped)
 
+    def count_malformed(self, place: str) -> None:
+        """Count a line that is malformed, and log its place as ``count_skipped`` does."""
+        self.malformed += 1
+        if self.malformed.bit_count() == 1:
+            logger.warning("%s: skipped %d malformed line(s) so far: %s", self.name, self.malformed, place)
+
 
 class LocalText(TextSource):
-    """Documents with random access, in the column "text" of a dataset: each is a unit; None if it is not text."""
+    """Documents with random access, in the column "text" of a dataset: each is a unit; None if it is not text.
 
-    def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str]):
+    ``text_bytes``: size of all documents together, in UTF-8.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str], text_bytes: int):
         super().__init__(len(dataset), name, identity)
         self._dataset = dataset
+        self.text_bytes = text_bytes
 
     def read(self, unit: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
@@ -84,7 +96,8 @@ class StreamedText(TextSource):
     Its unit is a file. With fewer files than lanes, the documents of each are dealt out among several units; each of
     these reads the whole file and keeps its share.
 
-    ``files``: for each file a function that gives its documents from a number on. ``lanes``: number of readers.
+    ``files``: for each file a function that gives its documents from a number on, and calls another with the place of
+    each malformed line. ``lanes``: number of readers.
     """
 
     def __init__(self, files: Sequence[Documents], lanes: int, name: str, identity: Callable[..., str]):
@@ -96,11 +109,12 @@ class StreamedText(TextSource):
         number, share = divmod(unit, self._shares)
         place = f"file {number} of {len(self._files)}"
         began, resumed = time.monotonic(), start > 0
+        on_malformed = ignore if share else self.count_malformed  # all shares read all lines
         start += (share - start) % self._shares
         if resumed:
             logger.info("%s: reading %s up to document %d, where the run goes on", self.name, place, start)
         try:
-            for text in itertools.islice(self._files[number](start), 0, None, self._shares):
+            for text in itertools.islice(self._files[number](start, on_malformed), 0, None, self._shares):
                 if resumed:
                     logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
                     resumed = False

@@ -1,0 +1,147 @@
+"""The data files that a path stands for: a file, those in a folder, or those that match a pattern."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from glob import escape, has_magic
+from pathlib import Path
+from typing import Any
+
+from torchtrain.datasets.formats import COMPRESSIONS, KINDS, SUFFIXES, kind_of
+from torchtrain.errors import DataError
+from torchtrain.reading import MISSING, names_in, read_file
+
+
+def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
+    """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
+    path = Path(pattern)
+    if path.is_dir():
+        files = sorted(file for file in _walk(path, split) if kind_of(file.name)[0] and not file.is_dir())
+        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
+            files = [file for file in files if kind_of(file.name)[0] not in beside] or files
+        if not files:
+            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+        if gone := [file for file in files if not file.is_file()]:  # to open a pipe would wait for ever
+            raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
+    else:
+        found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
+        files = sorted(file for file in found if file.is_file())
+        if not files:
+            raise DataError(f"{label} does not exist (looked for {path.absolute()})")
+    if bad := [file.name for file in files if not kind_of(file.name)[0]]:
+        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
+    files = [file for file in files if file.stat().st_size > 0]
+    if not files:
+        raise DataError(f"{label} has no documents")
+    by_kind: dict[str, list[Path]] = {}
+    for file in files:
+        kind = kind_of(file.name)[0]
+        by_kind.setdefault("txt" if kind == "md" else kind, []).append(file)
+    if len(by_kind) > 1:
+        raise DataError(_advice(pattern, label, column, by_kind))
+    return files
+
+
+def _advice(pattern: str, label: str, column: str, by_kind: Mapping[str, Sequence[Path]]) -> str:
+    """An error message with tables to paste: one for each kind of the files that ``pattern`` stands for."""
+    section = label.split(".")[0]
+    total = sum(file.stat().st_size for files in by_kind.values() for file in files)
+    tables = []
+    for _, files in sorted(by_kind.items()):
+        size = sum(file.stat().st_size for file in files)
+        lines = [f"[[{section}.sources]]", f"path = {_spell(_patterns(pattern, files))}"]
+        if column != "text":
+            lines.append(f"text_column = {_spell([column])}")
+        lines.append(f"weight = {size / total:.2g}")
+        tables.append("\n".join(lines))
+    return (
+        f"{label} mixes files of several kinds (.{', .'.join(sorted(by_kind))}), and a source has files of one kind. "
+        f"Name one kind, such as '*.{min(by_kind)}', or put these tables into the config file in its place; each "
+        "weight is the kind's share of the bytes:\n\n" + "\n\n".join(tables)
+    )
+
+
+def _patterns(pattern: str, files: Sequence[Path]) -> list[str]:
+    """Patterns of ``files``, which are all that ``pattern`` gives of one kind; where there are none, their names."""
+    suffix = re.compile(rf"\.({'|'.join(KINDS)})(\.({'|'.join(filter(None, COMPRESSIONS))}))?$", re.IGNORECASE)
+    suffixes = sorted({match.group() for file in files if (match := suffix.search(file.name))})
+    if Path(pattern).is_dir():
+        return [f"{escape(pattern.rstrip('/'))}/**/*{suffix}" for suffix in suffixes]
+    if Path(pattern).name == "*":
+        return [f"{pattern}{suffix}" for suffix in suffixes]
+    return [escape(str(file)) for file in files]
+
+
+def _spell(values: Sequence[str]) -> str:
+    """A string, or an array of several, in TOML."""
+    spelled = [json.dumps(value) for value in values]
+    return spelled[0] if len(spelled) == 1 else f"[{', '.join(spelled)}]"
+
+
+def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """What in ``folder`` matches the parts of a pattern; unlike ``glob``, which passes over what cannot be read."""
+    if not pattern:
+        yield folder
+        return
+    part, *rest = pattern
+    if part == "**":
+        for inner in _walk(folder):
+            yield from _matches(inner, rest or ["*"])
+    elif has_magic(part):
+        for name in _names_of_data(folder) if folder.is_dir() else ():
+            if fnmatchcase(name, part):
+                yield from _matches(folder / name, rest)
+    elif (folder / part).exists():
+        yield from _matches(folder / part, rest)
+
+
+def _walk(path: Path, split: str = "", above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """``path`` and, if it is a folder, all in it, by links too, but nothing hidden; StorageError for a folder that
+    cannot be read.
+
+    ``split``: of a folder that ``DatasetDict.save_to_disk`` wrote, only this split, or those of "train+test"; "": all.
+    """
+    if not path.is_dir():
+        yield path
+    elif (real := path.resolve()) not in above:  # else a link that leads up again
+        yield path
+        names = _names_of_data(path)
+        splits = _json_in(path, "dataset_dict.json", names, "splits") if split else None
+        if isinstance(splits, list):
+            if unknown := sorted(set(split.split("+")) - set(names).intersection(splits)):
+                raise DataError(
+                    f"{path} holds a DatasetDict without a split {unknown[0]!r} (split); its splits are "
+                    f"{', '.join(map(str, splits))}"
+                )
+            names = split.split("+")
+        for name in names:
+            yield from _walk(path / name, split, above | {real})
+
+
+def _names_of_data(folder: Path) -> list[str]:
+    """Names in ``folder`` without hidden ones; where ``Dataset.save_to_disk`` wrote it, of the dataset's files alone.
+
+    Such a folder may hold copies, too: what ``load_from_disk(...).map(...)`` leaves is of the same name and format.
+    """
+    names = [name for name in names_in(folder) if not name.startswith(".")]
+    listed = _json_in(folder, "state.json", names, "_data_files")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in listed):
+        return names
+    files = [str(entry["filename"]) for entry in listed]
+    if missing := sorted(set(files) - set(names)):
+        raise DataError(
+            f"{folder}: {missing[0]!r} is missing, which its state.json lists: restore it, or save the dataset again"
+        )
+    return files
+
+
+def _json_in(folder: Path, name: str, names: Sequence[str], key: str) -> Any:
+    """The value of ``key`` in the JSON file ``name``; None where there is no such file or key."""
+    if name not in names:
+        return None
+    try:
+        content = json.loads(read_file(folder / name))
+    except (*MISSING, ValueError):
+        return None
+    return content.get(key) if isinstance(content, dict) else None
