@@ -34,6 +34,11 @@ from torchtrain.tokenizers import Tokenizer
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True)
+def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "SHARD_BYTES", 1)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
@@ -46,6 +51,7 @@ def tokens_of(folder: Path) -> list[int]:
 
 def of_fewer_files() -> None:
     """A hook: the standard library has a quarter of its files."""
+    preparing.SHARD_BYTES = 1
     found = files.standard_library_files()[::4]
     files.standard_library_files = lambda: found
 
@@ -471,3 +477,33 @@ def test_what_shards_were_made_from_is_removed_when_the_manifest_is_on_disk(
     prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", 1)
     assert records == [len(list((tmp_path / "out").glob("*.tokens")))]
     assert not list((tmp_path / "out").glob("shard-*.json"))
+
+
+def test_little_text_makes_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for size, shards in ((1, 1), (135_000, 1), (600_000, 2), (1_300_000, 4)):
+        documents = ["some words " * 10] * (size // 110 + 1)
+        folder = tmp_path / str(size)
+        manifest = prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", documents)), "data", "", folder, processes=2)
+        assert len(manifest.shards) == manifest.shard_count == shards
+        assert len(list(folder.glob("shard-*"))) == 2 * shards
+    for documents, gib, shards in ((10**6, 1, 976), (10**7, 10, 4096), (1000, 1, 64), (10, 1, 10)):
+        assert len(preparing._deal(documents, gib << 30)) == shards
+
+
+def test_work_that_dealt_the_documents_out_to_other_shards_begins_again(tmp_path: Path) -> None:
+    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    folder = tmp_path / "out"
+    prepare(source, "data", "", folder, processes=1)
+    whole = contents(folder)
+    plan = json.loads(whole["manifest.json"])
+    (folder / "manifest.json").unlink()
+    del plan["shard_count"]  # as an earlier version left it
+    (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
+    for name in ("shard-00003", "shard-00099"):
+        shard = {**plan["shards"][7], "name": name}
+        (folder / f"{name}.json").write_text(json.dumps(shard))
+        for suffix in ("tokens", "documents"):
+            (folder / f"{name}.{suffix}").write_bytes(whole[f"shard-00007.{suffix}"])
+    prepare(source, "data", "", folder, processes=1)
+    assert contents(folder) == whole

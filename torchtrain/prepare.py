@@ -57,7 +57,7 @@ def run(config: JobConfig) -> int:
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
     for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
         key = f"data.sources[{number}]" if several else "data"
-        shards = prepare(source, key, tokenizer_path, folder, processes).shards
+        shards = prepare(source, key, tokenizer_path, folder, processes, config.data.verify_gib * 2**30).shards
         logger.info(
             "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
             "to train on it: --data.path %s",

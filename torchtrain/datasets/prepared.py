@@ -56,6 +56,8 @@ class Manifest:
     source_fingerprint: str
     shards: tuple[Shard, ...] = ()
     format: int = _FORMAT
+    shard_count: int = 0
+    """Number of shards, known before they are written; 0 where an earlier version began the folder."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

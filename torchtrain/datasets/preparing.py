@@ -8,6 +8,7 @@ names. The bytes of a shard depend on the source and the tokenizer alone.
 import fcntl
 import gc
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -34,11 +35,16 @@ from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.outputs import fsync_folder, open_lock_file, written_whole
 from torchtrain.tokenizers import Tokenizer, load_tokenizer
 
+SHARD_BYTES = 1 << 18  # of text, at least
 
-def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, processes: int) -> Manifest:
+
+def prepare(
+    source: Source, key: str, tokenizer_path: str, folder: Path, processes: int, verify_bytes: float = math.inf
+) -> Manifest:
     """Tokenize all documents of ``source`` into ``folder``, or go on where that was stopped.
 
-    Shows a progress bar with the time left. Returns the manifest; at once if all is done.
+    Shows a progress bar with the time left. Returns the manifest; at once if all is done. ``verify_bytes``: a converted
+    copy of the source is hashed up to this size before it is read.
 
     Raises:
         DataError: the folder holds, finished or not, another source or the work of another tokenizer; another process
@@ -49,15 +55,20 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
             f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    documents = open_text(replace(source, download=True), key, lanes=1)
+    documents = open_text(replace(source, download=True), key, lanes=1, verify_bytes=verify_bytes)
     assert isinstance(documents, LocalText)
-    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(whole=True))
-    shards = _deal(documents.units)
+    shards = _deal(documents.units, documents.text_bytes)
+    identity = documents.identity(whole=True)
+    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, identity, shard_count=len(shards))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
         for name in (MANIFEST, UNFINISHED):
             if (folder / name).exists():
-                _require_same(plan, Manifest.read(folder / name, str(folder)), folder)
+                found = Manifest.read(folder / name, str(folder))
+                _require_same(plan, found, folder)
+                if name == UNFINISHED and found.shard_count != len(shards):
+                    for path in folder.glob("shard-*"):  # an earlier version dealt the documents out to others
+                        path.unlink()
         if not (folder / MANIFEST).exists():
             _write_json(folder / UNFINISHED, plan)
             for leftover in folder.glob("*.partial"):
@@ -76,9 +87,9 @@ def prepare(source: Source, key: str, tokenizer_path: str, folder: Path, process
     return Manifest.read(folder / MANIFEST, str(folder))
 
 
-def _deal(documents: int) -> dict[str, range]:
-    """The documents of each shard: enough shards to keep many cores busy with little data, and not too many files."""
-    count = min(documents, max(64, min(4096, documents // 1024)))
+def _deal(documents: int, text_bytes: int) -> dict[str, range]:
+    """The documents of each shard: enough shards to keep many cores busy, and not too many files for little data."""
+    count = min(documents, max(1, text_bytes // SHARD_BYTES), max(64, min(4096, documents // 1024)))
     borders = [documents * number // count for number in range(count + 1)]
     return {f"shard-{n:05}": range(borders[n], borders[n + 1]) for n in range(count)}
 
