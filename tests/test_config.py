@@ -43,6 +43,17 @@ def test_the_command_line_mends_what_does_not_go_together_in_the_file(tmp_path: 
     assert (config.validation.path, config.training.steps) == ("a.txt", 3)
 
 
+@pytest.mark.parametrize("name", ["--job.config_file", "--job.config-file"])
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("before", [[], ["--debug.fingerprint_steps", "1", "2"], ["--job.config_file", "none.toml"]])
+def test_the_file_is_read_however_its_option_is_spelled(
+    tmp_path: Path, name: str, joined: bool, before: list[str]
+) -> None:
+    file = write(tmp_path, "[training]\nsteps = 7\n[optimizer]\nlr = 0.25\n")
+    config = parse([*before, *([f"{name}={file}"] if joined else [name, file]), "--optimizer.beta1=0.5"])
+    assert (config.training.steps, config.optimizer.lr, config.optimizer.beta1) == (7, 0.25, 0.5)
+
+
 def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
     file = write(tmp_path, "")
     assert parse(["--job.config_file", file]).job.dump_folder == "outputs/run"

@@ -54,6 +54,8 @@ def parse(
         config = tyro.cli(
             JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
         )
+    # Both have read the same words: else the values of the whole file would be lost, with nothing said.
+    assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
     table = to_dict(config)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
     return from_toml(JobConfig, table)  # the command line's values are treated as those of a file
