@@ -1,16 +1,83 @@
 """The resume contract: what a changed option means for a run that resumes."""
 
+import copy
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import pytest
+import tomli
+import tomli_w
 
 from torchtrain.checkpoint.contract import KINDS, Kind, check_contract, kind_of
 from torchtrain.config.parse import to_dict, to_toml
 from torchtrain.config.schema import Checkpoint, JobConfig
 from torchtrain.errors import CheckpointError, ConfigError
+
+FROZEN = {  # by kind and section: every option there is
+    Kind.HARMLESS: {
+        "job": "config_file dump_folder description device",
+        "model": "shape.max_position_embeddings",
+        "training": "steps gc_freq",
+        "data": "revision prefetch verify_gib",
+        "validation": (
+            "path name subset split revision download text_column weight sources enable interval steps weights"
+        ),
+        "prepare": "output processes verify",
+        "checkpoint": (
+            "enable interval interval_minutes keep_latest_k load_step initial_load_path last_save_in_hf "
+            "export_weights export_dtype async_mode allow_changes max_failed_saves"
+        ),
+        "faults": (
+            "on_bad_numbers max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
+        ),
+        "metrics": "log_freq enable_tensorboard enable_wandb wandb_project straggler_freq straggler_factor",
+        "profiling": "enable_profiling profile_freq enable_memory_snapshot",
+        "debug": "fingerprint_steps",
+        "comm": "init_timeout_seconds train_timeout_seconds",
+        "estimate": "world_size gpu gpus_per_node memory_gib network_gigabits all_layers search output json picture",
+    },
+    Kind.LAYOUT: {
+        "optimizer": "implementation",
+        "ema": "offload",
+        "training": "local_batch_size loss_chunk_tokens attention_backend enable_cpu_offload deterministic",
+        "parallelism": (
+            "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
+            "fsdp_gradient_accumulation fsdp_exact_transport tensor_parallel_degree enable_sequence_parallel "
+            "enable_async_tensor_parallel context_parallel_degree pipeline_parallel_degree "
+            "pipeline_parallel_schedule pipeline_parallel_microbatches pipeline_parallel_layers_per_stage"
+        ),
+        "activation_checkpoint": "mode selective_option memory_budget",
+        "compile": "enable",
+    },
+    Kind.CHANGES: {
+        "model": "tokenizer_path",
+        "optimizer": (
+            "lr beta1 beta2 eps weight_decay state_dtype muon_momentum muon_iterations muon_dtype "
+            "matrices.lr_factor matrices.weight_decay embeddings.lr_factor embeddings.weight_decay "
+            "vectors.lr_factor vectors.weight_decay"
+        ),
+        "ema": "enable decay interval",
+        "mup": "base_dim base_layers",
+        "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
+        "training": "seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums z_loss_weight",
+        "data": "path name subset split download text_column weight sources when_exhausted document_mask",
+        "float8": "recipe enable_fsdp_float8_all_gather",
+    },
+    Kind.IMPOSSIBLE: {
+        "model": (
+            "name flavor hf_folder vocab_size shape.dim shape.n_layers shape.n_heads shape.n_kv_heads "
+            "shape.ffn_dim shape.head_dim shape.norm_eps shape.rope_theta shape.rope_scaling.type "
+            "shape.rope_scaling.factor shape.rope_scaling.low_freq_factor shape.rope_scaling.high_freq_factor "
+            "shape.rope_scaling.original_max_seq_len shape.rope_scaling.beta_fast shape.rope_scaling.beta_slow "
+            "shape.rope_scaling.attention_factor shape.tied_embeddings shape.qk_norm shape.qkv_bias"
+        ),
+        "optimizer": "name",
+        "training": "global_batch_size",
+        "data": "streams",
+    },
+}
 
 
 def toml(**changes: dict[str, Any]) -> str:
@@ -116,6 +183,42 @@ def test_allow_changes_must_name_options(name: str) -> None:
 def options_of(section: Any, prefix: str = "") -> list[str]:
     inner = [(f"{prefix}{field.name}", getattr(section, field.name)) for field in fields(section)]
     return list(chain.from_iterable(options_of(x, f"{name}.") if is_dataclass(x) else [name] for name, x in inner))
+
+
+def another_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return [7] if isinstance(value, (list, tuple)) else "another" if isinstance(value, str) else (value or 0) + 7
+
+
+def verdict(name: str) -> Kind:
+    """What the contract says of a run that resumes with another value of the option ``name``."""
+    before = tomli.loads(toml(lr_scheduler={"total_steps": 10000}))  # apart from training.steps
+    now = copy.deepcopy(before)
+    *sections, key = name.split(".")
+    table = now
+    for section in sections:
+        table = table.setdefault(section, {})
+    table[key] = [{"path": "another"}] if key == "sources" else another_value(table.get(key))
+    try:
+        (told,) = check_contract(tomli_w.dumps(before), tomli_w.dumps(now), ())
+    except CheckpointError as error:
+        told = str(error)
+    assert f"{name} = " in told
+    if "does not fit this run" in told:
+        return Kind.IMPOSSIBLE
+    return next((kind for kind in Kind if f"({kind.value})" in told), Kind.CHANGES)
+
+
+def test_the_verdict_on_each_option_is_the_one_that_was_decided() -> None:
+    """A new option: think about what it means for a run that resumes, and add it to ``FROZEN``."""
+    decided = {
+        f"{section}.{name}": kind
+        for kind, sections in FROZEN.items()
+        for section, names in sections.items()
+        for name in names.split()
+    }
+    assert {name: verdict(name) for name in options_of(JobConfig())} == decided
 
 
 def test_all_that_a_refusal_can_name_may_be_allowed() -> None:
