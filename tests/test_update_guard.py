@@ -42,6 +42,18 @@ def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
     assert events == [(5, "bad_numbers_skip"), (7, "bad_numbers_skip")]
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm"),
+    [(3.6, 1.5), (1.5, 3.6), (3.6, 3.6), (float("nan"), 2.5), (2.5, float("inf")), (float("nan"), float("nan"))],
+)
+def test_the_numbers_of_skipped_steps_do_not_enter_the_window(gloo: GlooPool, loss: float, norm: float) -> None:
+    faults = Faults(spike_threshold=3.0, spike_window=4, max_bad_steps=9)
+    # The limit of both is 3.5, as above; with a 3.6 in the window it would be 4.7, with a NaN there would be none.
+    losses, norms = [1.5, 2.5, 1.5, 2.5, loss, loss, loss], [1.5, 2.5, 1.5, 2.5, norm, norm, norm]
+    (refused, _), *_ = gloo.run(1, _verdicts, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
+    assert refused == [False] * 4 + [True] * 5 + [False]
+
+
 def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPool) -> None:
     losses, norms = [1.0, 1.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]
     assert gloo.run(1, _verdicts, Faults(spike_threshold=3.0, spike_window=4), losses, norms)[0] == ([False] * 4, [])
