@@ -289,6 +289,8 @@ def late_listing(trial: Trial) -> None:
     disk = trial.disk
     assert disk is not None
     older = trial.start_and_save()
+    # While it writes the next one: then it lists the folder to make room, and not to delete old ones.
+    older.wait_for(lambda: any(trial.checkpoints.glob(f"step-*.{'?' * 32}{PARTIAL_SUFFIX}")))
     listing = disk.fail("list", trial.checkpoints, rank=0, times=1, seconds=3600)
     older.wait_for(lambda: disk.has_struck(listing))
     end_the_older(trial, older, trial.start_and_save())
