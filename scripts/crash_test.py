@@ -11,7 +11,9 @@ run and does one thing to it, in random order:
 - hung save: the disk of one rank does not answer any more, and the run is asked to stop;
 - generation: the file that says which incarnation saves cannot be read for a while;
 - late listing: while a start waits for the list of checkpoints, a newer one is started and saves;
-- late commit: a newer start is removing what it takes for left behind when an older one, which hung, commits it.
+- late commit: a newer start is removing what it takes for left behind when an older one, which hung, commits it;
+- changed data: a data file is another one, of the same size and time, when the run is started;
+- flipped read: while a checkpoint is verified and loaded, one read gives another bit.
 
 Every exit code must be the one that docs/faults.md names, and whatever has a final name must be what its manifest says.
 In the end the run must be bitwise the one that nobody disturbed, and no process and no temporary file may be left.
@@ -322,9 +324,46 @@ def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
     trial.stop(newer)
 
 
+def changed_data(trial: Trial) -> None:
+    file = trial.training_data
+    content, status = file.read_bytes(), file.stat()
+    place = content.index(b"words", trial.rng.randrange(len(content) - 1000))
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        opened.write(b"swore")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    run = trial.start()
+    expect(run, REFUSED)
+    assert "data.path" in run.output(), run.output()
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    trial.stop(trial.start_and_save())
+
+
+def flipped_read(trial: Trial) -> None:
+    """It is read again, or the checkpoint before is loaded, or the start ends with an error."""
+    assert trial.disk is not None
+    before = trial.newest()
+    names = ("manifest.json", "config.toml", ".metadata", "__0_0.distcp", "__1_0.distcp")
+    file = step_folder(trial.checkpoints, before) / trial.rng.choice(names)
+    rank, skip = trial.rng.randrange(RANKS), trial.rng.randrange(4)
+    trial.disk.fail("flip", file, rank=rank, times=1, skip=skip)
+    run = trial.start()
+    try:
+        run.wait_for(lambda: trial.newest() > before)
+    except AssertionError:  # it has ended
+        expect(run, REFUSED)
+        trial.disk.heal()
+        run = trial.start_and_save()
+    trial.disk.heal()
+    trial.stop(run)
+    for path in trial.checkpoints.glob("*.damaged*"):  # as the start took it for
+        shutil.rmtree(path)
+
+
 FAULTS = (
     *(full_disk, read_error, all_damaged, stop_in_validation, hung_save, generation),
-    *(late_listing, late_commit),
+    *(late_listing, late_commit, changed_data, flipped_read),
 )
 
 
