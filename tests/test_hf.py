@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -147,6 +149,45 @@ def test_weights_pass_through_a_sharded_model(
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for key, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], tensor), key
+
+
+def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: Parallelism) -> None:
+    with patch("torchtrain.checkpoint.hf.FILE_BYTES", 300_000):
+        load_and_export_sharded(source, target, shape, parallelism)
+
+
+@pytest.mark.parametrize("small_files", [False, True])
+def test_the_same_weights_are_exported_as_the_same_bytes(gloo: GlooPool, tmp_path: Path, small_files: bool) -> None:
+    """In any process, on any layout. DCP's own header is in random order."""
+    shape, exported = SHAPES["Llama 3.1"], export_in_small_files if small_files else load_and_export_sharded
+    LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2))).save_pretrained(tmp_path / "in")
+    for number, ranks in enumerate((1, 1, 1, 2, 4)):
+        layout = Parallelism(tensor_parallel_degree=2 if ranks == 4 else 1)
+        gloo.run(ranks, exported, tmp_path / "in", tmp_path / f"out-{number}", shape, layout)
+    outputs = [
+        {path.name: path.read_bytes() for path in sorted((tmp_path / f"out-{number}").iterdir())} for number in range(5)
+    ]
+    assert all(output == outputs[0] for output in outputs)
+    weights = [name for name in outputs[0] if name.endswith(".safetensors")]
+    assert (len(weights) > 2) == small_files
+    for name in weights:
+        content = outputs[0][name]
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        assert list(header) == sorted(header)
+        assert all(entry.keys() == {"dtype", "shape", "data_offsets"} for entry in header.values())
+    assert b"DCP" not in b"".join(outputs[0].values())
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("out-3", "in"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_checkpoint_is_converted_to_the_same_bytes_by_another_process(trained_run: Path, tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        command = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(tmp_path / seed)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100)
+    first, second = ({path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in ("1", "2"))
+    assert first == second
 
 
 @pytest.mark.usefixtures("alone")

@@ -57,11 +57,16 @@ def read_file(path: Path) -> bytes:
     """The content of a regular file. MISSING where it is none, StorageError where the file system fails."""
 
     def read() -> bytes:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes to it
-            raise IsADirectoryError(None, "is no regular file", str(path))
+        require_regular(path)
         return path.read_bytes()
 
     return patiently(read, path)
+
+
+def require_regular(path: Path) -> None:
+    """Raise IsADirectoryError unless ``path`` is a regular file: opening a pipe would wait for whoever writes to it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise IsADirectoryError(None, "is no regular file", str(path))
 
 
 def hash_of(path: Path, start: int = 0, size_bytes: int | None = None) -> str:

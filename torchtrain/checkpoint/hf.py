@@ -24,8 +24,8 @@ from torchtrain.initialization import block_held
 from torchtrain.log import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.outputs import fsync_folder, partial_folder, partial_path
-from torchtrain.reading import MISSING, patiently, read_file
+from torchtrain.outputs import PARTIAL_SUFFIX, fsync_folder, partial_folder, partial_path
+from torchtrain.reading import BLOCK_BYTES, MISSING, patiently, printable, read_file, require_regular
 from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Source]:
             there = set(file.keys())
             for name in names or there:
                 if name not in there:
-                    raise CheckpointError(f"{path} lacks {name}, which {INDEX_FILE} says is in it")
+                    raise CheckpointError(f"{path} lacks {printable(name)}, which {INDEX_FILE} says is in it")
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
     sources = {}
@@ -105,8 +105,9 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Source]:
         _require_equal(sources[ORIGINAL], Source(lm_head[0], hf_name(TIED)))
     unknown = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))  # RoPE tables of old exports
     if unknown:
+        listed = ", ".join(map(printable, unknown[:5]))
         raise CheckpointError(
-            f"{folder} holds tensors that a model of this config.json does not have: {', '.join(unknown[:5])}"
+            f"{folder} holds tensors that a model of this config.json does not have: {listed}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         )
     return sources
@@ -138,13 +139,13 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         weight_map = json.loads(read_file(index))["weight_map"]
         files: dict[Path, list[str]] = {}
         for name, file in weight_map.items():
-            if Path(file).name != file:
+            if Path(file).name != file or not file.isprintable():
                 raise ValueError(f"names {file!r}, which is not in its folder")
             files.setdefault(folder / file, []).append(name)
         return files
     except MISSING:
         pass
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
     found = sorted(folder.glob("*.safetensors"))
     if len(found) > 1:
@@ -168,13 +169,16 @@ def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> N
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        patiently(lambda: require_regular(path), path)
         patiently(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
         with safe_open(path, framework="pt") as file:
             yield file
-    except MISSING as error:
+    except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, and {INDEX_FILE} names it") from error
+    except MISSING as error:
+        raise CheckpointError(f"{path} {error.strerror}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({error}): fetch it again") from error
+        raise CheckpointError(f"{path} is damaged or cut short ({printable(str(error))}): fetch it again") from error
 
 
 def save_hf(
@@ -212,6 +216,7 @@ def save_hf(
     def complete() -> None:
         try:
             shutil.rmtree(partial / "sharded", ignore_errors=True)
+            _write_header_again(partial)
             write_hf_config(partial, model, dtype, tokenizer_path)
             fsync_folder(partial, *os.listdir(partial))
             if folder.exists():  # an empty one would be replaced
@@ -234,6 +239,28 @@ def save_hf(
             of_first_rank(complete)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; make room, or let this user write there") from error
+
+
+def _write_header_again(folder: Path) -> None:
+    """Let the safetensors files in ``folder``, and their index, depend on the weights alone.
+
+    DCP writes headers in a random order, with what it needs to put shards together, and other ones on several ranks.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        rewritten = path.with_suffix(PARTIAL_SUFFIX)
+        with path.open("rb") as old, rewritten.open("xb") as new:
+            entries = json.loads(old.read(int.from_bytes(old.read(8), "little")))
+            entries.pop("__metadata__", None)
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers reads nothing
+            for name, entry in sorted(entries.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+                header[name] = {key: entry[key] for key in ("dtype", "shape", "data_offsets")}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)  # tensors are aligned
+            new.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(old, new, BLOCK_BYTES)
+        rewritten.replace(path)
+    index = folder / INDEX_FILE
+    index.write_text(json.dumps(json.loads(index.read_bytes()), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def require_exportable(model: TransformerConfig, dtype: str) -> None:
