@@ -54,6 +54,7 @@ FLOORS = {
     "torchtrain.environment": 0,
     "torchtrain.errors": 0,
     "torchtrain.outputs": 0,
+    "torchtrain.pinned_memory": 0,
     "torchtrain.reading": 0,
     "torchtrain.torch_internals": 0,
 }

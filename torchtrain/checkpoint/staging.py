@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchtrain.distributed.mesh import local
+from torchtrain.pinned_memory import pinned_like
 
 
 class Stager:
@@ -24,9 +25,10 @@ class Stager:
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the local parts, valid until the next call."""
         parts = {name: local(tensor) for name, tensor in tensors.items()}
-        for name, part in parts.items():
-            if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+        new = {name: part for name, part in parts.items() if name not in self._buffers}
+        self._buffers |= pinned_like({name: part for name, part in new.items() if part.is_cuda})
+        for name in new.keys() - self._buffers.keys():
+            self._buffers[name] = torch.empty_like(new[name], device="cpu")
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # None: on the current one
