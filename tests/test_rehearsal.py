@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from parity import TINY
 from rehearsal import Report
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.attention.backends import attention_backend_name, without_cudnn_attention
+from torchtrain.config.schema import Ema
 from torchtrain.faults.update_guard import UpdateGuard
 from torchtrain.models.llama.model import attend
+from torchtrain.optimizers import averages
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import fake_run
@@ -335,6 +337,51 @@ def test_grouped_heads_take_a_fused_kernel(
     """In the math kernel all scores would exist at once."""
     assert gpu.run(attention_kernels, dtype, masked) == [f"_scaled_dot_product_{kernel}_attention"]
     assert masked or gpu.run(attention_kernel_in_the_log, dtype) == kernel
+
+
+class Transfers(TorchDispatchMode):
+    """Counts the copies from the GPU that the host waits for, and the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"waited for": 0, "enqueued": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        copies = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        if copies and source.is_cuda and out.device.type == "cpu":
+            enqueued = args[2:] == (True,) or (kwargs or {}).get("non_blocking", False)
+            self.counts["enqueued" if enqueued else "waited for"] += 1
+        return out
+
+
+def transfers_of_offloaded_averages(parameters: int) -> dict[str, int]:
+    """In one update; "synchronized": how often the host waits for a stream."""
+    counts = {"synchronized": 0}
+
+    def synchronize(_: fake_cuda.Stream) -> None:
+        counts["synchronized"] += 1
+
+    def not_pinned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+    with (
+        FakeTensorMode(),
+        patch.object(averages, "pinned_like", not_pinned),
+        patch.object(fake_cuda.Stream, "synchronize", synchronize),
+    ):
+        model = nn.ParameterList(torch.empty(64, 8, device="cuda") for _ in range(parameters))
+        kept = averages.Averages([model], Ema(enable=True, offload=True))
+        with Transfers() as transfers:
+            kept.update(1, torch.zeros((), device="cuda"))
+    return {**counts, **transfers.counts}
+
+
+def test_offloaded_averages_wait_for_the_gpu_once_per_bucket(gpu: fake_cuda.Worker) -> None:
+    """And once for whether there was an update at all."""
+    found = gpu.run(transfers_of_offloaded_averages, 290)
+    assert found == {"waited for": 1, "enqueued": 290, "synchronized": 1}
 
 
 def cudnn_in_generation() -> AbstractContextManager[Any]:

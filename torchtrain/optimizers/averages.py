@@ -1,6 +1,6 @@
 """Averaged weights: an exponential moving average of the parameters, which often predicts better than they do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,6 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtrain.config.schema import Ema
 from torchtrain.distributed.mesh import local
 from torchtrain.initialization import full_name
+from torchtrain.pinned_memory import in_buckets, pinned_like
+
+BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory
 
 
 class Averages(Stateful):
@@ -37,11 +40,16 @@ class Averages(Stateful):
         if step % self.config.interval:
             return
         rate = 1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval
-        for name, parameter in self.parameters.items():
-            average = local(self.averages[name])
-            # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
-            difference = local(parameter).to(average.device) - average
-            average += difference.mul_(rate * (1 - refused.to(average.device)))
+        averages = {name: local(average) for name, average in self.averages.items()}
+        parameters = {name: local(parameter) for name, parameter in self.parameters.items()}
+        share = rate * (1 - refused.to(next(iter(averages.values())).device))
+        for names in in_buckets(parameters, BUCKET_BYTES):
+            bucket = {name: parameters[name] for name in names}
+            if parameters[names[0]].device != averages[names[0]].device:
+                bucket = copied_to_host(bucket)
+            for name, parameter in bucket.items():
+                # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
+                averages[name] += (parameter - averages[name]).mul_(share)
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -72,3 +80,12 @@ class Averages(Stateful):
         """The averages have been written in place; without any, they begin anew with the parameters."""
         for name in self.parameters.keys() - state_dict.keys():
             local(self.averages[name]).copy_(local(self.parameters[name]))
+
+
+def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of CUDA tensors in pinned memory; the host waits for the device once."""
+    copies = pinned_like(tensors)
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return copies
