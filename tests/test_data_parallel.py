@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtrain.build import use_deterministic_kernels
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Optimizer, Parallelism
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
@@ -312,6 +313,19 @@ def _dtypes_of_sums(config: JobConfig) -> set[torch.dtype]:
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(gloo: GlooPool, dtype: str) -> None:
     config = config_of(training={"mixed_precision_param": "bfloat16", "mixed_precision_reduce": dtype})
     assert gloo.run(2, _dtypes_of_sums, config) == [{getattr(torch, dtype)}] * 2
+
+
+def _fills_new_tensors() -> bool:
+    try:
+        use_deterministic_kernels()
+        return bool(torch.empty(1000).isnan().all())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def test_deterministic_kernels_do_not_fill_every_new_tensor(gloo: GlooPool) -> None:
+    assert gloo.run(1, _fills_new_tensors) == [False]
 
 
 def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) -> dict[str, torch.Tensor]:

@@ -82,6 +82,14 @@ class Run:
         return self.averages.exchanged()
 
 
+def use_deterministic_kernels() -> None:
+    """In this process, from now on; RuntimeError where an operation has none. Call it before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Else torch fills every new tensor with NaN, for code that reads uninitialized memory. A step does not.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     """Let the ranks meet; make model, optimizer and place in the data, new or as in a checkpoint. Collective.
 
@@ -89,8 +97,7 @@ def build_run(config: JobConfig, plan: Plan, stop: Stop | None = None) -> Run:
     run was asked to stop; None: it never is.
     """
     if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_kernels()
     if not dist.is_initialized():
         init_process_group(plan.device, config.comm.init_timeout_seconds)
     mesh = Mesh(plan.device, plan.degrees)
