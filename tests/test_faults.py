@@ -753,6 +753,14 @@ def test_a_run_stops_a_grace_before_its_wall_clock_limit(monkeypatch: pytest.Mon
     assert stop.seconds_left == pytest.approx(59)
 
 
+def test_the_folder_that_nccl_writes_to_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with patch.dict(os.environ):
+        os.environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", None)
+        hangs.enable_flight_recorder(tmp_path / "run" / "hangs")
+        assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent.is_dir()
+
+
 def test_a_report_of_an_earlier_attempt_at_a_step_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

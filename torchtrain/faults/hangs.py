@@ -48,8 +48,11 @@ PACKAGE = str(Path(__file__).parent.parent) + os.sep
 def enable_flight_recorder(folder: Path) -> None:
     """Let torch note the last collectives of each group, and NCCL write them to ``folder`` when one times out.
 
-    Call it before groups exist.
+    Call it before groups exist. On a machine with GPUs it makes the folder, which NCCL would not.
     """
+    if torch.cuda.is_available():
+        with BestEffort(f"the folder {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
