@@ -1,8 +1,12 @@
 """How ranks are connected: by few connections, over no more open files than the system allows, and for how long."""
 
+import errno
 import math
 import os
+import re
 import resource
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -11,15 +15,18 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forked_door import run_door
 from forked_run import TINY
 from gloo_pool import GlooPool
 from parity import joinery_of
 
+from torchtrain import log
 from torchtrain.build import build_run
 from torchtrain.checkpoint.start import GROUP_TIMEOUT
 from torchtrain.config.schema import Checkpoint, Comm, Data, Job, JobConfig, Parallelism, Training
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
 from torchtrain.distributed.process_group import init_process_group, set_timeout
+from torchtrain.environment import limit_error
 from torchtrain.errors import ConfigError
 from torchtrain.faults.hangs import REPORT_SECONDS
 from torchtrain.run_plan import plan_run
@@ -151,3 +158,69 @@ def limits_that_cannot_be_raised(ranks: int) -> str:
         except ConfigError as told:
             return str(told)
     return "no error"
+
+
+def limit_address_space() -> None:
+    """By 64 MiB more than is in use: eight stacks of threads."""
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+
+
+def limit_threads() -> None:
+    """As ulimit -u does for users who are not root: Python's words and C++'s."""
+    start = threading.Thread.start
+
+    def start_three(thread: threading.Thread) -> None:
+        if threading.active_count() > 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = start_three  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("limit", [limit_address_space, limit_threads])
+def test_too_few_threads_are_one_message_before_groups_are_made(tmp_path: Path, limit: Callable[[], None]) -> None:
+    options = ("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path))
+    found = run_door("torchtrain.train", *options, hook=limit)
+    assert found.returncode == 2, found.stderr
+    assert len(found.stderr.splitlines()) == 1
+    assert re.search(
+        r"error: a rank may need \d+ threads, and the system gives it \d; ulimit -u .* is .*: raise them", found.stderr
+    )
+
+
+TOO_LITTLE = [
+    RuntimeError("can't start new thread"),
+    RuntimeError("Resource temporarily unavailable"),  # std::thread, as of gloo
+    BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # fork
+    MemoryError(),
+    RuntimeError("std::bad_alloc"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ImportError("libc10.so: failed to map segment from shared object"),
+]
+
+
+@pytest.mark.parametrize("error", TOO_LITTLE, ids=repr)
+def test_a_limit_that_is_reached_later_is_one_message(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise error
+
+    assert log.run_door(fail) == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1
+    what = "memory" if error in TOO_LITTLE[3:] else "threads or processes"
+    assert f"no more {what}" in told
+    assert "; ulimit -u (processes and threads of this user) is " in told
+
+
+def test_other_errors_are_not_taken_for_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocation = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    for other in (
+        RuntimeError("Connection closed by peer"),
+        OSError(errno.EAGAIN, "Resource temporarily unavailable", "/nfs/file"),
+        ImportError("No module named torch"),
+        allocation,  # the size of the model is the matter (docs/estimate.md)
+    ):
+        assert limit_error(other) is None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 30, resource.RLIM_INFINITY))
+    assert "ulimit -v (address space, in KiB) is 8,388,608" in str(limit_error(allocation))

@@ -1,8 +1,11 @@
-"""What launchers say in the environment of the processes that they start."""
+"""What the system gives a process: the environment that launchers set, and limits on threads and address space."""
 
+import errno
 import os
+import resource
+import threading
 
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, TorchtrainError
 
 # The number of processes that were started together, by srun, Open MPI, and MPICH or Intel MPI.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -40,3 +43,53 @@ def _tasks() -> tuple[str, int]:
         if os.environ.get(variable, "").isdecimal():
             return variable, int(os.environ[variable])
     return "", 1
+
+
+def require_threads(count: int) -> None:
+    """ConfigError where this process cannot have ``count`` threads more: a gloo group without its threads may hang."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(count)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError):
+        problem = f"a rank may need {count} threads, and the system gives it {len(started)}"
+        raise ConfigError(f"{problem}; {_limits()}") from None
+    finally:
+        ended.set()
+        for thread in started:
+            thread.join()
+
+
+def limit_error(error: BaseException) -> TorchtrainError | None:
+    """The error with which to end where ``error`` comes of a limit on threads, processes or address space."""
+    text = str(error)
+    # In the words of Python, of C++'s std::thread, and of fork.
+    if "can't start new thread" in text or text == os.strerror(errno.EAGAIN) or _is(error, errno.EAGAIN):
+        return ConfigError(f"no more threads or processes can be started; {_limits()}")
+    lacks_memory = isinstance(error, MemoryError) or _is(error, errno.ENOMEM)
+    lacks_memory = lacks_memory or "failed to map segment" in text or "std::bad_alloc" in text
+    # Of torch's allocator only where there is a limit: else the size of the model is the matter.
+    if lacks_memory or ("can't allocate memory" in text and _limit(resource.RLIMIT_AS) != "unlimited"):
+        return ConfigError(f"the system gives this process no more memory; {_limits()}")
+    return None
+
+
+def _is(error: BaseException, number: int) -> bool:
+    return isinstance(error, OSError) and error.errno == number and error.filename is None
+
+
+def _limits() -> str:
+    space, processes = _limit(resource.RLIMIT_AS, 1024), _limit(resource.RLIMIT_NPROC)
+    return (
+        f"ulimit -u (processes and threads of this user) is {processes}, ulimit -v (address space, in KiB) is {space}, "
+        "and a container may have limits of its own: raise them, or start fewer ranks (NGPU) or threads "
+        "(OMP_NUM_THREADS)"
+    )
+
+
+def _limit(kind: int, unit: int = 1) -> str:
+    soft = resource.getrlimit(kind)[0]
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // unit:,}"

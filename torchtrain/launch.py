@@ -13,11 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
-
 from torchtrain.log import door, logger, run_and_exit
 
 # Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
@@ -32,6 +27,12 @@ SHUTDOWN_SECONDS = 30  # as torchrun's own
 @door
 def main(argv: Sequence[str]) -> int:
     """Run torchrun; returns the exit code of the process."""
+    # Here and not above: an error in the import, as of a limit on address space, is one message of the command.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
+
     # The ranks inherit it until they have a handler of their own: a warning that comes before is lost, and not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
+from torchtrain.environment import limit_error
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.reading import MAY_PASS
 
@@ -86,7 +87,12 @@ def run_door(run: Callable[[], int]) -> int:
         if is_first_rank():
             logger.error("stopped by Ctrl-C")
         return 128 + signal.SIGINT
-    except OSError as error:
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        if limit := limit_error(error):
+            _tell(limit, alone=True)
+            return limit.exit_code
+        if not isinstance(error, OSError):
+            raise
         nowhere = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
         if error.errno not in FULL and not nowhere and not (error.filename and error.errno in UNUSABLE):
             raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
+from torchtrain.environment import limit_error
 from torchtrain.errors import DataError, StoppedError
 from torchtrain.log import BestEffort, door, is_first_rank, logger, run_and_exit
 
@@ -27,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
         return train(config)
     except RuntimeError as error:
         names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises another one from it
-        if "OutOfMemoryError" in names or "can't allocate memory" in str(error):  # CUDA, CPU
+        allocates = "OutOfMemoryError" in names or "can't allocate memory" in str(error)  # CUDA, CPU
+        if allocates and not limit_error(error):
             estimate = f"{shlex.join(argv)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
             logger.error(
                 f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "

@@ -11,12 +11,13 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
-from torchtrain.environment import require_ranks
+from torchtrain.environment import require_ranks, require_threads
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.log import logger
 from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
 
 LAST_BARRIER_SECONDS = 3600  # the first rank may still upload metrics while the others wait for it
+THREADS_OF_A_RANK = 32  # of a layout with several axes: three for each gloo group; the loader, saves, signals
 LEAVE_SECONDS = 60  # from the barrier at the end until all ranks have destroyed their groups
 
 
@@ -59,7 +60,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
     """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
 
     Raises:
-        ConfigError: the limit on open files is too low for connections to all ranks; a variable of torchrun's is
+        ConfigError: the limits on open files or threads are too low for all ranks; a variable of torchrun's is
             missing; GLOO_SOCKET_IFNAME names no interface of this machine.
         StorageError: the other ranks do not answer in time.
     """
@@ -73,6 +74,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         # gloo then connects two ranks when they first exchange a message.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_file_limit(world_size())
+    require_threads(THREADS_OF_A_RANK + torch.get_num_threads())
     check_interface()
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
