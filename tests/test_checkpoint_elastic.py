@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gloo_pool import GlooPool
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.start import find_start
@@ -107,6 +108,57 @@ def load_and_train(folder: Path, replicate: int, tied: bool) -> tuple[list[float
     losses = run.train(4, 5)
     run.manager.close()
     return losses, loaded
+
+
+class Rows:
+    """A state of one matrix of 1 Mi numbers, by rows over the ranks."""
+
+    def __init__(self, value: float) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        full = torch.arange(float(2**20)).view(1024, 1024) * value
+        self.matrix = distribute_tensor(full, mesh, [Shard(0)])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def rows_manager(folder: Path, value: float) -> CheckpointManager:
+    config = Checkpoint(enable=True, interval=1)
+    return CheckpointManager(config, folder, {"rows": Rows(value)}, "", find_start(config, folder, ""))
+
+
+def save_rows(folder: Path) -> None:
+    manager = rows_manager(folder, 1)
+    manager.maybe_save(1, last=True)
+    manager.close()
+
+
+def load_rows(folder: Path) -> int:
+    """Returns how many bytes this rank reads from its start to the end of the load."""
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    manager = rows_manager(folder, 0)
+    assert manager.resume() == 1
+    count = bytes_read() - before
+    manager.close()
+    assert torch.equal(flatten(manager.states)["rows.matrix"].full_tensor(), Rows(1).matrix.full_tensor())  # type: ignore[attr-defined]
+    return count
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 1), (3, 1), (1, 2)])
+def test_a_start_reads_what_it_loads_once(gloo: GlooPool, tmp_path: Path, before: int, after: int) -> None:
+    """Of a piece that several ranks need a part, each reads all, to compare its hash."""
+    gloo.run(before, save_rows, tmp_path)
+    needed = 2**22 // (after if before == after else 1)
+    for count in gloo.run(after, load_rows, tmp_path):
+        assert needed < count < 1.05 * needed
 
 
 @pytest.mark.parametrize(

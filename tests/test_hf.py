@@ -720,6 +720,15 @@ def break_folder(folder: Path, how: str) -> None:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     elif how == "shape":
         tensors["model.norm.weight"] = torch.ones(16)
+    elif how == "escape":
+        tensors["\x1b]0;owned\x07\n"] = torch.ones(1)
+    elif how == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "NUL":
+        file.unlink()
+        (folder / "model-00001-of-00001.safetensors").write_bytes(b"")
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b\\u0000.safetensors"}}')
     elif how == "two files":
         save_file({"model.norm.weight": torch.ones(32)}, folder / "zz_old.safetensors")
         file = file.rename(folder / "weights.safetensors")
@@ -734,7 +743,7 @@ def break_folder(folder: Path, how: str) -> None:
         (folder / "config.json").write_text("null")
     elif how == "no width":
         del config["hidden_size"]
-    if how not in ("truncated", "empty", "pickled"):
+    if how not in ("truncated", "empty", "pickled", "pipe", "NUL"):
         save_file(tensors, file)
     if how not in ("list", "null"):
         (folder / "config.json").write_text(json.dumps(config))
@@ -751,6 +760,9 @@ def break_folder(folder: Path, how: str) -> None:
         ("bias", "does not have: model.layers.0.self_attn.q_proj.bias"),
         ("third layer", "does not have: model.layers.2.input_layernorm.weight, .* and 4 more"),
         ("shape", r"has shape \(16,\); by config.json it has \(32,\)"),
+        ("escape", r"does not have: '\\x1b\]0;owned\\x07\\n'"),
+        ("pipe", r"model.safetensors is no regular file"),
+        ("NUL", r"names 'b\\+x00.safetensors', which is not in its folder"),
         ("two files", "holds 2 safetensors files and neither model.safetensors nor model.safetensors.index.json"),
         ("pickled", "has a config.json, and no weights in safetensors files beside it"),
         ("bad index", "names '../../secret.safetensors', which is not in its folder"),

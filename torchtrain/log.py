@@ -28,6 +28,13 @@ UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *MAY_PAS
 TURN_SECONDS = 2.0
 
 
+class _PlainFormatter(logging.Formatter):
+    """Writes control characters as Python does: a terminal would obey those in a name that a message quotes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
+
+
 def init_logging() -> None:
     """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
     rank = os.environ.get("RANK", "0")
@@ -36,7 +43,7 @@ def init_logging() -> None:
     # That a terminal or a log file cannot be written to is ignored.
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
     prefix = "" if shown == [rank] else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_PlainFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank in shown else logging.ERROR)
     logger.propagate = False

@@ -34,6 +34,8 @@ def patiently(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float]
         try:
             return read()
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself is as good as none
+                raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
             if isinstance(error, MISSING) or error.errno == errno.ENAMETOOLONG:  # a mistake, not a failure
                 raise
             if pause is None:
@@ -87,7 +89,7 @@ def is_own_file(path: Path) -> bool:
     A folder from elsewhere may hold links to anything, devices and pipes that never end among them. OSError.
     """
     if path.is_symlink():
-        target = path.resolve(strict=True)
+        target = Path(os.path.realpath(path))
         if target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
             return False
     return stat.S_ISREG(path.stat().st_mode)

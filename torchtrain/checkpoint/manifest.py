@@ -1,6 +1,5 @@
 """A checkpoint's ``manifest.json``: the step and run that it comes from, and size and hashes of each file."""
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,20 +117,11 @@ def verify_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
     """
     for record in records:
         path = folder / record.name
-        size_bytes = found(path, lambda: patiently(lambda: _size(path), path))  # noqa: B023
-        if size_bytes is None:
+        if not found(path, lambda: patiently(lambda: is_own_file(path), path)):  # noqa: B023
             raise DamagedError(f"{path} is no file of its own folder")
+        size_bytes = found(path, lambda: patiently(lambda: path.stat().st_size, path))  # noqa: B023
         if size_bytes != record.size_bytes:
             raise DamagedError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size if is_own_file(path) else None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return None
-        raise
 
 
 def verify(folder: Path, records: Iterable[FileRecord]) -> None:

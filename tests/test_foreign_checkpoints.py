@@ -1,0 +1,315 @@
+"""Checkpoints made by hand, to do harm or by mistake: each is damaged, and the one before it is loaded."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from test_checkpoint import Run, assert_bitwise_equal, only_file, replace_metadata
+
+from torchtrain import convert, generate
+from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, _manifest_text, read_manifest, write_manifest
+from torchtrain.errors import CheckpointError
+from torchtrain.log import logger
+
+ESCAPE = "\x1b]0;owned\x07\n"
+
+
+@pytest.fixture(autouse=True)
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with two checkpoints, of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Run(folder).train(1, 4)
+    dist.destroy_process_group()
+    return folder
+
+
+def change_manifest(**changes: Any) -> Callable[[Path], None]:
+    """The manifest says something else, and agrees with its own hash."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / MANIFEST).read_text())
+        del content["xxh3_128"]
+        content.update(changes)
+        (folder / MANIFEST).write_text(_manifest_text(content))
+
+    return change
+
+
+def change_record(ending: str, **changes: Any) -> Callable[[Path], None]:
+    """The entry of a file in the manifest says something else."""
+
+    def change(folder: Path) -> None:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        next(file for file in files if file["name"].endswith(ending)).update(changes)
+        change_manifest(files=files)(folder)
+
+    return change
+
+
+def replace_file(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Something else has the name of a file."""
+
+    def change(folder: Path) -> None:
+        (file,) = folder.glob(name)
+        file.unlink()
+        make(file)
+
+    return change
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    """A small file has this content, and the manifest agrees."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        before = read_manifest(folder)
+        own = FileRecord(name, len(content), xxhash.xxh3_128_hexdigest(content))
+        write_manifest(folder, replace(before, files=[own, *(file for file in before.files if file.name != name)]))
+
+    return change
+
+
+def link_outside(file: Path) -> None:
+    shutil.copyfile(file.parent.parent / "step-2" / file.name, file.parent.parent / "outside")
+    file.symlink_to(file.parent.parent / "outside")
+
+
+def change_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata)
+        replace_metadata(folder, pickle.dumps(metadata))
+
+    return changed
+
+
+def set_info(**changes: Any) -> Callable[[Path], None]:
+    return change_metadata(lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(changes))
+
+
+def set_entry(**changes: Any) -> Callable[[Path], None]:
+    return change_metadata(lambda m: vars(m.state_dict_metadata["model.norm.weight"]).update(changes))
+
+
+def rename_tensor(new: str) -> Callable[[Path], None]:
+    """A tensor has another name in the metadata; the old one stays, so that nothing is missing."""
+
+    def change(metadata: Any) -> None:
+        index, info = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[replace_name(index, new)] = info
+        metadata.state_dict_metadata[new] = metadata.state_dict_metadata[index.fqn]
+
+    return change_metadata(change)
+
+
+def replace_name(index: Any, new: str) -> Any:
+    return type(index)(new, index.offset, index.index)
+
+
+def overlap(metadata: Any) -> None:
+    """Two parts of a tensor are the same half: all elements are counted, and half of them never written."""
+    entry = metadata.state_dict_metadata["model.embedding.weight"]
+    (chunk,) = entry.chunks
+    entry.size = torch.Size([2 * chunk.sizes[0], *chunk.sizes[1:]])
+    entry.chunks.append(chunk)
+
+
+def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """The first tensor's bytes are others, and hashes and metadata agree."""
+
+    def change(folder: Path) -> None:
+        file = only_file(folder)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        old = file.read_bytes()
+        first = min(metadata.storage_data.values(), key=lambda info: info.offset)
+        new = make(old[: first.length])
+        moved = len(new) - first.length
+        for info in metadata.storage_data.values():
+            info.offset += moved if info.offset else 0
+        first.length = len(new)
+        content = new + old[first.length - moved :]
+        file.write_bytes(content)
+        before = read_manifest(folder)
+        (record,) = (record for record in before.files if record.name == file.name)
+        pieces = [(len(new), xxhash.xxh3_128_hexdigest(new)), *record.pieces[1:]]
+        own = FileRecord(file.name, len(content), pieces=pieces)
+        write_manifest(folder, replace(before, files=[own, *(r for r in before.files if r.name != file.name)]))
+        replace_metadata(folder, pickle.dumps(metadata))
+
+    return change
+
+
+def compressed(content: bytes) -> bytes:
+    """The same tensor in a compressed archive, as one that unpacks to any size would be."""
+    packed = io.BytesIO()
+    large = io.BytesIO()
+    torch.save(torch.zeros(1_000_000), large)
+    with zipfile.ZipFile(large) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry.filename))
+    return packed.getvalue() + bytes(max(0, 64 - len(content)))
+
+
+def saved_object(content: bytes) -> bytes:  # noqa: ARG001
+    stream = io.BytesIO()
+    torch.save({"a": 1, ESCAPE: 2}, stream)
+    return stream.getvalue()
+
+
+LAYOUT = b"ctorch.serialization\n_get_layout\n(S'torch.none'\ntR."
+CHANGES = {
+    # Names in the manifest.
+    **{
+        f"manifest names {name!r}": change_record(".distcp", name=name)
+        for name in ("/dev/zero", "../step-2/.metadata", "..", ".", "", "a/b", "a\0b", "\ud800", ESCAPE, 7, None, [])
+    },
+    "manifest names a file twice": change_record(".distcp", name="config.toml"),
+    # Wrong types in it.
+    **{
+        f"manifest has {key} = {value!r}": change_record(".distcp", **{key: value})
+        for key, values in {
+            "size_bytes": ("12", -1, 1.5, None, True, 10**30),
+            "xxh3_128": (5, None, []),
+            "pieces": ("x", 3, None, [["a", "b"]], [[0, ""]], [[1]], [[-5, ""], [5, ""]]),
+            "new\x1b": (1,),
+        }.items()
+        for value in values
+    },
+    **{
+        f"manifest has {key} = {value!r}": change_manifest(**{key: value})
+        for key, values in {
+            "step": ("4", 4.5, [4], True),
+            "run": (5, [], {}),
+            "data": (None, [1], {"a": 1}, "x"),
+            "files": (None, {}, "x", [1], [[]], 7),
+            ESCAPE: (1,),
+        }.items()
+        for value in values
+    },
+    # Files that are something else.
+    "pipe": replace_file("*.distcp", os.mkfifo),
+    "folder": replace_file("*.distcp", Path.mkdir),
+    "link to a device": replace_file("*.distcp", lambda file: file.symlink_to("/dev/zero")),
+    "link to itself": replace_file("*.distcp", lambda file: file.symlink_to(file)),
+    "link to nothing": replace_file("*.distcp", lambda file: file.symlink_to("/nothing")),
+    "link outside": replace_file("config.toml", link_outside),
+    "metadata are a pipe": replace_file(".metadata", os.mkfifo),
+    "manifest is a pipe": replace_file(MANIFEST, os.mkfifo),
+    "manifest is a device": replace_file(MANIFEST, lambda file: file.symlink_to("/dev/zero")),
+    "manifest is a link to itself": replace_file(MANIFEST, lambda file: file.symlink_to(file)),
+    **{
+        f"manifest is {content[:9]!r}": replace_file(MANIFEST, lambda file, content=content: file.write_bytes(content))
+        for content in (b"", b"null", b"[]", b"\xff\xfe", b"[" * 200_000, b"1" * 9000, b'{"xxh3_128": ""}')
+    },
+    # Pickles.
+    "no layout of this name": lambda folder: replace_metadata(folder, LAYOUT),
+    "a huge bytearray": lambda folder: replace_metadata(folder, b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"."),
+    "a place far away in the memo": lambda folder: replace_metadata(folder, b"Nr\xff\xff\xff\xf0."),
+    "another one": lambda folder: replace_metadata(folder, b"Np9999999999\n."),
+    "a shape without end": lambda folder: replace_metadata(folder, pickle.dumps([torch.Size([1] * 500)], protocol=4)),
+    "metadata are empty": lambda folder: replace_metadata(folder, b""),
+    "metadata are cut": lambda folder: replace_metadata(folder, (folder / ".metadata").read_bytes()[:-40]),
+    "metadata are a number": lambda folder: replace_metadata(folder, pickle.dumps(7)),
+    "no state_dict_metadata": change_metadata(lambda metadata: vars(metadata).update(state_dict_metadata=None)),
+    "no storage_data": change_metadata(lambda metadata: vars(metadata).update(storage_data=None)),
+    "storage_data are a list": change_metadata(lambda metadata: vars(metadata).update(storage_data=[1])),
+    "metadata lack an attribute": change_metadata(lambda metadata: vars(metadata).pop("storage_data")),
+    "an entry is a number": change_metadata(lambda metadata: metadata.state_dict_metadata.update({"a": 5})),
+    "a name with NUL": rename_tensor("a\0b"),
+    "a name that is no text": rename_tensor("\ud800"),
+    "a name with an escape sequence": rename_tensor(ESCAPE),
+    "no size": set_entry(size=None),
+    "no chunks": set_entry(chunks=[]),
+    "no properties": set_entry(properties=None),
+    "an offset that is text": set_info(offset="0"),
+    "an offset below 0": set_info(offset=-5),
+    "a length of 0": set_info(length=0),
+    "a length beyond the file": set_info(length=10**12),
+    "a file that is a number": set_info(relative_path=5),
+    "a file that is not listed": set_info(relative_path=ESCAPE),
+    "parts that overlap": change_metadata(overlap),
+    # The config.
+    **{
+        f"config is {content[:12]!r}": write("config.toml", content)
+        for content in (
+            *(b"garbage \x1b[31m", b"\xff\xfe", b"a = \0", b"[data]\nsources = 3\n", b"[data]\nsources = [1]\n"),
+            *(b"a = " + b"[" * 100_000, b'training = 3\n[lr_scheduler]\ndecay_type = "constant"\nwarmup_steps = "a"\n'),
+        )
+    },
+    # Tensors.
+    "a tensor is compressed": replace_piece(compressed),
+    "a tensor is another object": replace_piece(saved_object),
+    "a tensor is no archive": replace_piece(lambda content: bytes(len(content))),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_checkpoint_made_by_hand_is_damaged(
+    saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", logger.name)
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(saved / "checkpoint", folder)
+    CHANGES[what](folder / "step-4")
+    with pytest.raises(CheckpointError, match="load_step = 4 cannot be loaded") as told:
+        Run(tmp_path, load_step=4).manager.resume()
+    assert str(told.value).isprintable()
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.resume() == 2
+    assert (folder / "step-4.damaged").is_dir()
+    assert all(message.isprintable() for message in caplog.messages)
+    before = Run(saved, load_step=2)
+    before.manager.resume()
+    assert_bitwise_equal(resumed.tensors(), before.tensors())
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("manifest names '/dev/zero'", "pipe", "link outside", "no layout of this name", "a huge bytearray"),
+        *("no state_dict_metadata", "a name with an escape sequence", "config is b'garbage \\x1b[31'"),
+    ],
+)
+def test_commands_tell_that_it_is_damaged(
+    trained_run: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dist.destroy_process_group()
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(trained_run / "checkpoint", folder)
+    shutil.copytree(folder / "step-8", folder / "step-2", dirs_exist_ok=True)
+    CHANGES[what](folder / "step-8")
+    for command, options in (
+        (generate.main, [str(folder / "step-8"), "--prompt", "a"]),
+        (convert.main, [str(folder / "step-8"), str(tmp_path / "out")]),
+    ):
+        assert command(options) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "error: " in line
+        assert line.isprintable()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert not list(tmp_path.glob("out*"))
