@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -187,6 +188,26 @@ def test_operations_of_a_step_are_those_of_the_formula() -> None:
     assert flops(record) == flops_per_token(SHAPE, config.training.seq_len) * tokens + attention
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_context_parallel_ranks_share_causal_attention_evenly(degree: int, dtype: str) -> None:
+    """What the kernels compute, which is half of all pairs, forward and backward; whichever two parts a rank has."""
+
+    def computed(record: RankRecord, *phases: str) -> float:
+        operations = record.ledger.steps[-1].operations
+        return sum(o.flops * o.share for o in operations if "attention" in o.name and o.phase in phases)
+
+    training = {"mixed_precision_param": dtype, "seq_len": 64}
+    config = config_of(training=training, parallelism={"context_parallel_degree": degree})
+    degrees = resolve_degrees(config.parallelism, degree)
+    shape = replace(SHAPE, max_seq_len=64)
+    scores = config.training.local_batch_size * SHAPE.n_heads * 64 * 64 * SHAPE.head_size * SHAPE.n_layers
+    for rank in range(degree):
+        record = rehearse(config, shape, degrees, rank, capability=(9, 0))
+        assert computed(record, "forward") == 4 * scores / 2 / degree
+        assert computed(record, "backward") == 10 * scores / 2 / degree
+
+
 def test_full_checkpointing_computes_the_blocks_again() -> None:
     plain, full = planned(2), planned(2, activation_checkpoint={"mode": "full"})
     # All but the last product of a block, whose result nothing asks for, and the output.
@@ -369,6 +390,13 @@ def test_compiled_blocks_that_are_computed_again_under_tensor_parallelism() -> N
     can_count = not "2.12" <= torch.__version__ < "2.13"  # limits/layout.py
     for mode in ("full", "memory_budget")[: 1 + can_count]:
         assert flops(planned(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
+
+
+def test_compiled_blocks_gather_again_what_selective_checkpointing_frees_and_keep_sums() -> None:
+    options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
+    record = planned(2, **options, activation_checkpoint={"mode": "selective"})
+    again = Counter(o.name for o in record.ledger.steps[-1].operations if o.axis and o.phase == "recompute")
+    assert again == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
 
 
 def test_muon_keeps_half_of_adamw_s_states_for_matrices() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forked_run import ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, Curve, config_of, train
+from parity import TINY, Curve, build, config_of, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
@@ -253,6 +253,39 @@ def test_the_largest_sum_that_is_let_through_does_not_overflow(scale: float) -> 
         torch.testing.assert_close(total.double() * 2.0**sums.spacing, value.double() * summands, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_summand_beyond_the_limit_is_seen_beside_others_of_any_sign(gloo: GlooPool, sign: int) -> None:
+    largest = math.ldexp(1.0, HEADROOM_BITS)  # the least that is too large, where the step before had 1
+    beyond = torch.tensor([0.5, -0.5, sign * largest, sign * 0.25])
+    assert gloo.run(1, _is_let_through, beyond) == [False]
+    assert gloo.run(1, _is_let_through, beyond.nextafter(torch.zeros(4))) == [True]
+
+
+def _is_let_through(summands: Tensor) -> bool:
+    sums = sums_for(0.9, 2)
+    sums.see(summands)
+    model = nn.Linear(4, 1, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,))))
+    model.weight.grad = torch.zeros_like(model.weight)
+    return sums.finish([model])
+
+
+def _spacing(config: JobConfig) -> int:
+    model = build(config)
+    assert model.sums is not None
+    model.sums.exponent = 0
+    model.begin_gradients(8)
+    return model.sums.spacing
+
+
+def test_sums_have_room_for_the_norms_of_all_tensor_parallel_ranks(gloo: GlooPool) -> None:
+    one, two = (
+        gloo.run(n, _spacing, config_of(training={"sums": "exact"}, parallelism={"tensor_parallel_degree": n}))[0]
+        for n in (1, 2)
+    )
+    assert two == one + 1
+
+
 def _finish(summands: list[float]) -> list[Any]:
     """The verdict on a step of this rank's summand, and then on the same once more."""
     sums = ExactSums(torch.device("cpu"))
@@ -272,7 +305,13 @@ def _finish(summands: list[float]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("summands", "verdicts", "exponent"),
-    [([0.25, 3.0], [False, True], 2), ([0.0, 0.0], [True, True], UNKNOWN), ([1e30, -1e-30], [False, True], 100)],
+    [
+        ([0.25, 3.0], [False, True], 2),
+        ([0.25, -3.0], [False, True], 2),  # whichever sign the largest has
+        ([0.0, 0.0], [True, True], UNKNOWN),
+        ([1e30, -1e-30], [False, True], 100),
+        ([1e-30, -1e30], [False, True], 100),
+    ],
 )
 def test_a_step_beyond_the_range_is_refused_by_all_ranks(
     gloo: GlooPool, summands: list[float], verdicts: list[bool], exponent: int
