@@ -477,10 +477,16 @@ def test_failed_saves_leave_nothing_and_a_start_makes_room_first(disk: DiskFault
     assert names(copied) == before
 
 
+def limit_as_configured() -> None:
+    import torchtrain.faults.hangs as hangs
+
+    hangs.TIMES_FIRST_STEP = 0  # on a busy machine the first step may be slow, and the limit another one
+
+
 def test_a_save_that_hangs_is_reported_and_a_stop_ends_the_waiting(disk: DiskFaults, tmp_path: Path) -> None:
     disk.fail("fsync", f"{tmp_path}/checkpoint/step-4.*/__1_0.distcp", seconds=3600, rank=1)
     options = ["--comm.train_timeout_seconds", "2", "--faults.stop_grace_seconds", "2"]
-    run = ForkedRun(tmp_path, *options)
+    run = ForkedRun(tmp_path, *options, hook=limit_as_configured)
     run.wait_for(lambda: "so ranks 0 are waiting for ranks 1" in run.output())
     assert "save of step 6 takes more than 2 s" in run.output()
     assert "ranks 1 are at manager.py" in run.output()

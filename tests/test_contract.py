@@ -22,7 +22,8 @@ FROZEN = {  # by kind and section: every option there is
         "training": "steps gc_freq",
         "data": "revision prefetch verify_gib",
         "validation": (
-            "path name subset split revision download text_column weight sources enable interval steps weights"
+            "path name subset split revision download text_column skip_not_utf8 weight sources "
+            "enable interval steps weights"
         ),
         "prepare": "output processes verify",
         "checkpoint": (
@@ -62,7 +63,7 @@ FROZEN = {  # by kind and section: every option there is
         "mup": "base_dim base_layers",
         "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         "training": "seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums z_loss_weight",
-        "data": "path name subset split download text_column weight sources when_exhausted document_mask",
+        "data": "path name subset split download text_column skip_not_utf8 weight sources when_exhausted document_mask",
         "float8": "recipe enable_fsdp_float8_all_gather",
     },
     Kind.IMPOSSIBLE: {

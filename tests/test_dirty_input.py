@@ -50,7 +50,7 @@ def spm_without_bytes(folder: Path) -> str:
 
 def file_for_a_dump_folder(folder: Path) -> str:
     (folder / "file").write_text("")
-    return f"--job.dump_folder {folder}/file/run"
+    return f"--job.dump_folder {folder}/file/run --training.steps 3"
 
 
 @pytest.mark.parametrize(

@@ -623,6 +623,7 @@ def stop_before(method: Any, name: str, call: int = 4) -> Any:
     import torchtrain.faults.hangs as hangs
 
     hangs.COLLECT_SECONDS = 1
+    hangs.TIMES_FIRST_STEP = 0  # on a busy machine it may be slow, and the limit another one
     original, calls = getattr(method, name), 0
 
     def stopped(*args: Any, **options: Any) -> Any:
