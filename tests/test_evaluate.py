@@ -15,6 +15,7 @@ from forked_door import checked_door, run_door
 
 from torchtrain.errors import CheckpointError, ConfigError, TokenizerError
 from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trained_model import TrainedModel
 
 pytest.importorskip("lm_eval")
 
@@ -263,7 +264,7 @@ def test_of_a_long_context_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
     model = door.HarnessModel.__new__(door.HarnessModel)
     model.batch_size = 2
-    model.trained = SimpleNamespace(model=Eight(), tokenizer=load_tokenizer(), device=torch.device("cpu"))
+    model.trained = TrainedModel(Eight(), load_tokenizer(), torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
     model._loglikelihood_tokens([(None, list(range(20)), [50, 51])], disable_tqdm=True)
     assert given == [[*range(13, 20), 50]]
     given.clear()

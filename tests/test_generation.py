@@ -19,6 +19,7 @@ import torchtrain.generate as command
 from torchtrain.generation import Sampling, choose, generate
 from torchtrain.models.llama import Transformer
 from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trained_model import TrainedModel
 
 PROMPTS = [[5, 9, 3, 250, 17, 8], [7], [100, 4, 4, 12]]
 
@@ -92,9 +93,22 @@ def test_a_prompt_ends_with_eos_and_the_others_go_on() -> None:
     model = random_model("tied")
     free = all_steps(model, PROMPTS, Sampling(), max_new_tokens=30)
     eos = free[0][7]
-    ended = all_steps(model, PROMPTS, Sampling(), max_new_tokens=30, eos_id=eos)
+    other = next(token for token in free[1][5:] if token not in (eos, *free[0]))
+    ended = all_steps(model, PROMPTS, Sampling(), max_new_tokens=30, eos_ids=[eos, other])
     for with_eos, without in zip(ended, free, strict=True):
-        assert with_eos == (without[: without.index(eos) + 1] if eos in without else without)
+        ends = [place + 1 for place, token in enumerate(without) if token in (eos, other)]
+        assert with_eos == without[: min(ends, default=30)]
+    assert len({len(tokens) for tokens in ended}) > 1
+
+
+def test_each_prompt_ends_at_its_own_limit_and_may_reach_the_last_position() -> None:
+    model = random_model("llama3.1")
+    limits = [model.config.max_seq_len - len(prompt) for prompt in PROMPTS]
+    limits[2] = 5
+    together = all_steps(model, PROMPTS, Sampling(), max_new_tokens=limits)
+    assert [len(tokens) for tokens in together] == limits
+    for prompt, limit, tokens in zip(PROMPTS, limits, together, strict=True):
+        assert tokens == all_steps(model, [prompt], Sampling(), max_new_tokens=limit)[0]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +218,27 @@ def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_pa
     assert [write(trained_run), write(export)] == [out, out]
 
 
+def test_without_max_new_tokens_a_text_ends_with_the_context(trained_run: Path, tmp_path: Path) -> None:
+    """The model was trained on 64 tokens, and the default of 128 new ones does not fit."""
+    tokenizer = load_tokenizer()
+    prompts = ["import os", "def __init__(self, name):\n    self.name = name\n" * 3]
+    lengths = [len(tokenizer.encode(prompt, bos=True)) for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    output = tmp_path / "out.jsonl"
+    options = ["--temperature", "0", "--output_file", str(output)]
+    result = generate_door(str(trained_run), "--prompts_file", str(tmp_path / "prompts.jsonl"), *options)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line, length in zip(lines, lengths, strict=True):
+        assert line["ended_by"] == "eos" or len(line["tokens"]) == 64 - length
+    assert "length" in [line["ended_by"] for line in lines]
+    assert generate_door(str(trained_run), "--prompt", prompts[1], "--temperature", "0").returncode == 0
+    full = generate_door(str(trained_run), "--prompt", "x = 1\n" * 40)
+    assert full.returncode == 2
+    assert "must fit into the 64 positions that the model was trained on" in full.stderr
+    assert "shorten the prompt" in full.stderr
+
+
 def test_results_do_not_replace_the_prompts(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n")
@@ -223,8 +258,8 @@ def test_the_command_uses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(*place: Any) -> Any:
         given.append(place)
-        model = SimpleNamespace(config=SimpleNamespace(max_seq_len=100))
-        return SimpleNamespace(tokenizer=load_tokenizer(""), model=model)
+        model: Any = SimpleNamespace(config=SimpleNamespace(max_seq_len=100))
+        return TrainedModel(model, load_tokenizer(""), torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
 
     def complete(*arguments: Any) -> Any:
         given.append(arguments[3:5])
@@ -235,20 +270,22 @@ def test_the_command_uses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
     with pytest.raises(Enough):
         command.main(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
-    assert given == [(Path("run"), "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), 5)]
+    assert given == [(Path("run"), "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), [5])]
 
 
 def test_what_ended_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, given = load_tokenizer(""), []
-    before, eos = tokenizer.encode("ab", bos=True), tokenizer.eos_id
+    before, eos = tokenizer.encode("ab", bos=True), 77  # one of several
     token = before[-1]
 
-    def steps(*_: Any, eos_id: int, **__: Any) -> Any:
-        given.append(eos_id)
+    def steps(*_: Any, eos_ids: Any, **__: Any) -> Any:
+        given.append(eos_ids)
         return iter([[token, token], [eos, token]])
 
     monkeypatch.setattr("torchtrain.generation.generate", steps)
-    trained: Any = SimpleNamespace(tokenizer=tokenizer, model=None)
-    found = command.complete(trained, ["ab"] * 2, [before] * 2, Sampling(), 2, 0, None)
+    model: Any = None
+    trained = TrainedModel(model, tokenizer, torch.device("cpu"), bos=True, eos_ids=frozenset({2, eos}))
+    found = command.complete(trained, ["ab"] * 2, [before] * 2, Sampling(), [2, 2], 0, None)
     assert [(line["ended_by"], line["tokens"]) for line in found] == [("eos", [token, eos]), ("length", [token] * 2)]
-    assert given == [eos]
+    assert [line["text"] for line in found] == [tokenizer.decode([token]), tokenizer.decode([token] * 2)]
+    assert given == [{2, eos}]

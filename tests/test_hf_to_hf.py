@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,27 @@ import torch
 import torch.distributed as dist
 import transformers
 from forked_run import finish
-from json_tokenizers import save_tokenizer
+from json_tokenizers import BOS, EOS, save_tokenizer
 from test_evaluate import own_tasks_alone, write_tasks
+from test_tokenizer_json import save_with_post_processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtrain import convert, generate
 from torchtrain.trained_model import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {"tokenizer": "metaspace BPE", "head_dim": 12},
-    "Qwen3": {"tokenizer": "byte-level BPE", "head_dim": 16, "tie_word_embeddings": True},
+    "Llama": {"tokenizer": "metaspace BPE", "head_dim": 12, "initializer_range": 0.6},
+    "Qwen3": {"tokenizer": "byte-level BPE", "head_dim": 16, "initializer_range": 0.6},
 }
+
+
+PROMPTS = ["import os\n\ndef main(", "a", "", " two  spaces", "class Größe:\n", "x = [1, 2", "#", "return self._"]
 
 
 def save_model(folder: Path, family: str, tokenizer: str, **keys: Any) -> None:
     """A random model and its tokenizer, with rows to spare in the vocabulary."""
-    save_tokenizer(folder, tokenizer)
+    if not (folder / "tokenizer.json").exists():
+        save_tokenizer(folder, tokenizer)
     config = getattr(transformers, f"{family}Config")(
         hidden_size=32,
         intermediate_size=64,
@@ -34,9 +40,7 @@ def save_model(folder: Path, family: str, tokenizer: str, **keys: Any) -> None:
         num_key_value_heads=2,
         vocab_size=640,
         max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        **keys,
+        **{"bos_token_id": None, "eos_token_id": None, **keys},
     )
     torch.manual_seed(0)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
@@ -57,6 +61,25 @@ def score(model: str, arguments: str, tasks: Path, monkeypatch: pytest.MonkeyPat
     assert evaluate.main() == 0
     results: dict[str, Any] = json.loads(next(output.rglob("results_*.json")).read_text())["results"]["rolling"]
     return results
+
+
+def greedy(model: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[list[int]]:
+    """By transformers, with all that its files say: the new tokens of each prompt."""
+    found = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, **options)
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        found.append(out[0, inputs.input_ids.shape[1] :].tolist())
+    return found
+
+
+def generated(source: Path, folder: Path, prompts: Sequence[str]) -> list[list[int]]:
+    """The same by our command."""
+    file, output = folder / "prompts.jsonl", folder / "generated.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ["--prompts_file", str(file), "--max_new_tokens", "12", "--temperature", "0"]
+    assert generate.main([str(source), *options, "--output_file", str(output)]) == 0
+    return [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
 
 
 @pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
@@ -82,29 +105,79 @@ def test_from_a_folder_of_transformers_to_one(
     assert not any(info.values()), info
     assert type(model).__name__ == f"{family}ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    prompt = tokenizer("import os\n\ndef main(", return_tensors="pt", add_special_tokens=False).input_ids
-    prompt = torch.cat((torch.tensor([[tokenizer.bos_token_id]]), prompt), dim=1)
-    seen = torch.ones_like(prompt)
-    made = model.generate(
-        prompt, attention_mask=seen, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    prompt = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    made = greedy(model, tokenizer, PROMPTS)
+    without = greedy(model, tokenizer, [prompt for prompt in PROMPTS if prompt], add_special_tokens=False)
+    assert len(set(map(str, made))) > 4
+    assert without != [tokens for prompt, tokens in zip(PROMPTS, made, strict=True) if prompt]  # bos matters
+    assert generated(run, tmp_path, PROMPTS) == made
 
     # Every entrance takes the run, its export, and what is made of that, each with the tokenizer that lies there.
     own = tmp_path / "own"
     assert convert.main([str(exported), str(own), "--to", "torchtrain", "--dtype", "float32"]) == 0
     for source in (run, exported, own):
         capsys.readouterr()
-        options = ["--prompt", "import os\n\ndef main(", "--max_new_tokens", "12", "--temperature", "0"]
+        options = ["--prompt", PROMPTS[0], "--max_new_tokens", "12", "--temperature", "0"]
         assert generate.main([str(source), *options]) == 0
         trained = load_model(source)
         logits = trained.model(prompt)
         dist.destroy_process_group()
         torch.testing.assert_close(logits, model(prompt).logits, rtol=0, atol=1e-5 * logits.abs().max().item())
-        assert capsys.readouterr().out.strip() == trained.tokenizer.decode(made[0, 1:].tolist()).strip()
+        text = trained.tokenizer.decode([*prompt[0].tolist(), *made[0]])
+        assert capsys.readouterr().out.strip() == text.removeprefix(BOS).strip()
     again = ("--model.hf_folder", str(exported), "--checkpoint.initial_load_path", str(exported))
     assert f"from the weights in {exported}" in finish(tmp_path / "again", *again, "--training.steps", "1", ranks=1)
 
     write_tasks(tmp_path)
     ours = score("torchtrain", f"checkpoint={exported}", tmp_path, monkeypatch)
-    reference = score("hf", f"pretrained={exported},dtype=float32,add_bos_token=True", tmp_path, monkeypatch)
+    reference = score("hf", f"pretrained={exported},dtype=float32", tmp_path, monkeypatch)
     assert ours["bits_per_byte,none"] == pytest.approx(reference["bits_per_byte,none"], rel=1e-5)
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "no bos added": {"kind": "none"},
+    "bos is eos, not added": {"kind": "nothing added", "bos_token": EOS},
+    "bos added": {"kind": "bos", "add_bos_token": False},
+    "bos and eos added": {"kind": "bos and eos"},
+    "no bos": {"kind": "none", "bos_token": None},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_imported_model_is_used_as_its_files_say(tmp_path: Path, source: str) -> None:
+    """Each text begins as with transformers and lm-eval's own model, and ends at each id that is named."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from torchtrain.evaluate import HarnessModel
+
+    folder = save_with_post_processor(tmp_path / "theirs", **SOURCES[source])
+    save_model(folder, "Qwen3", "", head_dim=16, initializer_range=0.3)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompts = [prompt for prompt in PROMPTS if prompt]
+    free = greedy(model, tokenizer, prompts)
+    ends = [free[0][5], free[1][3], free[4][7]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = greedy(model, tokenizer, prompts)
+    assert theirs != free
+    own = tmp_path / "own"
+    assert convert.main([str(folder), str(own), "--to", "torchtrain", "--dtype", "float32"]) == 0
+    again = tmp_path / "again"
+    assert convert.main([str(own), str(again), "--dtype", "float32"]) == 0
+    for place in (folder, own, again):
+        assert generated(place, tmp_path, prompts) == theirs
+
+    harness, ours = HFLM(pretrained=str(folder), device="cpu"), HarnessModel(checkpoint=str(folder), device="cpu")
+    pairs = [("import", " os"), ("", "def main"), ("a  ", "b"), (f"{tokenizer.bos_token or EOS}class", " main")]
+    rolling = [(text,) for text in (*prompts, "import os\n" * 30, f"{tokenizer.bos_token or EOS}def main(")]
+    until = [(prompt, {"until": ["\n\n"], "max_gen_toks": 12}) for prompt in prompts]
+    dist.destroy_process_group()
+    for method, arguments in (("loglikelihood", pairs), ("loglikelihood_rolling", rolling), ("generate_until", until)):
+        requests = [Instance(method, {}, given, i) for i, given in enumerate(arguments)]
+        expected, found = (getattr(side, method)(requests, disable_tqdm=True) for side in (harness, ours))
+        if method == "loglikelihood":
+            expected, found = ([likelihood for likelihood, _ in side] for side in (expected, found))
+        assert found == (expected if method == "generate_until" else pytest.approx(expected, rel=1e-4)), method

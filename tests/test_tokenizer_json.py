@@ -4,6 +4,7 @@ import argparse
 import functools
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import pytest
 from json_tokenizers import BOS, EOS, KINDS, SPECIAL_PIECES, TOOL, hard_texts, save_tokenizer
 from parity import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from torchtrain.checkpoint.hf import write_hf_config
-from torchtrain.errors import TokenizerError
+from torchtrain.checkpoint.hf_tokenizer import find_eos_ids
+from torchtrain.errors import CheckpointError, TokenizerError
 from torchtrain.log import logger
 from torchtrain.tokenizers import load_tokenizer
 
@@ -102,17 +104,32 @@ def test_a_file_is_read_as_its_folder_is(folder: Path) -> None:
     assert (file.bos_id, file.eos_id, file.content_hash) == (whole.bos_id, whole.eos_id, whole.content_hash)
 
 
-def test_an_export_has_the_tokenizers_own_files(folder: Path, tmp_path: Path) -> None:
+def test_an_imported_model_is_exported_with_the_tokenizers_own_files(folder: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    write_hf_config(tmp_path, TINY, "float32", str(folder))
+    write_hf_config(tmp_path, TINY, "float32", str(folder), bos=False)
     for file in folder.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    original = load_tokenizer(str(folder))
-    assert load_tokenizer(str(tmp_path)).content_hash == original.content_hash
-    for text in map(utf8, TEXTS[::10]):
+    assert load_tokenizer(str(tmp_path)).content_hash == load_tokenizer(str(folder)).content_hash
+
+
+def test_an_export_of_a_run_begins_each_text_as_its_documents(folder: Path, tmp_path: Path) -> None:
+    """transformers saves these three with a post-processor that adds nothing."""
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_hf_config(tmp_path, TINY, "float32", str(folder))
+    changed = {name for name in os.listdir(folder) if (tmp_path / name).read_bytes() != (folder / name).read_bytes()}
+    assert changed == {"tokenizer.json", "tokenizer_config.json"}
+    before, after = (json.loads((place / "tokenizer.json").read_text()) for place in (folder, tmp_path))
+    assert {key for key in after if after[key] != before[key]} == {"post_processor"}
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    original, again = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path))
+    for text in ("", *map(utf8, TEXTS[::10])):
         if not any(piece in text for piece in SPECIAL_PIECES):
-            assert again.encode(text, add_special_tokens=False) == original.encode(text)
+            assert theirs.encode(text) == original.encode(text, bos=True)
+        assert again.encode_prompt(text) == original.encode(text, bos=True)
+    assert (theirs.bos_token, theirs.eos_token) == (BOS, EOS)
+    assert (
+        json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is True
+    )  # as llama.cpp reads it
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
@@ -175,6 +192,126 @@ def test_a_prompt_begins_as_with_transformers(tmp_path: Path, kind: str, config:
     ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     for text in ("", "a", "import os", " two  spaces "):
         assert ours.encode_prompt(text) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_bos_token": False, "add_eos_token": True},
+        {"bos_token": EOS},
+        {"bos_token": None},
+        {"bos_token": None, "eos_token": None},
+        {"tokenizer_class": "Qwen2Tokenizer"},
+        {"tokenizer_class": "GPTNeoXTokenizer", "add_bos_token": True},
+        {"tokenizer_class": "LlamaTokenizer"},
+    ],
+    ids=str,
+)
+def test_an_export_of_a_run_adds_bos_alone_whatever_its_tokenizer_adds(
+    tmp_path: Path, kind: str, config: dict[str, Any]
+) -> None:
+    folder = save_with_post_processor(tmp_path / "own", kind, **config)
+    (tmp_path / "hf").mkdir()
+    write_hf_config(tmp_path / "hf", TINY, "float32", str(folder))
+    ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ("", "a", "import os, sys", " two  spaces "):
+        assert theirs.encode(text) == ours.encode(text, bos=True)
+    assert theirs.bos_token_id == ours.bos_id
+    content = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    assert (content["add_bos_token"], content["add_eos_token"]) == (ours.bos_id is not None, False)
+
+
+def test_what_is_exported_follows_no_link_out_of_the_tokenizers_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export is published. Links within the folder count, and those of the hub's cache to its blobs."""
+    monkeypatch.setattr(logger, "propagate", True)
+    (tmp_path / "secret").write_text('{"bos_token": "secret"}')
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots/0a1b", cache / "blobs"
+    save_tokenizer(snapshot)
+    blobs.mkdir()
+    for number, file in enumerate(snapshot.iterdir()):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    (snapshot / "inside").write_text("inside")
+    (snapshot / "merges.txt").symlink_to("inside")
+    (snapshot / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    (blobs / "further").symlink_to(tmp_path / "secret")
+    (snapshot / "chat_template.json").symlink_to("../../blobs/further")
+    (snapshot / "added_tokens.json").symlink_to("../../blobs/../../secret")
+    (snapshot / "special_tokens_map.json").symlink_to("nowhere")
+    os.mkfifo(snapshot / "vocab.json")
+    (tmp_path / "folder").symlink_to(snapshot)
+    for bos in (True, False):
+        caplog.clear()
+        (tmp_path / f"hf-{bos}").mkdir()
+        write_hf_config(tmp_path / f"hf-{bos}", TINY, "float32", str(tmp_path / "folder"), bos)
+        found = {file.name: file.read_text() for file in (tmp_path / f"hf-{bos}").iterdir()}
+        assert found.keys() == {"config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
+        assert found["merges.txt"] == "inside"
+        assert not any("secret" in content for content in found.values())
+        assert not any(file.is_symlink() for file in (tmp_path / f"hf-{bos}").iterdir())
+        for name in (
+            "chat_template.jinja",
+            "chat_template.json",
+            "added_tokens.json",
+            "special_tokens_map.json",
+            "vocab",
+        ):
+            assert f"{name}" in caplog.text
+    blobs.rename(tmp_path / "moved")
+    blobs.symlink_to(tmp_path / "moved")  # anything could be there
+    (tmp_path / "hf").mkdir()
+    write_hf_config(tmp_path / "hf", TINY, "float32", str(snapshot / "tokenizer.json"))
+    content = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+    assert (content["bos_token"], content["eos_token"]) == (BOS, EOS)  # what was read is written again
+
+
+@pytest.mark.parametrize(
+    ("files", "imported", "of_a_run"),
+    [
+        ({}, [601], [601]),
+        ({"generation_config.json": {"eos_token_id": 5}}, [5], [601, 5]),
+        ({"generation_config.json": {"eos_token_id": [32, 601, 7, 32]}}, [32, 601, 7], [601, 32, 7]),
+        ({"generation_config.json": {"eos_token_id": [10**6, 7]}}, [10**6, 7], [601, 10**6, 7]),
+        ({"config.json": {"eos_token_id": [32, 0]}}, [32, 0], [601, 32, 0]),
+        ({"config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": 5}}, [5], [601, 5]),
+        ({"config.json": {"eos_token_id": 0}, "generation_config.json": {}}, [601], [601]),
+        ({"generation_config.json": {"eos_token_id": None}}, [601], [601]),
+        ({"generation_config.json": {"eos_token_id": []}}, [601], [601]),
+    ],
+)
+def test_each_id_that_ends_a_text_is_known_and_exported(
+    tmp_path: Path, files: dict[str, Any], imported: list[int], of_a_run: list[int]
+) -> None:
+    folder = save_with_post_processor(tmp_path / "own", "none")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.eos_id == 601
+    for bos, expected in ((False, imported), (True, of_a_run)):
+        assert find_eos_ids(tokenizer, folder, bos=bos) == expected
+        (tmp_path / f"hf-{bos}").mkdir()
+        write_hf_config(tmp_path / f"hf-{bos}", TINY, "float32", str(folder), bos)
+        config = LlamaConfig.from_pretrained(tmp_path / f"hf-{bos}")
+        assert config.eos_token_id == (expected if len(expected) > 1 else expected[0])
+        if "generation_config.json" in files and bos:
+            named = GenerationConfig.from_pretrained(tmp_path / f"hf-{bos}").eos_token_id
+            assert ([named] if isinstance(named, int) else named) == expected
+        again = load_tokenizer(str(tmp_path / f"hf-{bos}"))
+        assert find_eos_ids(again, tmp_path / f"hf-{bos}", bos=False) == expected
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"eos_token_id": "a"}', '{"eos_token_id": [1, [2]]}', '{"eos_token_id": true}']
+)
+def test_a_damaged_generation_config_is_named(tmp_path: Path, content: str) -> None:
+    folder = save_with_post_processor(tmp_path / "own", "none")
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        find_eos_ids(load_tokenizer(str(folder)), folder, bos=False)
 
 
 def test_bos_that_is_eos_stands_once_between_documents(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_in
 from torchtrain.checkpoint.history import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.weights import check_tokenizer, find_checkpoints, require_one_kind
+from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, Training
 from torchtrain.distributed.process_group import init_process_group
@@ -55,7 +55,9 @@ def convert(
         source = open_source(source_folder, tokenizer_path, weights, average)
         require_folder(target.parent, str(target))
         if to == "hf":
-            save_hf(source.shapes, target, source.model, dtype_name, source.tokenizer_path, read=source.read)
+            save_hf(
+                source.shapes, target, source.model, dtype_name, source.tokenizer_path, bos=source.bos, read=source.read
+            )
         else:
             dtype = getattr(torch, dtype_name)
             shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
@@ -71,12 +73,16 @@ def convert(
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to be read by our names. ``shapes``: meta tensors; ``read``: one of them, of that shape."""
+    """Weights to be read by our names. ``shapes``: meta tensors; ``read``: one of them, of that shape.
+
+    ``bos``: see ``begins_with_bos``.
+    """
 
     model: TransformerConfig
     shapes: Mapping[str, Tensor]
     read: Callable[[str], Tensor]
     tokenizer_path: str
+    bos: bool = True
 
     def config_toml(self) -> str:
         """A config that makes this model."""
@@ -118,7 +124,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
             total = total.double() + read_of(reader, name)
         return (total / len(readers)).to(shapes[name].dtype)
 
-    return Weights(shape, shapes, read, tokenizer_path)
+    return Weights(shape, shapes, read, tokenizer_path, begins_with_bos(folders[-1], tokenizer))
 
 
 def hf_source(folder: Path, tokenizer_path: str) -> Weights:
@@ -132,7 +138,7 @@ def hf_source(folder: Path, tokenizer_path: str) -> Weights:
         read_into({name: tensor}, found)
         return tensor
 
-    return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path))
+    return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path), bos=False)
 
 
 def meta_source(folder: Path, tokenizer_path: str) -> Weights:

@@ -136,7 +136,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.trained.tokenizer.encode(string, bos=add_special_tokens is not False)
+        tokenizer = self.trained.tokenizer
+        if add_special_tokens is False:
+            return tokenizer.encode(string)
+        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if add_special_tokens is None and begin is not None:
+            spelled = tokenizer.decode([begin])
+            if spelled and string.startswith(spelled):  # as the harness's own model reads it: no bos is added
+                return [begin, *tokenizer.encode(string.removeprefix(spelled))]
+        return self.trained.encode_prompt(string)
 
     def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
         total = -(-len(requests) // self.batch_size)
@@ -215,16 +223,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
         made: list[list[int]] = [[] for _ in contexts]
         texts = [""] * len(contexts)
+        eos_ids = set(self.trained.eos_ids)
+        if tokenizer.eos_id is not None:  # which the harness adds to those of the model
+            eos_ids.add(tokenizer.eos_id)
         # A task may ask for several answers to one context: their numbers make them differ, in whatever batch they are.
         steps = generate(
             *(self.trained.model, prompts, sampling),
             max_new_tokens=most,
-            eos_id=tokenizer.eos_id,
+            eos_ids=eos_ids,
             first_prompt=first,
         )
         for step in steps:
             for i, token in enumerate(step):
-                if token is not None and token != tokenizer.eos_id:
+                if token is not None and token not in tokenizer.special_ids:
                     made[i].append(token)
                     texts[i] = tokenizer.decode(made[i])
             if all(

@@ -19,8 +19,9 @@ from torchtrain.reading import MISSING, patiently
 
 if TYPE_CHECKING:
     from torchtrain.generation import Sampling
-    from torchtrain.tokenizers import Tokenizer
     from torchtrain.trained_model import TrainedModel
+
+NEW_TOKENS = 128  # at most, by default
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Options:
     """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
     batch_size: Count = 8
     """Prompts of a file in one batch."""
-    max_new_tokens: Count = 128
-    """Tokens to generate at most, after each prompt."""
+    max_new_tokens: Count | None = None
+    """Tokens to generate at most, after each prompt. Default: 128, or fewer where the model's context ends before."""
     temperature: Annotated[float, at_least(0)] = 0.8
     """Divides the logits before the choice; 0 always takes the most likely token."""
     top_k: CountOrZero = 0
@@ -91,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
     trained = load_model(Path(options.checkpoint), *place, options.weights)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
+    longest = trained.model.config.max_seq_len
+    limits = [options.max_new_tokens or min(NEW_TOKENS, longest - len(tokens)) for tokens in encoded]
     streams = len(prompts) == 1 and not options.output_file
     with ExitStack() as stack:
         output: TextIO = sys.stdout
@@ -107,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
             write(prompts[0])
         for first in range(0, len(prompts), options.batch_size):
             batch, show = slice(first, first + options.batch_size), write if streams else None
-            results = complete(trained, prompts[batch], encoded[batch], sampling, options.max_new_tokens, first, show)
+            results = complete(trained, prompts[batch], encoded[batch], sampling, limits[batch], first, show)
             if not streams:
                 write("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
             if options.output_file:
@@ -139,16 +142,16 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int) -> list[int]:
+def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int | None) -> list[int]:
     """Tokens of ``prompt``, begun as a document is; ConfigError if the model has not so many positions."""
-    tokens = trained.tokenizer.encode(prompt, bos=True)
+    tokens = trained.encode_prompt(prompt) or trained.tokenizer.encode(prompt, bos=True)
     longest = trained.model.config.max_seq_len
     if not tokens:
         raise ConfigError(f"the prompt {prompt!r} has no tokens, and the tokenizer none to begin with; give some text")
-    if len(tokens) + max_new_tokens > longest:
+    if len(tokens) + (max_new_tokens or 1) > longest:
         raise ConfigError(
-            f"a prompt of {len(tokens)} tokens and --max_new_tokens = {max_new_tokens} must fit into the {longest} "
-            f"positions that the model was trained on: {prompt[:60]!r}; "
+            f"a prompt of {len(tokens)} tokens and --max_new_tokens = {max_new_tokens or 1} must fit into the "
+            f"{longest} positions that the model was trained on: {prompt[:60]!r}; "
             + (f"try {longest - len(tokens)} or fewer" if len(tokens) < longest else "shorten the prompt")
         )
     return tokens
@@ -159,14 +162,13 @@ def complete(
     prompts: Sequence[str],
     encoded: Sequence[list[int]],
     sampling: "Sampling",
-    max_new_tokens: int,
+    max_new_tokens: Sequence[int],
     first_prompt: int,
     show: Callable[[str], None] | None,
 ) -> list[dict[str, Any]]:
     """The result of each prompt, as an object of the output file. ``show`` gets the first one's text while it comes."""
     from torchtrain.generation import generate
 
-    tokenizer = trained.tokenizer
     made: list[list[int]] = [[] for _ in prompts]
     shown = 0
     for step in generate(
@@ -174,32 +176,33 @@ def complete(
         encoded,
         sampling,
         max_new_tokens=max_new_tokens,
-        eos_id=tokenizer.eos_id,
+        eos_ids=trained.eos_ids,
         first_prompt=first_prompt,
     ):
         for tokens, token in zip(made, step, strict=True):
             if token is not None:
                 tokens.append(token)
         if show is not None:
-            text = text_of(tokenizer, encoded[0], made[0])
+            text = text_of(trained, encoded[0], made[0])
             # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
             if not text.endswith("\ufffd"):
                 show(text[shown:])
                 shown = len(text)
     results = []
     for prompt, before, tokens in zip(prompts, encoded, made, strict=True):
-        ended_by = "eos" if tokens[-1] == tokenizer.eos_id else "length"
-        text = text_of(tokenizer, before, tokens)
+        ended_by = "eos" if tokens[-1] in trained.eos_ids else "length"
+        text = text_of(trained, before, tokens)
         results.append({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": ended_by})
     if show is not None:
         show(f"{results[0]['text'][shown:]}\n")
     return results
 
 
-def text_of(tokenizer: "Tokenizer", before: list[int], tokens: list[int]) -> str:
+def text_of(trained: "TrainedModel", before: list[int], tokens: list[int]) -> str:
     """The text of ``tokens`` that go on from ``before``; the end of a document has none."""
-    known = tokens[:-1] if tokens[-1] == tokenizer.eos_id else tokens
-    return tokenizer.decode(before + known)[len(tokenizer.decode(before)) :]
+    known = tokens[:-1] if tokens[-1] in trained.eos_ids else tokens
+    decode = trained.tokenizer.decode
+    return decode(before + known)[len(decode(before)) :]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Prompts of a batch are padded on the left, so that all rows end at the same place and one step serves them all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +65,23 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    max_new_tokens: int,
-    eos_id: int | None = None,
+    max_new_tokens: int | Sequence[int],
+    eos_ids: Collection[int] = (),
     first_prompt: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Yield, step by step, the next token of each prompt; None for a prompt that has ended with ``eos_id``.
+    """Yield, step by step, the next token of each prompt; None for a prompt that has ended.
+
+    A prompt ends with one of ``eos_ids``, or after ``max_new_tokens``, one number for all prompts or one for each.
 
     A prompt's tokens depend on it, on ``sampling`` and on its number (``first_prompt`` onwards), not on the rest of the
-    batch. The RoPE tables of ``model`` must reach over the longest prompt and ``max_new_tokens``. All
-    ranks of a tensor-parallel model call this together and get the same.
+    batch. The RoPE tables of ``model`` must reach over each prompt and its new tokens. All ranks of a tensor-parallel
+    model call this together and get the same.
     """
     assert all(prompts), "each prompt needs a token to begin with"
-    longest = max(map(len, prompts))
-    capacity = longest + max_new_tokens
-    assert capacity <= model.rope_cos.shape[0]
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    longest, steps, positions_known = max(map(len, prompts)), max(limits), model.rope_cos.shape[0]
+    capacity = longest + steps
+    assert all(len(prompt) + limit <= positions_known for prompt, limit in zip(prompts, limits, strict=True))
     device = model.rope_cos.device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # (bs,)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -93,12 +96,13 @@ def generate(
     model.replace_inner_attention(lambda inner: CachedAttention(inner, capacity))
     try:
         start = 0
-        for _ in range(max_new_tokens):
+        for number in range(1, steps + 1):
             end = start + tokens.shape[1]
             queries, keys = places[start:end, None], places[:end]
             # Earlier tokens that are no padding; padding sees itself, because a softmax over nothing gives NaN.
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
-            positions = (places[start:end] - padding[:, None]).clamp(min=0)  # (bs, seq)
+            # Prompts that have ended may go beyond what is known: nobody reads their tokens.
+            positions = (places[start:end] - padding[:, None]).clamp(0, positions_known - 1)  # (bs, seq)
             with without_cudnn_attention():  # each token has another number of keys
                 logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
             if isinstance(logits, DTensor):
@@ -109,7 +113,10 @@ def generate(
                 None if done else token for done, token in zip(ended, chosen.tolist(), strict=True)
             ]
             yield step
-            ended = [done or token == eos_id for done, token in zip(ended, step, strict=True)]
+            ended = [
+                done or token in eos_ids or number == limit
+                for done, token, limit in zip(ended, step, limits, strict=True)
+            ]
             if all(ended):
                 return
             tokens, start = chosen[:, None], end

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.hf import is_hf_folder
+from torchtrain.checkpoint.hf_tokenizer import find_eos_ids
 from torchtrain.checkpoint.history import newest_config, read_config, saved_steps
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import CONFIG
-from torchtrain.checkpoint.weights import check_tokenizer, find_weights, load_weights
+from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import Comm, JobConfig, Parallelism, Training
 from torchtrain.cpu_products import apply_float32_products
@@ -21,16 +22,25 @@ from torchtrain.models.llama import Transformer
 from torchtrain.parallelisms.limits.layout import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.shape import longest_context, model_section, model_shape
-from torchtrain.tokenizers import Tokenizer, load_tokenizer
+from torchtrain.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """``model.config.max_seq_len`` is its longest context (see ``longest_context``)."""
+    """``model.config.max_seq_len`` is its longest context (see ``longest_context``).
+
+    ``bos``: see ``begins_with_bos``. ``eos_ids``: each of them ends a text.
+    """
 
     model: Transformer
     tokenizer: Tokenizer
     device: torch.device
+    bos: bool
+    eos_ids: frozenset[int]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of ``text``, begun as the texts are that the model was trained on."""
+        return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
 
 
 def saved_config(folder: Path) -> JobConfig:
@@ -87,6 +97,9 @@ def load_model(
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
     if not (tokenizer_path or is_hf_folder(folder)):
         check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
+    bos = begins_with_bos(folder, tokenizer)
+    configs = folder if is_hf_folder(folder) else tokenizer_file(tokenizer_path or config.model.tokenizer_path).parent
+    eos_ids = frozenset(find_eos_ids(tokenizer, configs, bos=bos))
     shape = model_shape(config.model, tokenizer, longest_context(config))
     place = pick_device(device)
     if dtype == "auto":
@@ -106,4 +119,4 @@ def load_model(
     model.tie_weights()  # to_empty has made two parameters of a shared one
     model.init_buffers()
     load_weights([model], folder, shape, weights=weights)
-    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place)
+    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place, bos, eos_ids)

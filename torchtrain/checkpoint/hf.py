@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from torchtrain.checkpoint.hf_tokenizer import write_hf_tokenizer
+from torchtrain.checkpoint.hf_tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
 from torchtrain.distributed.agreement import of_first_rank
 from torchtrain.distributed.mesh import local
@@ -188,6 +188,7 @@ def save_hf(
     dtype: str,
     tokenizer_path: str,
     *,
+    bos: bool = True,
     read: Callable[[str], Tensor] | None = None,
     replace_old: bool = False,
 ) -> None:
@@ -197,6 +198,7 @@ def save_hf(
     folder appears when it is complete. With ``replace_old`` one of that name is replaced.
 
     Args:
+        bos: whether a prompt begins with bos, as documents of a run do; else as the tokenizer's own files say.
         read: gives the values by name where ``tensors`` are on the meta device.
 
     Raises:
@@ -217,7 +219,7 @@ def save_hf(
         try:
             shutil.rmtree(partial / "sharded", ignore_errors=True)
             _write_header_again(partial)
-            write_hf_config(partial, model, dtype, tokenizer_path)
+            write_hf_config(partial, model, dtype, tokenizer_path, bos)
             fsync_folder(partial, *os.listdir(partial))
             if folder.exists():  # an empty one would be replaced
                 if not replace_old:
@@ -292,9 +294,10 @@ def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
     return files
 
 
-def write_hf_config(folder: Path, model: TransformerConfig, dtype: str, tokenizer_path: str) -> None:
-    """Write what a Hugging Face folder has beside the weights: ``config.json`` and the tokenizer."""
-    tokenizer = load_tokenizer(tokenizer_path)
-    config = hf_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id)
+def write_hf_config(folder: Path, model: TransformerConfig, dtype: str, tokenizer_path: str, bos: bool = True) -> None:
+    """Write what a Hugging Face folder has beside the weights: ``config.json`` and the tokenizer. ``bos``: as above."""
+    tokenizer, file = load_tokenizer(tokenizer_path), tokenizer_file(tokenizer_path)
+    eos_ids = find_eos_ids(tokenizer, file.parent, bos=bos)
+    config = hf_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id) | {"eos_token_id": one_or_all(eos_ids)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_hf_tokenizer(folder, tokenizer, tokenizer_file(tokenizer_path))
+    write_hf_tokenizer(folder, tokenizer, file, bos=bos, eos_ids=eos_ids)

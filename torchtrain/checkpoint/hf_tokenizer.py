@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,46 +13,148 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from torchtrain.errors import CheckpointError
 from torchtrain.log import logger
-from torchtrain.tokenizers import LLAMA3_PATTERN, TOKENIZER_JSON, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from torchtrain.models.families import CONFIG_FILE
+from torchtrain.reading import MISSING, read_file
+from torchtrain.tokenizers import (
+    LLAMA3_PATTERN,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
 
-CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it when it is imported
 # What may belong to a tokenizer.json, and is copied with it.
 BESIDE = (
-    *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
 )
 
 
-def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
-    """Write ``tokenizer``, read from ``file``, so that it gives the same ids there, after a bos."""
+def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: bool, eos_ids: Sequence[int]) -> None:
+    """Write ``tokenizer``, read from ``file``, so that it gives the same ids there.
+
+    ``bos``: so that a prompt begins as a document of training does; else as the tokenizer's own files say.
+    ``eos_ids``: what a generation config must name that is copied with it.
+    """
     content = file.read_bytes()
+    added = ([tokenizer.bos_id] if tokenizer.bos_id is not None else [], []) if bos else tokenizer.added_ids
     if isinstance(tokenizer, JsonTokenizer):
-        (folder / TOKENIZER_JSON).write_bytes(content)
         for name in BESIDE:
-            if (file.parent / name).is_file():
-                shutil.copyfile(file.parent / name, folder / name)
-        if (folder / CONFIG_FILE).exists():
-            return
+            _copy(file.with_name(name), folder)
         library = Library.from_buffer(content)
+        if added != tokenizer.added_ids:
+            content = _with_post_processor(content, library, added[0])
+        (folder / TOKENIZER_JSON).write_bytes(content)
     else:
         if isinstance(tokenizer, SentencePieceTokenizer):
             (folder / "tokenizer.model").write_bytes(content)
             library = _of_pieces(content)
         else:
             library = _of_ranks(tokenizer, content)
-        if tokenizer.bos_id is not None:
-            text = library.id_to_token(tokenizer.bos_id) or ""
-            # Other readers than this library take the place's name for the token; it takes none with : or $.
-            place = "bos" if set(":$") & set(text) else text
-            bos = {"id": place, "ids": [tokenizer.bos_id], "tokens": [text]}
-            library.post_processor = processors.TemplateProcessing([place, "$A"], [place, "$A", "$B:1"], [bos])
+        library.post_processor = _template(library, *added)
         (folder / TOKENIZER_JSON).write_text(library.to_str(), encoding="utf-8")
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    config: dict[str, Any] = {name: library.id_to_token(i) for name, i in ids.items() if i is not None}
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if bos or not (folder / TOKENIZER_CONFIG).exists():
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        names = {name: library.id_to_token(i) for name, i in ids.items() if i is not None}
+        # The classes of some models make a post-processor of their own: this one takes that of tokenizer.json.
+        fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        fixed |= {"add_bos_token": bool(added[0]), "add_eos_token": bool(added[1])}
+        _update_json(folder / TOKENIZER_CONFIG, {"clean_up_tokenization_spaces": False, **names}, fixed)
+    if bos and eos_ids and (folder / GENERATION_CONFIG).exists():
+        _update_json(folder / GENERATION_CONFIG, {}, {"eos_token_id": one_or_all(eos_ids)})
+
+
+def one_or_all(ids: Sequence[int]) -> int | list[int] | None:
+    """``eos_token_id`` of a config, which is an id or a list of them."""
+    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+
+
+def find_eos_ids(tokenizer: Tokenizer, folder: Path, *, bos: bool) -> list[int]:
+    """Ids at which generation ends: those that the configs in ``folder`` name, as transformers reads them.
+
+    They are in ``generation_config.json``, or, without that file, in ``config.json``. Where they name none it is the
+    tokenizer's; where documents of training end with that (``bos``), it is always among them.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    own = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    named = _read_eos_ids(folder)
+    return list(dict.fromkeys(own + named)) if bos else named or own
+
+
+def _read_eos_ids(folder: Path) -> list[int]:
+    for name in (GENERATION_CONFIG, CONFIG_FILE):
+        try:
+            content = json.loads(read_file(folder / name))
+            value = content.get("eos_token_id")
+        except MISSING:
+            continue
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{folder / name} is damaged: {error}") from None
+        ids = value if isinstance(value, list) else [value] if value is not None else []
+        if any(type(i) is not int for i in ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id = {value!r} must be a token's id, or a list of them")
+        return list(dict.fromkeys(ids))
+    return []
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copy ``path`` into ``folder`` if it exists, but no link to what does not belong to its folder.
+
+    Exports are published, and a link may lead to any file of this user. Of links only those within the folder are
+    followed, and those of a snapshot in the cache of the Hugging Face hub to the files that it is made of.
+    """
+    target = path.resolve()
+    home = path.parent.resolve()
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    try:
+        is_file = stat.S_ISREG(target.stat().st_mode)
+    except OSError:
+        is_file = False
+    if is_file and any(target.is_relative_to(allowed) for allowed in (home, *blobs)):
+        shutil.copyfile(target, folder / path.name)
+    elif path.is_symlink() or path.exists():
+        logger.warning("%r is not exported: it is a link to outside of its folder, or no regular file", str(path))
+
+
+def _update_json(path: Path, defaults: dict[str, Any], values: dict[str, Any]) -> None:
+    """Add ``defaults`` and set ``values`` in a JSON object. A file that has them is left as it is."""
+    old = json.loads(path.read_bytes()) if path.exists() else {}
+    new = {**defaults, **old, **values}
+    if new != old:
+        path.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _template(library: Library, before: Sequence[int], after: Sequence[int]) -> processors.TemplateProcessing | None:
+    """A post-processor that puts these ids around a text; None for no ids."""
+    places, ids = [], []
+    for token in (*before, *after):
+        text = library.id_to_token(token) or ""
+        # Other readers than this library take the place's name for the token; it takes none with : or $.
+        places.append(f"token {token}" if set(":$") & set(text) else text)
+        ids.append({"id": places[-1], "ids": [token], "tokens": [text]})
+    if not places:
+        return None
+    head, tail = places[: len(before)], places[len(before) :]
+    return processors.TemplateProcessing([*head, "$A", *tail], [*head, "$A", "$B:1", *tail], ids)
+
+
+def _with_post_processor(content: bytes, library: Library, before: Sequence[int]) -> bytes:
+    """The tokenizer.json ``content`` with a post-processor that adds ``before`` alone. All else stays as it is."""
+    about = json.loads(content)
+    old = about.get("post_processor") or {"type": "Sequence", "processors": []}
+    steps = old["processors"] if old["type"] == "Sequence" else [old]
+    steps = [step for step in steps if step["type"] == "ByteLevel"]  # which adds no ids
+    if (template := _template(library, before, [])) is not None:
+        steps.append(json.loads(template.__getstate__()))
+    about["post_processor"] = {"type": "Sequence", "processors": steps} if len(steps) > 1 else next(iter(steps), None)
+    return json.dumps(about, ensure_ascii=False, indent=2).encode()
 
 
 def _merges(pieces: Sequence[str]) -> list[tuple[str, str]]:

@@ -16,13 +16,24 @@ from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.models.families import CONFIG_FILE
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.reading import printable
-from torchtrain.tokenizers import Tokenizer
+from torchtrain.tokenizers import JsonTokenizer, Tokenizer
 
 
 def require_one_kind(folder: Path, weights: str) -> None:
     """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
     if weights != "trained":
         raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
+
+
+def begins_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Whether the model in ``folder``, as ``find_weights`` gave it, knows texts that begin with bos.
+
+    A run's documents do, and so do those of Meta's models. Another model of Hugging Face's is used as its tokenizer's
+    own files say, also where ``convert`` has made a checkpoint of it.
+    """
+    if is_hf_folder(folder):
+        return False
+    return read_manifest(folder).run is not None or not isinstance(tokenizer, JsonTokenizer)
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer, path: str) -> None:
