@@ -207,11 +207,38 @@ def test_without_the_harness() -> None:
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_a_task_that_is_not_known() -> None:
-    options = ["--model", "torchtrain", "--model_args", "checkpoint=none", "--tasks", "none"]
-    found = run_door("torchtrain.evaluate", *options, hook=own_tasks_alone)
-    assert found.returncode == 2
-    assert "error: Tasks not found: none; `lm-eval ls tasks` lists all" in found.stderr
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            "--model torchtrain --model_args checkpoint=none --tasks none",
+            "Tasks not found: none; `lm-eval ls tasks` lists",
+        ),
+        ("--model_args checkpoint=nowhere --tasks choice", "nowhere does not exist; give a run's folder"),
+        (
+            "--model hf --model_args checkpoint=none --tasks choice",
+            "missing 1 required positional argument: 'pretrained'",
+        ),
+        ("--model other --model_args checkpoint=none --tasks choice", "load model 'other', but no model for this name"),
+        ("--model_args checkpoint=none", "No tasks specified, or no tasks found"),
+        (
+            "--model_args checkpoint=none --tasks choice --log_samples",
+            "Specify --output_path if providing --log_samples",
+        ),
+        ("--config nowhere.yaml", "Config file not found"),
+    ],
+)
+def test_options_that_the_harness_rejects(tmp_path: Path, options: str, told: str) -> None:
+    """Among them no --model, which is then ours."""
+    write_tasks(tmp_path)
+    found = run_door(
+        "torchtrain.evaluate",
+        *(*options.split(), "--include_path", str(tmp_path)),
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        hook=own_tasks_alone,
+    )
+    assert found.returncode == 2, found.stderr
+    assert told in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
 
 

@@ -1,14 +1,15 @@
 """EleutherAI's lm-evaluation-harness on a checkpoint: its own command line, with ``torchtrain`` as one more model.
 
-    python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag
+    python -m torchtrain.evaluate --model_args checkpoint=outputs/debug_model --tasks hellaswag
 
-Arguments of the model: checkpoint, dtype, tokenizer_path and weights, as for torchtrain.generate. Under torchrun the
-ranks share the model.
+The model is ``--model torchtrain`` unless another one of the harness is named. Its arguments: checkpoint, dtype,
+tokenizer_path and weights, as for torchtrain.generate. Under torchrun the ranks share the model.
 """
 
 import argparse
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from logging.handlers import BufferingHandler
@@ -41,13 +42,22 @@ except ImportError as error:
     sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
     sys.exit(ConfigError.exit_code)
 
+# Modules of the harness whose own errors are about its options.
+HARNESS_OPTIONS = ("lm_eval.config", "lm_eval._cli", "lm_eval.api.registry", "lm_eval.api.model", "lm_eval.evaluator")
+
 
 @door
 def main(argv: Sequence[str]) -> int:
     """Run the harness; returns the exit code of the process."""
-    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--output_path", "-o", default="")
-    if path := given.parse_known_args(argv)[0].output_path:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output_path", "-o", default="")
+    parser.add_argument("--model", "-M")
+    parser.add_argument("--config", "-C")
+    given, others = parser.parse_known_args(argv)
+    is_run = bool(argv) and argv[0] not in ("ls", "validate") and not {"-h", "--help"} & set(others)
+    if is_run and not given.model and not given.config:
+        sys.argv += ["--model", "torchtrain"]  # where the harness reads its options
+    if path := given.output_path:
         require_local(path, "--output_path")
         folder = Path(path).parent if path.endswith(".json") else Path(path)
         require_folder(folder, f"--output_path = {path!r}")
@@ -57,10 +67,15 @@ def main(argv: Sequence[str]) -> int:
     tracker.addHandler(told)
     try:
         cli_evaluate()
-    except ValueError as error:
-        if "Tasks not found" not in str(error):
+    except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals["__name__"].startswith(HARNESS_OPTIONS):
             raise
-        raise ConfigError(f"{error}; `lm-eval ls tasks` lists all") from None
+        remedy = "`lm-eval ls tasks` lists all" if "Tasks not found" in str(error) else "see --help"
+        raise ConfigError(
+            f"{error}; {remedy}. A checkpoint is evaluated by --model torchtrain (the default) --model_args "
+            "checkpoint=FOLDER --tasks TASK"
+        ) from None
     except ConnectionError as error:  # of the hub
         raise StorageError(
             f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
