@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,34 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path: Path) -> None:
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert not config.checkpoint.enable
+
+
+@pytest.mark.parametrize(
+    "name", ["--job.config_fil", "--job-config-file", "--job_config_file", "--config_file", "--job.file"]
+)
+def test_another_spelling_of_the_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse([name, write(tmp_path, "[training]\nsteps = 7\n")])
+
+
+def tables(section: type[Any], name: str = "") -> Iterator[tuple[str, str]]:
+    """All tables of a TOML file, by name, and a key of each."""
+    for key, hint in typing.get_type_hints(section).items():
+        inner = next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+        if inner is not None:
+            path = f"{name}.{key}" if name else key
+            yield f"[[{path}]]" if inner is not hint else f"[{path}]", dataclasses.fields(inner)[-1].name
+            yield from tables(typing.cast(type[Any], inner), path)
+
+
+@pytest.mark.parametrize(("table", "key"), list(tables(JobConfig)))
+def test_a_misspelt_key_is_refused_in_every_table(tmp_path: Path, table: str, key: str) -> None:
+    name = table.strip("[]") + ("[0]" if table.startswith("[[") else "")
+    for wrong in (f"{key}s", key.upper(), f"{key[0]}-{key[1:]}", "config-file"):
+        file = write(tmp_path, f"{table}\n{wrong} = 1\n")
+        for read in (lambda: from_file(file), lambda: parse(["--job.config_file", file])):  # noqa: B023
+            with pytest.raises(ConfigError, match=re.escape(f"{name}.{wrong} is no key; ")):
+                read()
 
 
 def test_the_command_line_mends_what_does_not_go_together_in_the_file(tmp_path: Path) -> None:
