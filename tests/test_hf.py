@@ -405,7 +405,7 @@ def ours_to_metas_rows(weight: Tensor, n_heads: int) -> Tensor:
 
 @pytest.mark.parametrize("files", [1, 2])
 def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, files: int) -> None:
-    shape = replace(LLAMA2, n_kv_heads=2, ffn_dim=256, max_seq_len=4096)
+    shape = replace(LLAMA2, n_kv_heads=2, ffn_dim=256, max_seq_len=4096, norm_eps=0.02, rope_theta=3000.0)
     model = random_model(shape)
     meta = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in meta:
@@ -420,7 +420,8 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
             dim = 1 if any(module in name for module in by_columns) else 0
             part[name] = tensor if tensor.ndim == 1 else tensor.chunk(files, dim)[number].clone()
         torch.save(part, source / f"consolidated.0{number}.pth")
-    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256, "norm_eps": 1e-5}
+    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256}
+    params |= {"norm_eps": 0.02, "rope_theta": 3000.0}  # no defaults
     (source / "params.json").write_text(json.dumps(params))
     (source / "tokenizer.model").write_bytes(tokenizer_file().read_bytes())
     convert(source, tmp_path / "hf", "hf", "float32")

@@ -73,6 +73,7 @@ REAL_SIZES = {
     "Llama 2 7B 64k": yarn(1e4, 4096, 16.0, beta_fast=24.0, beta_slow=2.0, attention_factor=0.8),
     "Qwen2 0.5B": yarn(1e6, 131072, 2.5, head_dim=64),
     "a first bound below 0": yarn(1e4, 128, 8.0),
+    "a second bound above the pairs": yarn(1e4, 131072, 8.0),
     "a second bound above the head": yarn(20.0, 131072, 8.0),
     "bounds on one pair": yarn(1e6, 32768, 4.0, beta_fast=4.0, beta_slow=4.0),
     "a small slow beta": yarn(5e5, 8192, 16.0, beta_fast=64.0, beta_slow=0.05),
