@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from parity import TINY, build, config_of, train
+from parity import build, config_of, train
 from torch import Tensor
 
 from torchtrain.checkpoint.hf import save_hf
@@ -62,10 +62,10 @@ def build_without_a_plan_for(name: str) -> None:
         return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
 
     tensor_parallel.parallelize_module = forgetful
-    told = r"layers.0.attention.k_norm.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    told = r"layers.0.attention.wo.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
     try:
         with pytest.raises(AssertionError, match=told):
-            build(config_of(parallelism={"tensor_parallel_degree": 2}), replace(TINY, qk_norm=True))
+            build(config_of(parallelism={"tensor_parallel_degree": 2}))
     finally:
         tensor_parallel.parallelize_module = parallelize
 

@@ -272,7 +272,7 @@ def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
 
 
 def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
-    gloo.run(2, build_without_a_plan_for, "attention.k_norm")
+    gloo.run(2, build_without_a_plan_for, "attention.wo")
 
 
 def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:

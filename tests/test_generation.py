@@ -187,7 +187,8 @@ def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp
     shutil.copytree(trained_run / "checkpoint" / "step-8", damaged)
     weights = next(damaged.glob("*.distcp"))
     content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
+    for i in range(0, len(content), 4096):  # only what is loaded is verified: not the optimizer's states
+        content[i] ^= 1
     weights.write_bytes(content)
     result = generate_door(str(damaged), "--prompt", "x")
     assert result.returncode == 2
