@@ -26,8 +26,8 @@ from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
 from torchtrain.checkpoint.start import find_start
-from torchtrain.checkpoint.states import ModelState, OptimizerState, save_tensors
-from torchtrain.checkpoint.storage import VerifiedWriter
+from torchtrain.checkpoint.states import ModelState, OptimizerState, load_tensors, save_tensors
+from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
 from torchtrain.config.schema import Checkpoint
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.log import logger
@@ -449,6 +449,25 @@ def test_file_outside_the_checkpoint_is_not_read(tmp_path: Path) -> None:
     replace_metadata(folder, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"names '../../secret', which the manifest does not"):
         Run(tmp_path).manager.load(2)
+
+
+def test_tensors_of_every_kind_are_loaded(tmp_path: Path) -> None:
+    wide = torch.randn(5, 30)
+    tensors = {
+        "transposed": torch.randn(3, 7).T,
+        "part": wide[1:4, 2:29:3],
+        "expanded": torch.randn(4, 1).expand(4, 6),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "bool": torch.tensor([True, False, True]),
+        "bfloat16": torch.randn(9).bfloat16(),
+        "float64": torch.randn(2, 2, 2, dtype=torch.float64),
+        "large": torch.randn(1000, 1000),
+    }
+    save_tensors(tensors, tensors.__getitem__, VerifiedWriter(tmp_path / "step-1", ""), tmp_path / "step-1")
+    loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    load_tensors(loaded, VerifiedReader(tmp_path / "step-1"))
+    assert_bitwise_equal(loaded, tensors)
 
 
 def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:

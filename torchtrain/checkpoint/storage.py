@@ -10,6 +10,8 @@ import os
 import pickle
 import pickletools
 import shutil
+import struct
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -34,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import skip_data
 
 from torchtrain.checkpoint.manifest import (
     MANIFEST,
@@ -389,9 +392,10 @@ class VerifiedReader(FileSystemReader):
 
     def _read(self, path: Path, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
         """Read ``pieces`` of the file, by offset and length, and take from ``pieces`` what is done."""
+        memory = torch.empty(max(length for _, length in pieces), dtype=torch.uint8)  # for one after the other
         with path.open("rb") as file:
             for place in sorted(pieces):
-                tensor = self._tensor(path, file, place)
+                tensor = _load_tensor(path, self._content(path, file, place, memory))
                 for item in pieces[place]:
                     spans = zip(item.storage_offsets, item.lengths, strict=True)
                     part = tensor[tuple(slice(start, start + length) for start, length in spans)]
@@ -402,35 +406,85 @@ class VerifiedReader(FileSystemReader):
                     planner.commit_tensor(item, target)
                 del pieces[place]
 
-    def _tensor(self, path: Path, file: BinaryIO, place: tuple[int, int]) -> Tensor:
-        """The tensor at a place of the file, offset and length."""
+    def _content(self, path: Path, file: io.BufferedReader, place: tuple[int, int], memory: Tensor) -> Tensor:
+        """The bytes at a place of the file, offset and length, with the hash that the manifest names, in ``memory``."""
         offset, length = place
-        file.seek(offset)
-        content = file.read(length)
+        content = memory[:length]
+        _read_into(content, file, offset)
         hashes = self._hashes[path.name]
-        if hashes and xxhash.xxh3_128_hexdigest(content) != hashes.get(place):
-            content = self._read_again(path, offset, length)
-            if xxhash.xxh3_128_hexdigest(content) != hashes.get(place):
+        if hashes and xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
+            # What has changed on the way from the disk, or in memory, is no damage: read what the disk has.
+            with path.open("rb") as again:
+                if hasattr(os, "posix_fadvise"):  # not on macOS
+                    os.posix_fadvise(again.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
+                _read_into(content, again, offset)
+            if xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
                 raise changed(path)
-        try:
-            # torch.save compresses nothing. What does could be larger than any memory.
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > length:
-                    raise ValueError("compressed")
-            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-                raise TypeError(f"a {type(tensor).__name__}")
-            return tensor
-        except Exception as error:
-            if "can't allocate memory" in str(error) or isinstance(error, MemoryError):
-                raise
-            raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error
+        return content
 
-    @staticmethod
-    def _read_again(path: Path, offset: int, length: int) -> bytes:
-        """The bytes there as the disk has them: what has changed on the way from it, or in memory, is no damage."""
-        with path.open("rb") as file:
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
-            file.seek(offset)
-            return file.read(length)
+
+def _bytes_of(content: Tensor) -> memoryview:
+    array: Any = content.numpy()
+    return memoryview(array)
+
+
+def _read_into(content: Tensor, file: io.BufferedReader, offset: int) -> None:
+    file.seek(offset)
+    count = file.readinto(_bytes_of(content))
+    content[count:] = 0  # of a file that has become shorter
+
+
+class _MemoryFile(io.RawIOBase):
+    """Bytes in memory as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.content, self.position = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: len(self.content)}[whence]
+        return self.position
+
+    def readinto(self, target: Any) -> int:
+        found = self.content[self.position : self.position + len(target)]
+        target[: len(found)] = found
+        self.position += len(found)
+        return len(found)
+
+
+def _load_tensor(path: Path, content: Tensor) -> Tensor:
+    """The tensor that ``torch.save`` has written as ``content``, in the same memory. DamagedError if it is none.
+
+    ``torch.load`` makes its shape and strides, without its numbers.
+    """
+    view = _bytes_of(content)
+    try:
+        with skip_data():
+            tensor = torch.load(cast(Any, _MemoryFile(view)), map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            raise TypeError(f"a {type(tensor).__name__}")
+        if not tensor.numel():
+            return tensor
+        with zipfile.ZipFile(cast(Any, _MemoryFile(view))) as archive:
+            (byte_order,) = (
+                archive.read(entry) for entry in archive.infolist() if entry.filename.endswith("/byteorder")
+            )
+            (numbers,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+        if byte_order.decode() != sys.byteorder or numbers.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("compressed, or of another byte order")
+        # Before the numbers: 30 bytes, a name and a field for alignment.
+        start = numbers.header_offset + 30 + sum(struct.unpack_from("<HH", view, numbers.header_offset + 26))
+        if start + numbers.file_size > len(content) or numbers.file_size != tensor.untyped_storage().nbytes():
+            raise ValueError("of another size")
+        storage = content[start : start + numbers.file_size].view(tensor.dtype)
+        return storage.as_strided(tensor.shape, tensor.stride(), storage.storage_offset() + tensor.storage_offset())
+    except Exception as error:
+        raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error
