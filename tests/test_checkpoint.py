@@ -297,12 +297,22 @@ def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_pat
 
 
 def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
-    Run(tmp_path).train(1, 2)
-    file = tmp_path / "checkpoint/step-2" / MANIFEST
-    files = json.loads(file.read_text())["files"]
+    """It has a hash of each file, and none of pieces: files are read in full before tensors are."""
+    saved = Run(tmp_path).train(1, 2).tensors()
+    folder = tmp_path / "checkpoint/step-2"
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    for file in files:
+        del file["pieces"]
+        file["xxh3_128"] = xxhash.xxh3_128_hexdigest((folder / file["name"]).read_bytes())
     body = json.dumps(files, sort_keys=True).encode()
-    file.write_text(json.dumps({"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n")
-    assert Run(tmp_path).manager.start.step == 2
+    old = {"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}
+    (folder / MANIFEST).write_text(json.dumps(old, indent=1) + "\n")
+    resumed = Run(tmp_path, seed=1)
+    assert resumed.manager.resume() == 2
+    assert_bitwise_equal(resumed.tensors(), saved)
+    flip_bit(only_file(folder))
+    with pytest.raises(CheckpointError, match=r"none of these is a good checkpoint; .*__0_0.distcp does not have the"):
+        Run(tmp_path).manager.resume()
 
 
 def test_rollback_stays_on_the_path_of_the_run(tmp_path: Path) -> None:
