@@ -165,7 +165,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
     """The trainer, which hands over at the end of each round of its loop."""
     from unittest.mock import patch
 
-    import torchtrain.run_plan
+    import torchtrain.trainer
     from torchtrain.profiling import Profiler
     from torchtrain.train import main
 
@@ -185,7 +185,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
     gate = make_gate(entrant, steps_per_turn) if first else None
     # The vocabulary of the size that is measured, not of the tokenizer at hand.
     with (
-        patch.object(torchtrain.run_plan, "model_shape", lambda *_: shape(entrant)),
+        patch.object(torchtrain.trainer, "model_shape", lambda *_: shape(entrant)),
         patch.object(Profiler, "step", lambda *_: gate.step() if gate else None),
     ):
         sys.exit(main(arguments))

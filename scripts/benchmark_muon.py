@@ -21,13 +21,13 @@ from benchmark_sums import in_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
 from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.muon import Muon, block_of, orthogonalize
 from torchtrain.parallelisms.parallel_model import build_parallel_model
+from torchtrain.trainer import initialize
 
 
 class Repeated(Muon):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
-from torchtrain.build import initialize
 from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Training
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
@@ -32,7 +31,7 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import build_parallel_model
-from torchtrain.steps.train_step import TrainStep
+from torchtrain.trainer import TrainStep, initialize
 
 SEQ_LEN = 256
 FAST = "fast"

@@ -124,6 +124,14 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.propagate = propagate
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A command that is called in this process, and ends with an error, leaves its process group behind."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()

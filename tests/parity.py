@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtrain import build as joinery
-from torchtrain.build import initialize
+from torchtrain import trainer as trainer_module
 from torchtrain.checkpoint.states import OptimizerState
+from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import Checkpoint, JobConfig, LRScheduler, Optimizer, Training
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_degrees
@@ -30,7 +29,7 @@ from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
-from torchtrain.steps.fingerprinted_step import make_step
+from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
@@ -107,10 +106,7 @@ def train(
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     averages = Averages(model.parts, config.ema) if config.ema.enable else None
-    train_step = make_step(
-        config,
-        Path(config.job.dump_folder),
-        GLOBAL_BATCH,
+    train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
         optimizer,
@@ -118,8 +114,11 @@ def train(
         admit_all(config),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
-        averages=averages,
+        ema=averages,
     )
+    if config.debug.fingerprint_steps:
+        sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
+        train_step.hooks.append(FingerprintHook(sized, model))
     degrees = model.mesh.degrees
     losses, grad_norms, z_losses = [], [], []
     for step in range(1, steps + 1):
@@ -158,7 +157,7 @@ def joinery_of(shape: TransformerConfig) -> Iterator[None]:
     ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with (
         patch.dict(os.environ, ranks),
-        patch.object(joinery, "init_process_group"),  # the pool has done it
+        patch.object(trainer_module, "init_process_group"),  # the pool has done it
         patch("torchtrain.shape.flavor_config", lambda *_: shape),
     ):
         yield

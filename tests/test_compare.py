@@ -184,9 +184,9 @@ FAULTS = {
         "step 1, layers.0.attention.inner_attention input q: ",
     ),
     "one rank with another seed": Fault(
-        "build.py",
-        "initialize(parts, config.training.seed, plan.device)",
-        "initialize(parts, config.training.seed + rank(), plan.device)",
+        "trainer.py",
+        "initialize(parts, config.training.seed, self.device)",
+        "initialize(parts, config.training.seed + rank(), self.device)",
         "step 1, tok_embeddings.weight: ",
         ranks=2,
     ),

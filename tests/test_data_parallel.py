@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtrain.build import use_deterministic_kernels
 from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Optimizer, Parallelism
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
@@ -30,6 +29,7 @@ from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
+from torchtrain.trainer import use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
 

@@ -36,8 +36,8 @@ from torchtrain.planning.request import gpu_of, shape_of
 from torchtrain.planning.stand_ins import stand_in
 from torchtrain.planning.summary import Estimate, Figures, RankFigures, estimate
 from torchtrain.planning.timing import Clock
-from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -497,13 +497,13 @@ def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
     assert shape_of(JobConfig()).vocab_size == load_tokenizer("").vocab_size
 
 
-@pytest.mark.parametrize("plan", [plan_run, shape_of])
+@pytest.mark.parametrize("plan", [Trainer, shape_of])
 def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], Any]) -> None:
     tokenizer = load_tokenizer("")
     tokenizer.bos_id = None
     config = JobConfig(data=Data(document_mask=True))
     with (
-        patch("torchtrain.run_plan.load_tokenizer", lambda _: tokenizer),
+        patch("torchtrain.trainer.load_tokenizer", lambda _: tokenizer),
         patch("torchtrain.planning.request.load_tokenizer", lambda _: tokenizer),
         pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
     ):

@@ -28,7 +28,7 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.clipping import exact_sum, row_norms
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.reductions.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
-from torchtrain.steps.train_step import TrainStep
+from torchtrain.trainer import TrainStep
 
 STEPS = 2  # the first is made twice
 SHAPE = replace(TINY, n_layers=2)

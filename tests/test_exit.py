@@ -20,8 +20,6 @@ import torch.distributed as dist
 from forked_door import checked_door, start_door
 from forkserver import context
 
-from torchtrain.distributed import process_group
-
 ROOT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
 TRAIN = [
@@ -76,7 +74,7 @@ def exit_code(arguments: Sequence[str], log: Path, hook: Callable[[], object] = 
 
 def crash() -> None:
     stay_in_torch()
-    patch("torchtrain.build.build_loop", side_effect=ZeroDivisionError("planned")).start()
+    patch("torchtrain.trainer.TrainStep", side_effect=ZeroDivisionError("planned")).start()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +150,10 @@ def test_the_rank_that_hosts_the_store_leaves_last(tmp_path: Path) -> None:
 
 
 def die_when_done() -> None:
+    from torchtrain import trainer
+
     if os.environ["RANK"] == "1":
-        process_group.destroy_process_group = lambda: os._exit(9)
+        trainer.destroy_process_group = lambda: os._exit(9)
 
 
 def test_a_rank_that_dies_when_all_is_done_does_not_fail_the_others(tmp_path: Path) -> None:

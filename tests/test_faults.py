@@ -219,16 +219,16 @@ def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
 
 
 def clock_an_hour_ahead_once_data_are_open() -> Any:
-    from torchtrain import run_plan
+    from torchtrain import trainer
 
-    plan, clock = run_plan.plan_run, time.monotonic
+    build, clock = trainer.build_loaders, time.monotonic
 
-    def slow(config: Any) -> Any:
-        found = plan(config)
+    def slow(*arguments: Any) -> Any:
+        found = build(*arguments)
         time.monotonic = lambda: clock() + 3600
         return found
 
-    return patch.object(run_plan, "plan_run", slow)
+    return patch.object(trainer, "build_loaders", slow)
 
 
 def test_the_wall_clock_limit_counts_the_time_in_which_data_are_opened(tmp_path: Path) -> None:
@@ -521,17 +521,17 @@ def test_a_rollback_does_not_go_back_to_the_bad_step(tmp_path: Path) -> None:
 
 
 def nan_whose_rollback_is_kept() -> Any:
-    from torchtrain.build import Run
     from torchtrain.checkpoint.states import flatten
+    from torchtrain.trainer import Trainer
 
-    original = Run.roll_back
+    original = Trainer.roll_back
 
-    def keep(run: Run, bad_step: int) -> None:
-        original(run, bad_step)
-        tensors = {name: local(tensor).clone() for name, tensor in flatten(run.checkpoint.states).items()}
-        torch.save(tensors, Path(run.checkpoint.folder).parent / f"rolled-back-to-{run.step}.pt")
+    def keep(run: Trainer) -> None:
+        original(run)
+        tensors = {name: local(tensor).clone() for name, tensor in flatten(run.checkpointer.states).items()}
+        torch.save(tensors, Path(run.checkpointer.folder).parent / f"rolled-back-to-{run.step}.pt")
 
-    Run.roll_back = keep  # type: ignore[method-assign]
+    Trainer.roll_back = keep  # type: ignore[method-assign]
     return patched_loss(lambda call, loss: loss * float("nan") if call == 4 * 4 + 1 else loss)
 
 
@@ -637,9 +637,9 @@ def stop_before(method: Any, name: str, call: int = 4) -> Any:
 
 
 def stop_before_update() -> Any:
-    from torchtrain.steps.train_step import TrainStep
+    from torchtrain.trainer import TrainStep
 
-    return stop_before(TrainStep, "_update")
+    return stop_before(TrainStep, "clip_and_update")
 
 
 def stop_before_batch() -> Any:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import forked_run
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.build import build_loop, build_run, initialize
 from torchtrain.config.schema import Ema, JobConfig, ParameterGroup
 from torchtrain.convert import main as convert
 from torchtrain.errors import ConfigError
@@ -30,9 +28,9 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.optimizers.averages import Averages
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
 from torchtrain.trained_model import load_model
+from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
 PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP
@@ -167,26 +165,23 @@ def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str],
 
 def joined(config: JobConfig) -> dict[str, Any]:
     """What the joinery makes of options that the runs above give to the parts themselves."""
-    stop: Any = SimpleNamespace(pending=False, agreed=False, agree=lambda _: False)
     with joinery_of(TINY):
-        plan = plan_run(config)
-        run = build_run(config, plan)
-        loop = build_loop(config, run, stop)
-    step: Any = loop.train_step
+        trainer = Trainer(config)
+    step: Any = trainer.train_step
     found = {
-        "rates": {(group["name"], group["lr_factor"]) for group in run.optimizer.param_groups},
-        "over_base": run.model.parts[0].config.over_base,
+        "rates": {(group["name"], group["lr_factor"]) for group in trainer.optimizer.param_groups},
+        "over_base": trainer.model.parts[0].config.over_base,
         "max_norm": step.max_norm,
         "z_weight": step.model.loss.z_weight,
         "chunk_tokens": step.model.loss.chunk_tokens,
-        "averages": step.averages is run.averages is not None,
-        "documents": step.microbatches.document_start == plan.tokenizer.bos_id is not None,
-        "schedule": (loop.schedule.peak, loop.schedule.total),
-        "tokens": loop.metrics.tokens_per_step,
-        "flops": loop.metrics.flops_per_token == flops_per_token(plan.shape, 16),
+        "averages": step.ema is trainer.ema is not None,
+        "documents": step.microbatches.document_start == trainer.tokenizer.bos_id is not None,
+        "schedule": (trainer.schedule.peak, trainer.schedule.total),
+        "tokens": trainer.metrics.tokens_per_step,
+        "flops": trainer.metrics.flops_per_token == flops_per_token(trainer.model_config, 16),
     }
-    plan.loader.close()
-    run.checkpoint.close()
+    trainer.dataloader.close()
+    trainer.checkpointer.close()
     return found
 
 

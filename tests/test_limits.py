@@ -15,7 +15,7 @@ from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.parallelisms.limits.layout import check_layout
 from torchtrain.parallelisms.limits.pipeline import layers_per_stage, plan_stages
-from torchtrain.run_plan import plan_run
+from torchtrain.trainer import Trainer
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
 
@@ -182,11 +182,11 @@ def test_a_memory_budget_is_refused_where_torch_cannot_count(monkeypatch: pytest
 
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("torchtrain.run_plan.pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("torchtrain.trainer.pick_device", lambda _: torch.device("cuda", 0))
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
     training = Training(local_batch_size=4)
     with pytest.raises(ConfigError, match=r"or switch data.document_mask off"):
-        plan_run(JobConfig(training=training, parallelism=parallelism, data=Data(document_mask=True)))
+        Trainer(JobConfig(training=training, parallelism=parallelism, data=Data(document_mask=True)))
 
 
 @pytest.mark.parametrize(

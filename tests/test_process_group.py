@@ -21,7 +21,6 @@ from gloo_pool import GlooPool
 from parity import joinery_of
 
 from torchtrain import log
-from torchtrain.build import build_run
 from torchtrain.checkpoint.start import GROUP_TIMEOUT
 from torchtrain.config.schema import Checkpoint, Comm, Data, Job, JobConfig, Parallelism, Training
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
@@ -29,8 +28,8 @@ from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.environment import limit_error
 from torchtrain.errors import ConfigError
 from torchtrain.faults.hangs import REPORT_SECONDS
-from torchtrain.run_plan import plan_run
 from torchtrain.torch_internals import all_groups
+from torchtrain.trainer import Trainer
 
 RANKS = 16
 
@@ -122,10 +121,10 @@ def timeouts_of_a_new_run(folder: Path) -> set[float]:
         checkpoint=Checkpoint(enable=False),
     )
     with joinery_of(TINY):
-        run = build_run(config, plan_run(config))
+        trainer = Trainer(config)
     cpu = torch.device("cpu")
     timeouts = {group._get_backend(cpu).options._timeout.total_seconds() for group in all_groups()}
-    run.checkpoint.close()
+    trainer.checkpointer.close()
     return timeouts
 
 

@@ -29,7 +29,7 @@ from torchtrain.optimizers import averages
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
 from torchtrain.planning import fake_run
-from torchtrain.steps.train_step import TrainStep
+from torchtrain.trainer import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
 
@@ -403,7 +403,7 @@ def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:
 
 
 def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
-    update = TrainStep._update
+    update = TrainStep.clip_and_update
 
     def swapped(step: TrainStep, number: int, loss: Any) -> Tensor:
         if dist.get_rank() < 4:
@@ -412,7 +412,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
         with patch.object(UpdateGuard, "judge", lambda *_: refused):
             return update(step, number, loss)
 
-    return patch.object(TrainStep, "_update", swapped)
+    return patch.object(TrainStep, "clip_and_update", swapped)
 
 
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
@@ -421,14 +421,14 @@ def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
 
 
 def one_more_on_the_last_rank() -> AbstractContextManager[Any]:
-    update = TrainStep._update
+    update = TrainStep.clip_and_update
 
     def with_one_more(step: TrainStep, number: int, loss: Any) -> Tensor:
         if dist.get_rank() == 7:
             dist.all_reduce(torch.zeros(5, device=loss.total.device), group=step.model.mesh.batch.get_group())
         return update(step, number, loss)
 
-    return patch.object(TrainStep, "_update", with_one_more)
+    return patch.object(TrainStep, "clip_and_update", with_one_more)
 
 
 def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Worker) -> None:

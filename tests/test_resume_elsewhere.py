@@ -13,7 +13,6 @@ from gloo_pool import GlooPool
 from parity import TINY, admit_all, global_mean, joinery_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.build import build_run
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.start import find_start
 from torchtrain.config.schema import (
@@ -29,8 +28,7 @@ from torchtrain.config.schema import (
 )
 from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.run_plan import plan_run
-from torchtrain.steps.train_step import TrainStep
+from torchtrain.trainer import Trainer, TrainStep
 
 SAVED, LAST = 2, 4
 ADAMW = Optimizer(lr=3e-3)
@@ -63,33 +61,32 @@ def train(config: JobConfig, shape: TransformerConfig) -> Part:
     """
 
     with joinery_of(shape):
-        plan = plan_run(config)
-        run = build_run(config, plan)
-    if run.step:
+        trainer = Trainer(config)
+    if trainer.step:
         folder = Path(config.job.dump_folder) / "loaded"
         start = find_start(config.checkpoint, folder, "")
-        with CheckpointManager(config.checkpoint, folder, run.checkpoint.states, "", start) as again:
-            again.maybe_save(run.step, last=True)
+        with CheckpointManager(config.checkpoint, folder, trainer.checkpointer.states, "", start) as again:
+            again.maybe_save(trainer.step, last=True)
     step = TrainStep(
-        run.model,
-        run.microbatches,
-        run.optimizer,
+        trainer.model,
+        trainer.train_step.microbatches,
+        trainer.optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST),
         admit_all(config),
         max_norm=config.training.max_norm,
-        before_update=run.checkpoint.before_update,
-        averages=run.averages,
+        before_update=trainer.checkpointer.before_update,
+        ema=trainer.ema,
     )
     losses, tokens = [], []
-    for number in range(run.step + 1, LAST + 1):
-        batch = next(plan.loader)
+    for number in range(trainer.step + 1, LAST + 1):
+        batch = next(trainer.dataloader)
         loss, _ = step(number, batch)
-        losses.append(global_mean(loss, run.model.mesh))
+        losses.append(global_mean(loss, trainer.model.mesh))
         tokens.append(batch.tokens.tolist())
         if number == SAVED:
-            run.checkpoint.maybe_save(number)
-    run.checkpoint.close()
-    return Part(losses, plan.degrees.batch_rank(dist.get_rank()), tokens)
+            trainer.checkpointer.maybe_save(number)
+    trainer.checkpointer.close()
+    return Part(losses, trainer.parallel_dims.batch_rank(dist.get_rank()), tokens)
 
 
 def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:

@@ -32,7 +32,6 @@ from torchtrain.attention.backends import (
     choose_attention_backend,
 )
 from torchtrain.attention.batched_backward import BatchedBackwardAttention
-from torchtrain.build import build_run
 from torchtrain.compilation import apply_compile
 from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Optimizer, Training
 from torchtrain.devices import planned_for_gpu
@@ -46,7 +45,7 @@ from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
 from torchtrain.parallelisms.limits import layout
-from torchtrain.run_plan import plan_run
+from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -89,7 +88,7 @@ def test_less_is_kept_the_more_is_recomputed(gloo: GlooPool) -> None:
 
 def test_memory_budget_needs_the_compiler() -> None:
     with pytest.raises(ConfigError, match=r"compile.enable = true"):
-        plan_run(config_of(activation_checkpoint={"mode": "memory_budget"}))
+        Trainer(config_of(activation_checkpoint={"mode": "memory_budget"}))
 
 
 def test_attention_backend_is_named_and_taken() -> None:
@@ -258,21 +257,20 @@ def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_
 def scales_in_the_averages_place(config: JobConfig) -> list[float]:
     """Of each float8 weight, while the model has its averages: the scale times the largest element."""
     with joinery_of(TINY), emulated_float8():
-        plan = plan_run(config)
-        run = build_run(config, plan)
-    assert run.averages is not None
-    for average in run.averages.averages.values():
+        trainer = Trainer(config)
+    assert trainer.ema is not None
+    for average in trainer.ema.averages.values():
         local(average).mul_(2)
     found = []
-    with run.averaged():
-        for module in run.model.parts[0].modules():
+    with trainer.averaged_weights():
+        for module in trainer.model.parts[0].modules():
             held: Any = getattr(getattr(module, "weight", None), "_local_tensor", None)
             if hasattr(held, "_precomputed_scale"):
                 largest = held._tensor.abs().max()
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
                 found.append((largest * held._precomputed_scale).item())
-    plan.loader.close()
-    run.checkpoint.close()
+    trainer.dataloader.close()
+    trainer.checkpointer.close()
     return found
 
 

@@ -23,15 +23,14 @@ from parity import TINY, joinery_of
 from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchtrain.build import build_run
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.schema import Checkpoint, Data, Ema, JobConfig, Parallelism, Source, Training, Validation
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.preparing import prepare
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.run_plan import plan_run
 from torchtrain.tokenizers import load_tokenizer
+from torchtrain.trainer import Trainer
 from torchtrain.validation import Validator, results_of
 
 SEQ_LEN = 32
@@ -41,22 +40,21 @@ def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
     """Validate twice on this process group, through the real joinery; what is reported."""
 
     with joinery_of(TINY):
-        plan = plan_run(config)
-        run = build_run(config, plan)
+        trainer = Trainer(config)
     reports: list[tuple[int, dict[str, float]]] = []
     validator = Validator(
         config.validation,
-        plan.validation_loaders,
-        run.model,
-        run.microbatches,
+        trainer.validation_loaders,
+        trainer.model,
+        trainer.train_step.microbatches,
         lambda step, results: reports.append((step, results)),
         must_stop=lambda: False,
         watch=lambda _: nullcontext(),
     )
     for step in range(1, 5):
         validator.maybe_run(step, last=step == 3)
-    plan.loader.close()
-    run.checkpoint.close()
+    trainer.dataloader.close()
+    trainer.checkpointer.close()
     return reports
 
 
@@ -157,12 +155,11 @@ def test_every_layout_gives_the_same(
 def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
     """Whether parameters and averages are what they were after a validation of the averages that ends in its midst."""
     with joinery_of(TINY):
-        plan = plan_run(config)
-        run = build_run(config, plan)
-    assert run.averages is not None
-    for average in run.averages.averages.values():
+        trainer = Trainer(config)
+    assert trainer.ema is not None
+    for average in trainer.ema.averages.values():
         average += 1.0
-    before = {name: local(tensor).clone() for name, tensor in flatten(run.checkpoint.states).items()}
+    before = {name: local(tensor).clone() for name, tensor in flatten(trainer.checkpointer.states).items()}
     calls = count()
 
     def asked_in_the_second_batch() -> bool:
@@ -173,20 +170,20 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
 
     validator = Validator(
         config.validation,
-        plan.validation_loaders,
-        run.model,
-        run.microbatches,
+        trainer.validation_loaders,
+        trainer.model,
+        trainer.train_step.microbatches,
         lambda *_: None,
-        averaged=run.averaged,
+        averaged=trainer.averaged_weights,
         must_stop=asked_in_the_second_batch,
         watch=lambda _: nullcontext(),
     )
     with pytest.raises(DataError) if ends_by_error else nullcontext():
         validator.maybe_run(1, last=True)
     assert next(calls) == 2
-    after = flatten(run.checkpoint.states)
-    plan.loader.close()
-    run.checkpoint.close()
+    after = flatten(trainer.checkpointer.states)
+    trainer.dataloader.close()
+    trainer.checkpointer.close()
     return all(torch.equal(local(after[name]), tensor) for name, tensor in before.items())
 
 

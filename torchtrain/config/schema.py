@@ -1,7 +1,7 @@
 """Every option there is: one frozen dataclass per section of the TOML file.
 
 The text under a field is its documentation, shown by ``--help``, and its type says which values it may have. A section
-refuses others; ``run_plan.plan_run`` refuses what depends on several sections or on the number of ranks.
+refuses others; ``trainer.validate`` rejects what depends on several sections or on the number of ranks.
 """
 
 import math

@@ -94,7 +94,10 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         self._watched: tuple[str, float] | None = None  # what is under way, and since when by time.monotonic()
         self._longest_seconds = 0.0  # that anything watched has taken
         self._closed = threading.Event()
+
+    def __enter__(self) -> "HangWatch":
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+        return self
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:

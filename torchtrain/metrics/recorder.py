@@ -75,10 +75,16 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if config.straggler_freq and ranks > 1:
             self.stragglers = StragglerWatch(config, self.device, self.side_group, self.record_event)
         self.writers: Writers | None = None
+
+    def __enter__(self) -> "MetricsRecorder":
+        """Open the files, and begin to measure."""
+        self.restart(self.start_step)
         if dist.get_rank() == 0:
-            self.writers = Writers(config, self.folder, self.config_toml, self.start_step)
+            self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step)
             with BestEffort("the first line of metrics.jsonl"):
-                self.record_event(self.start_step, "start", {"run": self.run, "ranks": ranks, **where(self.device)})
+                started = {"run": self.run, "ranks": dist.get_world_size(), **where(self.device)}
+                self.record_event(self.start_step, "start", started)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.stragglers is not None and error is None:

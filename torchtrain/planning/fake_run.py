@@ -34,11 +34,10 @@ from torchtrain.parallelisms.limits.pipeline import resolve_microbatches
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.planning.compiled import compiling_for
-from torchtrain.planning.following import following
+from torchtrain.planning.following import LedgerHook, following
 from torchtrain.planning.ledger import Action, Ledger
 from torchtrain.planning.operations import tensors_in
 from torchtrain.planning.stand_ins import orders_of
-from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -47,6 +46,7 @@ from torchtrain.torch_internals import (
     _PipelineSchedule,
     _scoped_library,
 )
+from torchtrain.trainer import TrainStep
 
 aten = torch.ops.aten
 STEPS = 2  # the second has Adam's states from its beginning
@@ -197,6 +197,13 @@ def rehearse(
             return two_steps(config, model, ledger, max_microbatches)
 
 
+class UnreadGuard(UpdateGuard):
+    """Its results are never read: fake tensors have no values."""
+
+    def settle(self) -> None:
+        pass
+
+
 def two_steps(
     config: JobConfig,
     model: ParallelModel,
@@ -222,17 +229,17 @@ def two_steps(
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        UpdateGuard(config.faults, stop, SpikeWindow(config.faults, device), lambda *_: None),
+        UnreadGuard(config.faults, stop, SpikeWindow(config.faults, device), lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
-        averages=averages,
+        ema=averages,
+        hooks=[LedgerHook(ledger)],
     )
     ledger.adopt(parameters, "parameters")
     if averages is not None:
         ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
     ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
-    # What the guard found is never read: fake tensors have no values.
-    with following(ledger), patch.object(UpdateGuard, "settle", lambda _: None):
+    with following(ledger):
         for step in range(1, STEPS + 1):
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))

@@ -11,10 +11,25 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchtrain.distributed.mesh import local
 from torchtrain.loss import OutputLoss
-from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.planning.ledger import Ledger
-from torchtrain.steps.train_step import TrainStep
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
+from torchtrain.trainer import StepHook
+
+
+class LedgerHook(StepHook):
+    """Records in ``ledger`` where microbatches begin, and what belongs to the optimizer's update."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def before_microbatch(self, index: int) -> None:  # noqa: ARG002
+        self.ledger.record.microbatches.append(len(self.ledger.record.operations))
+
+    def after_backward(self) -> None:
+        self.ledger.part = "update"
+
+    def after_step(self, *_: Any) -> None:
+        self.ledger.part = "forward"
 
 
 @contextmanager
@@ -67,9 +82,6 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
     def chunk(name: str, stage: PipelineStage, number: int, *_: Any) -> None:
         ledger.record.chunks[len(ledger.record.operations)] = name, stage.stage_index // stage.group_size, number
 
-    def microbatch(*_: Any) -> None:
-        ledger.record.microbatches.append(len(ledger.record.operations))
-
     reduce = FSDPParamGroup.post_backward
     gathering = {"module": "", "fsdp": True, "kind": "gathered"}
     with (
@@ -81,12 +93,9 @@ def following(ledger: Ledger) -> Iterator[Ledger]:
         at(FSDPParamGroup, "pre_forward", enter),
         at(FSDPParamGroup, "post_forward", leave),
         at(FSDPParamGroup, "pre_backward", enter),
-        at(ParallelModel, "forward_backward", microbatch),
-        at(ParallelModel, "finish_gradients", part="update"),
         at(PipelineStage, "forward_one_chunk", partial(chunk, "FORWARD")),
         at(PipelineStage, "backward_one_chunk", partial(chunk, "FULL_BACKWARD")),
         at(OutputLoss, "__call__", part="loss"),
-        at(TrainStep, "_update", part="update"),
         ledger,
     ):
         yield ledger

@@ -1,0 +1,580 @@
+"""The trainer: a training run from its config to its last checkpoint, read from top to bottom.
+
+``Trainer.__init__`` builds every component in a fixed order, ``Trainer.train`` is the training loop, and ``TrainStep``
+is one optimizer step. Components know nothing of each other's order; this file is the only place that has it.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtrain.attention.backends import choose_attention_backend
+from torchtrain.checkpoint.hf import check_same_shape
+from torchtrain.checkpoint.history import newest_config, saved_steps
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
+from torchtrain.checkpoint.weights import find_weights, load_weights
+from torchtrain.config.parse import to_toml, train_configs
+from torchtrain.config.schema import JobConfig, Model, Source, Training
+from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.loader import Batch, Loader
+from torchtrain.datasets.sources import with_revisions
+from torchtrain.devices import peak_flops
+from torchtrain.distributed.agreement import of_first_rank, of_first_rank_untimed
+from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.distributed.process_group import (
+    all_reduce,
+    destroy_process_group,
+    init_process_group,
+    pick_device,
+    rank,
+    set_timeout,
+    side_group,
+    world_size,
+)
+from torchtrain.errors import ConfigError, DataError, FaultError, StoppedError
+from torchtrain.export import check_export, export_hf, needs_export
+from torchtrain.faults.hangs import REPORT_SECONDS, HangWatch, enable_flight_recorder
+from torchtrain.faults.stopping import StopRequest
+from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
+from torchtrain.float8 import compute_scales, gathers_float8
+from torchtrain.initialization import layout_independent_init
+from torchtrain.log import BestEffort, logger
+from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
+from torchtrain.lr_schedule import LRSchedule
+from torchtrain.metrics.beginning import describe
+from torchtrain.metrics.recorder import MetricsRecorder
+from torchtrain.metrics.writers import check_writers, has_validation, set_aside_other_run
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama.flops import flops_per_token
+from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.groups import build_optimizer, update
+from torchtrain.outputs import require_folder, written_whole
+from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
+from torchtrain.profiling import Profiler
+from torchtrain.shape import document_start, given, longest_context, model_shape, resolve_model
+from torchtrain.tokenizers import Tokenizer, load_tokenizer
+from torchtrain.trained_model import saved_config, with_longest_context
+from torchtrain.validation import Validator
+
+
+class Trainer:
+    """Trains a model as ``config`` says. Every rank makes one; all methods are collective.
+
+    Raises:
+        ConfigError, DataError: the config, or data that it names, cannot be trained on.
+        CheckpointError: there are checkpoints, and none can be resumed from.
+        StorageError: a file system, the network or another rank does not answer.
+    """
+
+    step: int
+    """The last optimizer step that is complete; of a new run 0."""
+
+    def __init__(self, config: JobConfig) -> None:
+        # First: the wall-clock limit is that of the process, and what follows may take minutes.
+        self.stop = StopRequest(config.faults)
+
+        # Resolve and validate the config. No process group exists yet: a mistake costs seconds, on any number of ranks.
+        self.device = device = pick_device(config.job.device)
+        config = with_longest_context(replace(config, model=resolve_model(config.model)))
+        self.parallel_dims = dims = resolve_degrees(config.parallelism, world_size())
+        config = resolve_batch_size(config, dims)
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.model_config = replace(
+            model_shape(config.model, self.tokenizer, config.training.seq_len), **asdict(config.mup)
+        )
+        validate(config, device, dims, self.model_config)
+        document_start_id = document_start(config, self.tokenizer)
+        choose_attention_backend(config.training.attention_backend, device)
+
+        # Process groups. The device mesh names every axis along which ranks communicate.
+        folder = Path(config.job.dump_folder)
+        enable_flight_recorder(folder / "hangs")
+        if config.training.deterministic:
+            use_deterministic_kernels()
+        init_process_group(device, config.comm.init_timeout_seconds)
+        self.mesh = mesh = Mesh(device, dims)
+        self.gloo_group = side_group(device, config.comm.init_timeout_seconds)
+
+        # Data.
+        self.config = config = with_dataset_revisions(config)
+        self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device)
+        require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")  # what is rejected above leaves nothing
+        if config.checkpoint.enable and os.path.lexists(folder / "checkpoint"):
+            require_folder(folder / "checkpoint", str(folder / "checkpoint"))
+        if world_size() > 1:
+            for loader in (self.dataloader, *self.validation_loaders.values()):
+                loader.connect(self.gloo_group)
+
+        # Model: meta device, parallelize, to_empty; then initial weights, or those of a checkpoint.
+        self.model = build_parallel_model(self.model_config, mesh, device, config)
+        config_toml = to_toml(config)
+        resume_point = find_start(config.checkpoint, folder / "checkpoint", config_toml, self.dataloader.identity)
+        self.init_or_load_weights(resume_point.step)
+
+        # Optimizer. Built after to_empty, which replaces parameters.
+        self.optimizer = build_optimizer(self.model.parts, config.optimizer, mesh, self.model_config)
+        self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
+        warn_of_zero_rate(self.schedule, config.training.steps)
+        self.ema = Averages(self.model.parts, config.ema) if config.ema.enable else None
+        self.spikes = SpikeWindow(config.faults, device)
+
+        # Checkpoints: everything that the next step depends on.
+        self.checkpointer = CheckpointManager(
+            config.checkpoint, folder / "checkpoint", self.states(), config_toml, resume_point, self.stop
+        )
+        self.step = self.start_step = self.checkpointer.resume() or 0
+        # The groups of the mesh have torch's default timeout until now: 10 minutes of NCCL, 30 of gloo.
+        set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
+        if rank() == 0:
+            with BestEffort("renaming files of another run"):
+                set_aside_other_run(folder, self.checkpointer.claim.run, resumed=self.step > 0)
+            with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
+                file.write(config_toml.encode())
+        describe(config, self.model_config, device, dims)
+
+        # What runs beside the steps: metrics, the watchdog, validation, the profiler.
+        self.metrics = MetricsRecorder(
+            config.metrics,
+            folder,
+            device=device,
+            loss_group=mesh.loss.get_group(),
+            side_group=self.gloo_group,
+            tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+            flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
+            peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            start_step=self.start_step,
+            last_step=config.training.steps,
+            config_toml=config_toml,
+            run=self.checkpointer.claim.run,
+        )
+        self.watchdog = HangWatch(
+            folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
+        )
+        self.guard = UpdateGuard(
+            config.faults, self.stop, self.spikes, self.metrics.record_event, self.checkpointer.clock
+        )
+        microbatches = Microbatches(mesh, device, config.training.local_batch_size, document_start_id)
+        self.train_step = TrainStep(
+            self.model,
+            microbatches,
+            self.optimizer,
+            self.schedule,
+            self.guard,
+            max_norm=config.training.max_norm,
+            before_update=self.checkpointer.before_update,
+            ema=self.ema,
+        )
+        self.validator = Validator(
+            config.validation,
+            self.validation_loaders,
+            self.model,
+            microbatches,
+            self.metrics.record_validation,
+            averaged=self.averaged_weights,
+            must_stop=partial(self.stop.agree, self.gloo_group),
+            watch=self.watchdog.watch,
+        )
+        self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
+
+    def states(self) -> dict[str, Stateful]:
+        """The states that a checkpoint holds, by name."""
+        config, model = self.config, self.model
+        model_state = ModelState(model.parts, self.model_config.tied_embeddings)
+        if gathers_float8(config.float8, self.parallel_dims.fsdp):
+            rescale = partial(compute_scales, model.parts)
+            self.optimizer.register_step_post_hook(rescale)
+            # Not only by the hook: DCP steps the optimizer before it loads the weights.
+            model_state.after_load = rescale
+            if self.ema is not None:
+                self.ema.after_exchange = rescale
+        states: dict[str, Stateful | None] = {
+            "model": model_state,
+            "optimizer": OptimizerState(model.parts, self.optimizer),
+            "ema": self.ema,
+            "sums": model.sums,
+            "spikes": self.spikes if config.faults.spike_threshold > 0 else None,
+            "loader": LoaderState(self.dataloader, self.mesh),
+        }
+        return {name: state for name, state in states.items() if state is not None}
+
+    def init_or_load_weights(self, resume_step: int | None) -> None:
+        """Give the model its first values; only its buffers where the checkpoint of ``resume_step`` has all else."""
+        config, parts = self.config, self.model.parts
+        initial = config.checkpoint.initial_load_path
+        if resume_step is None and not initial:
+            initialize(parts, config.training.seed, self.device)
+            return
+        initialize_buffers(parts, self.device)
+        if resume_step is not None:
+            if initial:
+                logger.info(
+                    f"checkpoint.initial_load_path = {initial!r} is not used: the run resumes from its own step "
+                    f"{resume_step}"
+                )
+            return
+        folder = find_weights(Path(initial))
+        saved = of_first_rank(lambda: saved_config(folder))
+        check_initial_weights(saved, config, self.model_config, folder)
+        load_weights(parts, folder, self.model_config)
+        logger.info("starts from the weights in %s", initial)
+
+    def train(self) -> int:
+        """Train to ``training.steps``, until the data end, or until the run is asked to stop.
+
+        Returns the exit code of the process: 0, or that of a run that was stopped before its end.
+        """
+        steps = self.config.training.steps
+        missed_validation = self.misses_validation()
+        if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
+            logger.info("the run is complete: step %d of %d; to go on, raise training.steps", self.step, steps)
+            destroy_process_group()
+            return 0
+        gc.disable()  # all ranks collect garbage at the same step, below: none waits while another does
+        with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
+            if missed_validation:
+                self.validate(last=self.step == steps)
+            self.run_steps()
+        stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
+        if not stopped and self.misses_export():
+            with self.stop.during_export(saved=self.config.checkpoint.enable):
+                export_hf(self.config, self.step, self.checkpointer, self.model_config)
+        at_end = "done" if self.step == steps else "the data ended (data.when_exhausted = 'stop')"
+        ending = "stopped as asked" if stopped else at_end
+        logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.config.job.dump_folder)
+        if not self.config.checkpoint.enable:
+            kept = (
+                "only the weights in hf/ are"
+                if self.config.checkpoint.last_save_in_hf and not stopped
+                else "nothing is"
+            )
+            logger.warning("checkpoint.enable = false: of what this run has learned, %s saved", kept)
+        destroy_process_group()
+        return StoppedError().exit_code if stopped else 0
+
+    def run_steps(self) -> None:
+        """The training loop."""
+        config, checkpointer, guard = self.config, self.checkpointer, self.guard
+        steps = config.training.steps
+        batches, computed = self.metrics.time_waiting(self.dataloader), 0
+        if config.compile.enable:
+            logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
+        logger.info("training begins with step %d of %d", self.step + 1, steps)
+        while self.step < steps and not self.stop.agreed:
+            with self.watchdog.watch(f"step {self.step + 1}"):
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                self.step += 1
+                last = self.step == steps
+                loss, grad_norm = self.train_step(self.step, batch)
+                computed = self.step  # the step of this loss
+                if last or checkpointer.is_due(self.step) or guard.steps_are_long:
+                    guard.settle()  # never checkpoint or stop at a step whose numbers have not been checked
+            if guard.must_roll_back_before is not None:
+                self.roll_back()
+                continue
+            self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step))
+            self.save(last)
+            self.validate(last)
+            self.profiler.step(self.step)
+            if self.step == self.start_step + 1:
+                self.shorten_timeouts()
+            if self.step % config.training.gc_freq == 0:
+                gc.collect(1)
+        if self.step == steps:
+            return
+
+        # The run was asked to stop, or the data ended: check the last step, then save it as one would the last of all.
+        guard.settle()
+        if guard.must_roll_back_before is not None:
+            self.roll_back()
+        if self.step > self.start_step:
+            self.save(last=True, required=not self.stop.agreed)
+            if self.step == computed:
+                self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step), ended=True)
+        if not self.stop.agreed:
+            if self.step == 0:
+                raise DataError(
+                    "the data do not fill one batch, training.global_batch_size sequences of training.seq_len tokens: "
+                    "give more, make batches smaller, or set data.when_exhausted = 'repeat'"
+                )
+            if self.misses_validation():
+                self.validate(last=True)
+
+    def save(self, last: bool, *, required: bool = True) -> None:
+        """Save a checkpoint if one is due; see ``CheckpointManager.maybe_save``."""
+        if self.checkpointer.is_due(self.step, last):
+            with self.watchdog.watch(f"save of step {self.step}"):
+                self.checkpointer.maybe_save(self.step, last, required)
+
+    def validate(self, last: bool) -> None:
+        """Validate if it is due."""
+        with self.metrics.uncounted():
+            self.validator.maybe_run(self.step, last)
+
+    def misses_validation(self) -> bool:
+        """Whether no process has finished a validation after the current step, due or not; False with none on."""
+        if not (self.config.validation.enable and self.step):
+            return False
+        file = Path(self.config.job.dump_folder) / "metrics.jsonl"
+        return not of_first_rank(lambda: has_validation(file, self.step), self.gloo_group)
+
+    def misses_export(self) -> bool:
+        """Whether ``hf/`` is asked for and does not hold the weights of the current step."""
+        return needs_export(self.config, self.step, self.gloo_group)
+
+    def roll_back(self) -> None:
+        """Load the newest valid checkpoint from before the bad step. The data are not rewound.
+
+        Raises:
+            FaultError: there is none.
+        """
+        bad_step = self.guard.must_roll_back_before
+        assert bad_step is not None
+        step = self.checkpointer.roll_back(bad_step, only=("model", "optimizer", "ema"))
+        if step is None:
+            raise FaultError(
+                f"faults.on_bad_numbers = 'rollback', but there is no good checkpoint before step {bad_step} to go "
+                "back to; a lower optimizer.lr, another seed or on_bad_numbers = 'skip' may get past it"
+            )
+        self.step = step
+        self.guard.rolled_back()
+        self.metrics.restart(step)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model has its averaged weights."""
+        assert self.ema is not None
+        self.checkpointer.before_update()
+        return self.ema.exchanged()
+
+    def shorten_timeouts(self) -> None:
+        """After the first step, which may compile, and connects ranks, a hang is noticed sooner."""
+        self.watchdog.set_timeout_after_first_step(self.config.comm.train_timeout_seconds, self.device)
+        set_timeout(self.watchdog.timeout_seconds + REPORT_SECONDS, longer=[self.checkpointer.group])
+
+
+class StepHook:
+    """Observes train steps from outside: override what you need, and append an instance to ``TrainStep.hooks``.
+
+    A hook must not change what it sees. Collectives in it are fine if all ranks have the hook.
+    """
+
+    def before_step(self, step: int, batch: Batch) -> None:
+        """Called with the number of the step, from 1, and this rank's rows of the global batch."""
+
+    def before_forward_backward(self, batch: Batch) -> None:
+        """Called before the first microbatch; again if exact sums overflow and the step is computed again."""
+
+    def before_microbatch(self, index: int) -> None:
+        """Called before forward and backward of a microbatch (with a pipeline: of one run of its schedule)."""
+
+    def after_backward(self) -> None:
+        """Called after the last microbatch's backward; gradients may still be sums that are not scaled or shared."""
+
+    def after_gradients(self) -> None:
+        """Called when ``parameter.grad`` is the gradient of the global batch's loss, before clipping."""
+
+    def after_update(self) -> None:
+        """Called after the optimizer step, before gradients are freed."""
+
+    def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:
+        """Called at the end of the step."""
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """One optimizer step. Call it with the step's number, from 1, and this rank's rows of the global batch."""
+
+    model: ParallelModel
+    microbatches: Microbatches
+    optimizer: torch.optim.Optimizer
+    schedule: LRSchedule
+    guard: UpdateGuard
+    _: KW_ONLY
+    max_norm: float
+    """The gradient is scaled down to this L2 norm where its own is larger."""
+    before_update: Callable[[], None]
+    """Called just before the optimizer step."""
+    ema: Averages | None = None
+    hooks: list[StepHook] = field(default_factory=list)
+
+    def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
+        """Returns the loss that this rank has computed and the gradient's norm before clipping, left on the device."""
+        for hook in self.hooks:
+            hook.before_step(step, batch)
+        # The denominator is that of the whole global batch, known before the first backward: so a token weighs the same
+        # whatever rank and microbatch it is in, and gradients need only be summed.
+        global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
+        all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
+        loss = self.forward_backward(batch, global_tokens)
+        while not self.model.finish_gradients():
+            logger.info("step %d is repeated: its gradients are larger than exact sums were prepared for", step)
+            self.optimizer.zero_grad()
+            loss = self.forward_backward(batch, global_tokens)
+        grad_norm = self.clip_and_update(step, loss)
+        for hook in self.hooks:
+            hook.after_step(step, batch, loss, grad_norm)
+        return loss, grad_norm
+
+    def forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
+        """Forward and backward of all microbatches. Gradients add up in the parameters' ``grad``."""
+        for hook in self.hooks:
+            hook.before_forward_backward(batch)
+        count = len(batch.tokens) // self.microbatches.local_batch_size
+        self.model.begin_gradients(len(batch.tokens))
+        losses = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self.model.device)
+        for i, microbatch in enumerate(self.microbatches(batch)):
+            tokens += (microbatch.labels != IGNORE_INDEX).sum()
+            for hook in self.hooks:
+                hook.before_microbatch(i)
+            losses += exact_nats(self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1))
+        for hook in self.hooks:
+            hook.after_backward()
+        z_loss = losses[1] if self.model.loss.z_weight else None
+        return TokenLoss(losses[0], tokens * self.model.has_loss, z_loss)
+
+    def clip_and_update(self, step: int, loss: TokenLoss) -> Tensor:
+        """Clip the gradient and update the parameters, unless the guard skips it; returns the norm before clipping."""
+        tied_replicas = self.share_tied_gradient()
+        for hook in self.hooks:
+            hook.after_gradients()
+        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, tied_replicas, exact=self.model.sums is not None)
+        # 1 on the device where the update must be skipped: the host does not wait for it.
+        skip = self.guard.judge(step, loss, grad_norm)
+        self.schedule.apply(self.optimizer, step)
+        self.before_update()
+        update(self.optimizer, skip)
+        if self.ema is not None:
+            self.ema.update(step, skip)
+        for hook in self.hooks:
+            hook.after_update()
+        self.optimizer.zero_grad()
+        return grad_norm
+
+    def share_tied_gradient(self) -> Sequence[nn.Parameter]:
+        """Sum the gradient of a tied embedding over the two pipeline stages that hold it.
+
+        Returns parameters that another pipeline stage holds, too: their gradient counts once in the norm.
+        """
+        if self.model.pipeline is None:
+            return ()
+        self.model.pipeline.share_tied_gradient()
+        return self.model.pipeline.copies
+
+
+def resolve_batch_size(config: JobConfig, dims: Degrees) -> JobConfig:
+    """``config`` with ``training.global_batch_size`` as a number."""
+    size = resolve_global_batch_size(config, dims)
+    return replace(config, training=replace(config.training, global_batch_size=size))
+
+
+def validate(config: JobConfig, device: torch.device, dims: Degrees, model: TransformerConfig) -> None:
+    """Raise ConfigError where this device or layout cannot do what ``config`` asks, or a package or file is missing."""
+    check_writers(config.metrics)
+    initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
+    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a run that resumes does not read it
+        find_weights(Path(initial))
+    check_layout(config, device, dims, model)
+    check_export(config, model)
+    if not config.job.config_file and config.model == Model() and config.training == Training():
+        raise ConfigError(
+            f"nothing says what to train: name a config by --job.config_file, such as {', '.join(train_configs())}, or "
+            "set options of [model] and [training]. ./run_llama_train.sh takes train_configs/debug_model.toml"
+        )
+
+
+def use_deterministic_kernels() -> None:
+    """In this process, from now on; RuntimeError where an operation has none. Call it before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Else torch fills every new tensor with NaN, for code that reads uninitialized memory. A step does not.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def with_dataset_revisions(config: JobConfig) -> JobConfig:
+    """``config`` with a revision for each dataset of the hub: that of the newest checkpoint, or else the newest.
+
+    Collective.
+    """
+    ask, folder = of_first_rank_untimed, Path(config.job.dump_folder) / "checkpoint"
+    held_out = config.validation.all if config.validation.enable else ()
+    if not any(source.name for source in (*config.data.all, *held_out)):
+        return config
+    saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
+    data, validation = config.data, config.validation
+    data = with_revisions(data, saved.data if saved else None, "data", ask)
+    if validation.enable:
+        validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
+    return replace(config, data=data, validation=validation)
+
+
+def build_loaders(
+    config: JobConfig, tokenizer: Tokenizer, dims: Degrees, device: torch.device
+) -> tuple[Loader, dict[str, Loader]]:
+    """The loader of ``[data]`` and, by label, those of ``[validation]``, for the rows of this rank. Collective."""
+    rows_per_part = config.training.global_batch_size // dims.batch
+    first_row = dims.batch_rank(rank()) * rows_per_part
+    open_loader = partial(
+        build_loader,
+        tokenizer=tokenizer,
+        seq_len=config.training.seq_len,
+        global_batch_size=config.training.global_batch_size,
+        rows=range(first_row, first_row + rows_per_part),
+        seed=config.training.seed,
+        device=device,
+        ask=of_first_rank_untimed,
+    )
+    validation_loaders = {}
+    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
+        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
+        fields = asdict(source)  # one source, with the loader's options of [data]
+        once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
+        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False, count_bytes=True)
+    return open_loader(config.data), validation_loaders
+
+
+def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:
+    """Fill the parameters and buffers of ``parts``, sharded or not, as ``seed`` says."""
+    with layout_independent_init(parts, seed):
+        for part in parts:
+            part.init_weights()
+    initialize_buffers(parts, device)
+
+
+def check_initial_weights(saved: JobConfig, config: JobConfig, model: TransformerConfig, folder: Path) -> None:
+    """Raise ConfigError where the weights in ``folder``, of the config ``saved``, have not the shapes of ``model``."""
+    # No weight's shape depends on these: [model.shape] may change them, as for longer sequences.
+    may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
+    longest, stated = longest_context(saved), longest_context(config)
+    if longest > model.max_seq_len:
+        logger.warning(
+            f"{folder} has weights for sequences of {longest} tokens, and training.seq_len is "
+            f"{model.max_seq_len}: exports of this run, evaluate and generate take {stated} as the longest context "
+            "(model.shape.max_position_embeddings)"
+        )
+    section = replace(saved.model, vocab_size=saved.model.vocab_size or model.vocab_size)  # None: of its tokenizer
+    check_same_shape(model_shape(section, None, model.max_seq_len), model, folder, may_differ)
+
+
+def warn_of_zero_rate(schedule: LRSchedule, steps: int) -> None:
+    """Warn where the last steps would change nothing."""
+    if steps > schedule.total and schedule.rate(steps) == 0:
+        logger.warning(
+            f"after step {schedule.total} (lr_scheduler.total_steps) the learning rate is 0: later steps, up to "
+            f"training.steps = {steps}, change nothing; lengthen the schedule, or raise its floor, "
+            "lr_scheduler.min_lr_factor"
+        )
