@@ -166,7 +166,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
     from unittest.mock import patch
 
     import torchtrain.trainer
-    from torchtrain.profiling import Profiler
+    from torchtrain.metrics.profiler import Profiler
     from torchtrain.train import main
 
     arguments = [
@@ -185,7 +185,7 @@ def run_ours(entrant: Entrant, steps_per_turn: int) -> None:
     gate = make_gate(entrant, steps_per_turn) if first else None
     # The vocabulary of the size that is measured, not of the tokenizer at hand.
     with (
-        patch.object(torchtrain.trainer, "model_shape", lambda *_: shape(entrant)),
+        patch.object(torchtrain.trainer, "build_model_config", lambda *_: shape(entrant)),
         patch.object(Profiler, "step", lambda *_: gate.step() if gate else None),
     ):
         sys.exit(main(arguments))
@@ -196,8 +196,8 @@ def run_bare(entrant: Entrant, steps_per_turn: int) -> None:
     import torch
     import torch.nn.functional as F
 
-    from torchtrain.attention.backends import apply_attention_backend
     from torchtrain.models.llama import Transformer
+    from torchtrain.parallelisms.attention_backend import apply_attention_backend
 
     model = Transformer(shape(entrant)).to(entrant.device)
     apply_attention_backend(model, "auto", getattr(torch, entrant.dtype), torch.device(entrant.device))

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.resume_point import find_resume_point
 from torchtrain.checkpoint.states import ModelState, OptimizerState, TensorSavePlanner, flatten
-from torchtrain.config.schema import Checkpoint
+from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import init_process_group
 
@@ -50,9 +50,9 @@ class Benchmark:
         self.saves = 0
 
     def manager(self, mode: str) -> CheckpointManager:
-        config = Checkpoint(enable=True, interval=1, keep_latest_k=0, async_mode=mode)  # type: ignore[arg-type]
+        config = CheckpointConfig(enable=True, interval=1, keep_latest_k=0, async_mode=mode)  # type: ignore[arg-type]
         folder = self.folder / mode
-        return CheckpointManager(config, folder, self.states, "", find_start(config, folder, ""))
+        return CheckpointManager(config, folder, self.states, "", find_resume_point(config, folder, ""))
 
     def step(self) -> None:
         self.model(self.input).square().mean().backward()

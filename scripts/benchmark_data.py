@@ -39,13 +39,13 @@ import sentencepiece
 import tiktoken
 import torch
 
-from torchtrain.config.schema import Data, Source
+from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.files import open_standard_library
-from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard
-from torchtrain.datasets.preparing import prepare
-from torchtrain.tokenizers import (
+from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenizers import (
     LLAMA3_RANKS,
     SentencePieceTokenizer,
     TiktokenTokenizer,
@@ -108,13 +108,13 @@ def in_processes(encode: Callable[[str], list[int]], texts: list[str], count: in
         process.join()
 
 
-def prepare_quietly(source: Source, tokenizer_path: str, output: Path, processes: int, cache: Path) -> None:
+def prepare_quietly(source: SourceConfig, tokenizer_path: str, output: Path, processes: int, cache: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = str(cache)
     with contextlib.redirect_stderr(io.StringIO()):
         prepare(source, "data", tokenizer_path, output, processes)
 
 
-def loader_of(config: Data, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: int = ROWS) -> Loader:
+def loader_of(config: DataConfig, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: int = ROWS) -> DataLoader:
     return build_loader(
         config,
         tokenizer,
@@ -126,7 +126,7 @@ def loader_of(config: Data, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: 
     )
 
 
-def read(loader: Loader, steps: int) -> None:
+def read(loader: DataLoader, steps: int) -> None:
     for _ in range(steps):
         next(loader)
 
@@ -195,7 +195,9 @@ def read_cold(folder: Path, rounds: int) -> None:
     del tokens, windows
 
     def ours() -> Callable[[Any], object]:
-        loader = loader_of(Data(path=str(folder / "cold"), prefetch=0, verify_gib=0), load_tokenizer(), seq_len, rows)
+        loader = loader_of(
+            DataConfig(path=str(folder / "cold"), prefetch=0, verify_gib=0), load_tokenizer(), seq_len, rows
+        )
         return lambda _: next(loader)
 
     def memmap() -> Callable[[Any], object]:
@@ -294,7 +296,7 @@ def main() -> None:
                     tokens * options.copies,
                     options.rounds,
                     lambda: prepare_quietly(
-                        Source(path=str(files)),
+                        SourceConfig(path=str(files)),
                         path,  # noqa: B023
                         folder / f"{kind}-{row}-{(number := next(numbers))}",  # noqa: B023
                         cores,
@@ -306,8 +308,8 @@ def main() -> None:
         encode = bare_encoder(tokenizer)
         steps = 100
         for kind, config in (
-            ("local files", Data(path=str(files), prefetch=0)),
-            ("streaming", Data(name=str(files), prefetch=0)),
+            ("local files", DataConfig(path=str(files), prefetch=0)),
+            ("streaming", DataConfig(name=str(files), prefetch=0)),
         ):
             loader = loader_of(config, tokenizer)
             read(loader, 2)
@@ -320,7 +322,7 @@ def main() -> None:
                 lambda: [encode(text) for text in needed],  # noqa: B023
             )
         prepared = folder / "sentencepiece-first time-0"
-        loader = loader_of(Data(path=str(prepared), prefetch=0), tokenizer)
+        loader = loader_of(DataConfig(path=str(prepared), prefetch=0), tokenizer)
         whole = folder / "whole"
         whole.write_bytes(b"".join(path.read_bytes() for path in sorted(prepared.glob("*.tokens"))))
         memmap = np.memmap(whole, "<u2", "r")

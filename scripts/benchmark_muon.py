@@ -21,8 +21,8 @@ from benchmark_sums import in_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import JobConfig, Optimizer, Parallelism, Training
-from torchtrain.distributed.mesh import Mesh, local, resolve_degrees
+from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.muon import Muon, block_of, orthogonalize
@@ -51,15 +51,15 @@ WAYS = {"owners": Muon, "repeated": Repeated}
 def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int]:
     """The optimizer of a model with gradients, and the elements of the matrices."""
     config = JobConfig(
-        training=Training(mixed_precision_param="float32"),
-        parallelism=Parallelism(data_parallel_replicate_degree=args.replicas),
-        optimizer=Optimizer(name="muon", lr=1e-3),
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=ParallelismConfig(data_parallel_replicate_degree=args.replicas),
+        optimizer=OptimizerConfig(name="muon", lr=1e-3),
     )
     device, heads = torch.device("cpu"), max(1, args.width // 64)
     shape = TransformerConfig(args.width, args.layers, heads, heads, args.width * 4, args.vocab)
     model = build_parallel_model(
         shape,
-        Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
+        Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
         device,
         config,
     )

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
-from torchtrain.config.schema import JobConfig, LRScheduler, Parallelism, Training
+from torchtrain.config.schema import JobConfig, LRSchedulerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
-from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
-from torchtrain.lr_schedule import LRSchedule
+from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.trainer import TrainStep, initialize
@@ -52,11 +52,11 @@ class NoStop:
 def make_step(way: str, args: argparse.Namespace) -> TrainStep:
     training, parallelism = WAYS[way]
     config = JobConfig(
-        training=Training(
+        training=TrainingConfig(
             local_batch_size=args.tokens // SEQ_LEN, seq_len=SEQ_LEN, mixed_precision_param=args.dtype, **training
         ),
-        parallelism=Parallelism(**parallelism),
-        lr_scheduler=LRScheduler(warmup_steps=0),
+        parallelism=ParallelismConfig(**parallelism),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0),
     )
     device = torch.device("cpu")
     heads = max(1, args.width // 64)
@@ -65,7 +65,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
     )
     model = build_parallel_model(
         shape,
-        Mesh(device, resolve_degrees(config.parallelism, dist.get_world_size())),
+        Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
         device,
         config,
     )
@@ -75,7 +75,9 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         Microbatches(model.mesh, device, config.training.local_batch_size, None),
         build_optimizer(model.parts, config.optimizer),
         LRSchedule(config.lr_scheduler, 1e-4, 10000),
-        UpdateGuard(config.faults, cast(StopRequest, NoStop()), SpikeWindow(config.faults, device), lambda *_: None),
+        NonFiniteGuard(
+            config.faults, cast(StopRequest, NoStop()), SpikeDetector(config.faults, device), lambda *_: None
+        ),
         max_norm=1.0,
         before_update=lambda: None,
     )

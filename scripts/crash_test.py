@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
-from torchtrain.outputs import PARTIAL_SUFFIX
+from torchtrain.files import PARTIAL_SUFFIX
 
 RANKS = 2
 TIMEOUT_SECONDS = 600

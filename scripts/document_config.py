@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tomli
 
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
-from torchtrain.config.schema import JobConfig, Source, Sources
+from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig
 
 ROOT = Path(__file__).parent.parent
 HEAD = """\
@@ -58,7 +58,7 @@ def toml(value: Any) -> str:
 def options(section: type) -> str:
     """The options of a section with their defaults, in a line."""
     hints, texts = typing.get_type_hints(section, include_extras=True), []
-    inherited = Source.__dataclass_fields__ if issubclass(section, Sources) else {}
+    inherited = SourceConfig.__dataclass_fields__ if issubclass(section, SourcesConfig) else {}
     if inherited:
         texts.append("the keys of [Source](#source)")
     for field in dataclasses.fields(section):

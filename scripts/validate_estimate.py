@@ -21,17 +21,17 @@ from torch import Tensor
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import resolve_degrees
-from torchtrain.loss import OutputLoss, output_loss
+from torchtrain.distributed.mesh import resolve_parallel_dims
 from torchtrain.models.llama import model
+from torchtrain.models.loss import OutputLoss, output_loss
+from torchtrain.models.model_config import build_model_config
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.planning import fake_run
+from torchtrain.planning import simulation
 from torchtrain.planning.allocator import peak_reserved
-from torchtrain.planning.fake_run import rehearse
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.simulation import simulate
 from torchtrain.planning.timing import Clock, replay
-from torchtrain.shape import model_shape
 
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
 
@@ -113,9 +113,9 @@ def their_policies(row: Row) -> Iterator[None]:
         return cross_entropy(logits, labels)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(activation_checkpoint, "KEPT_PRODUCTS", row.kept))
+        stack.enter_context(patch.object(activation_checkpoint, "SAVED_LINEAR_LAYERS", row.kept))
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
-        stack.enter_context(patch.object(fake_run, "fused_rms_norm", nullcontext))
+        stack.enter_context(patch.object(simulation, "fused_rms_norm", nullcontext))
         if row.holds_logits:
             stack.enter_context(patch.object(output_loss, "cross_entropy_sum", holding))
         if not row.compiled_loss:
@@ -157,10 +157,10 @@ class Trace:
 
 def trace(row: Row) -> Trace:
     config = config_of(row)
-    degrees = resolve_degrees(config.parallelism, row.ranks)
-    shape = model_shape(config.model, None, row.seq_len)
+    degrees = resolve_parallel_dims(config.parallelism, row.ranks)
+    shape = build_model_config(config.model, None, row.seq_len)
     with their_policies(row):
-        first, last = rehearse(config, shape, degrees, 0, capability=(9, 0)).ledger.steps
+        first, last = simulate(config, shape, degrees, 0, capability=(9, 0)).ledger.steps
     reserved, first_step = (
         peak_reserved(allocations, expandable_segments=row.expandable) / GIB
         for allocations in (first.allocations + last.allocations, first.allocations)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from disk_faults import DiskFaults
 from filelock import FileLock
-from forked_door import checked_door
+from forked_command import checked_command
 from forkserver import Server, free_port
 from gloo_pool import GlooPool
 from hub_server import Hub
 
-from torchtrain.log import logger
+from torchtrain.logging import logger
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,7 +72,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
     ]
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
-            checked_door("torchtrain.train", *options)
+            checked_command("torchtrain.train", *options)
             (folder / "done").touch()
     return folder
 
@@ -116,7 +116,7 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logger_as_it_was() -> Iterator[None]:
-    """A door that is called in this process sets the logger up: the next test finds it as it was."""
+    """A command that is called in this process sets the logger up: the next test finds it as it was."""
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
     logger.handlers[:] = handlers

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from data_samples import write_prepared
 from disk_faults import DiskFaults
-from forked_door import checked_door, run_door
+from forked_command import checked_command, run_command
 from forked_run import TINY, ForkedRun, finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from json_tokenizers import save_tokenizer
@@ -33,14 +33,14 @@ from torch import Tensor
 from torchtrain import convert, generate, reading
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.start import GROUP_TIMEOUT, Start, find_start
+from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT, ResumePoint, find_resume_point
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.schema import Checkpoint
+from torchtrain.cli import run_command as run_in_this_process
+from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import StorageError
-from torchtrain.log import run_door as run_in_this_process
+from torchtrain.files import with_retries
 from torchtrain.models.llama import Transformer
-from torchtrain.reading import patiently
 
 STEPS = 8
 
@@ -82,7 +82,7 @@ def test_a_new_run_does_not_begin_where_all_checkpoints_are_damaged(copied: Path
     assert names(copied) == before
 
 
-CONFIG = Checkpoint(enable=True, interval=1)
+CONFIG = CheckpointConfig(enable=True, interval=1)
 
 
 class Numbers:
@@ -98,12 +98,12 @@ class Numbers:
         pass
 
 
-def manager_in(folder: Path, start: Start) -> CheckpointManager:
+def manager_in(folder: Path, start: ResumePoint) -> CheckpointManager:
     return CheckpointManager(CONFIG, folder / "checkpoint", {"state": Numbers()}, "", start)
 
 
 def save_two(folder: Path) -> None:
-    manager = manager_in(folder, find_start(CONFIG, folder / "checkpoint", ""))
+    manager = manager_in(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
     for step in (1, 2):
         manager.maybe_save(step, last=True)
     manager.close()
@@ -124,7 +124,7 @@ def quickly() -> None:
 @quick_pauses()
 def resume(folder: Path) -> str:
     try:
-        manager = manager_in(folder, find_start(CONFIG, folder / "checkpoint", ""))
+        manager = manager_in(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
     except StorageError as error:
         return f"{error.exit_code}: {error}"
     manager.states["state"].numbers.zero_()
@@ -140,7 +140,7 @@ def resume(folder: Path) -> str:
 
 @quick_pauses()
 def load(folder: Path) -> str:
-    manager = manager_in(folder, Start(new_gloo_group(GROUP_TIMEOUT)))
+    manager = manager_in(folder, ResumePoint(new_gloo_group(GROUP_TIMEOUT)))
     try:
         manager.load(2)
         return "loaded"
@@ -195,7 +195,7 @@ def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
 def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error: int, code: int) -> None:
     path = tmp_path / "shut"
     disk.fail("stat", f"{path}*", error)
-    for door, *options in (
+    for command, *options in (
         ("train", "--checkpoint.initial_load_path", path),
         ("generate", path, "--prompt", "a"),
         ("convert", path, tmp_path / "out"),
@@ -203,7 +203,7 @@ def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error
         ("estimate", "--model.tokenizer_path", path),
         ("compare", path, tmp_path),
     ):
-        found = run_door(f"torchtrain.{door}", *map(str, options), hook=quickly)
+        found = run_command(f"torchtrain.{command}", *map(str, options), hook=quickly)
         assert found.returncode == code, found.stderr
         (told,) = found.stderr.splitlines()
         assert f"error: {path}" in told
@@ -284,7 +284,7 @@ def test_ranks_that_see_another_newest_checkpoint_load_the_same(gloo: GlooPool, 
 def test_what_is_missing_is_not_asked_for_again(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(FileNotFoundError):
-        patiently(lambda: (tmp_path / "nothing").read_text(), tmp_path / "nothing")
+        with_retries(lambda: (tmp_path / "nothing").read_text(), tmp_path / "nothing")
     assert time.monotonic() - started < 0.2
 
 
@@ -363,11 +363,11 @@ def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
         assert subprocess.run(command, stderr=full, stdout=full, timeout=100, check=False).returncode == 2
 
 
-PRINTS = "import sys; from torchtrain.log import run_door; sys.exit(run_door(lambda: print('found') or 0))"
+PRINTS = "import sys; from torchtrain.cli import run_command; sys.exit(run_command(lambda: print('found') or 0))"
 # A process that a script starts in the background ignores SIGINT, and so would those that it starts.
-WAITS = """import signal, sys, time; from torchtrain.log import run_door
+WAITS = """import signal, sys, time; from torchtrain.cli import run_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(run_door(lambda: print(flush=True) or time.sleep(60)))"""
+sys.exit(run_command(lambda: print(flush=True) or time.sleep(60)))"""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -423,14 +423,14 @@ def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, t
         ("open", folder / "shard-00000.tokens", errno.EMFILE, ("--prepare.verify",)),
     ):
         disk.fail(operation, path, error)
-        found = run_door("torchtrain.prepare", *arguments, *options, hook=quickly)
+        found = run_command("torchtrain.prepare", *arguments, *options, hook=quickly)
         assert found.returncode == 74
         assert f"error: {path} cannot be read: {os.strerror(error)}, in 4 attempts" in found.stderr
         assert "Traceback" not in found.stderr
         disk.heal()
         if not options:
             disk.fail(operation, path, error, times=1)
-            checked_door("torchtrain.prepare", *arguments, hook=quickly)  # an error that passes costs a moment
+            checked_command("torchtrain.prepare", *arguments, hook=quickly)  # an error that passes costs a moment
 
 
 def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: DiskFaults, tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: Dis
     write_hf_config(tmp_path, TINY, "float32", "")
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
     disk.fail("open", tmp_path / "model.safetensors", errno.EACCES)
-    found = run_door("torchtrain.convert", str(tmp_path), str(tmp_path / "out"), hook=quickly)
+    found = run_command("torchtrain.convert", str(tmp_path), str(tmp_path / "out"), hook=quickly)
     assert found.returncode == 2
     assert "model.safetensors cannot be read: Permission denied, in 4 attempts" in found.stderr
 
@@ -478,7 +478,7 @@ def test_failed_saves_leave_nothing_and_a_start_makes_room_first(disk: DiskFault
 
 
 def limit_as_configured() -> None:
-    import torchtrain.faults.hangs as hangs
+    import torchtrain.fault_tolerance.watchdog as hangs
 
     hangs.TIMES_FIRST_STEP = 0  # on a busy machine the first step may be slow, and the limit another one
 
@@ -573,7 +573,7 @@ def in_a_folder_that_is_gone() -> None:
 
 
 def test_a_working_folder_that_is_gone_is_told() -> None:
-    found = run_door("torchtrain.train", "--job.config_file", "none.toml", hook=in_a_folder_that_is_gone)
+    found = run_command("torchtrain.train", "--job.config_file", "none.toml", hook=in_a_folder_that_is_gone)
     assert found.returncode == 2
     told = "error: the working folder, or the one of TMPDIR, cannot be used: No such file or directory\n"
     assert found.stderr.endswith(told)
@@ -604,7 +604,7 @@ def test_another_tokenizer_under_the_same_name_is_noticed(tmp_path: Path) -> Non
 
 
 def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]:
-    dist.destroy_process_group()  # of the pool: a door makes its own
+    dist.destroy_process_group()  # of the pool: a command makes its own
     errors = io.StringIO()
     with redirect_stderr(errors), patch.dict(os.environ):
         os.environ.pop("RANK", None)

@@ -20,17 +20,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchtrain import reading
+from torchtrain import files
 from torchtrain.checkpoint import storage
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
-from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.resume_point import find_resume_point
 from torchtrain.checkpoint.states import ModelState, OptimizerState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
-from torchtrain.config.schema import Checkpoint
+from torchtrain.config.schema import CheckpointConfig
 from torchtrain.errors import CheckpointError, SupersededError
-from torchtrain.log import logger
+from torchtrain.logging import logger
 
 SOME_CONFIG = "[optimizer]\nlr = 0.1\n"
 
@@ -73,14 +73,14 @@ class Run:
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.place = Place(seed)
-        config = Checkpoint(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
+        config = CheckpointConfig(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
         folder = folder / "checkpoint"
         states = {
             "model": ModelState([self.model]),
             "optimizer": OptimizerState([self.model], self.optimizer),
             "data": self.place,
         }
-        start = find_start(config, folder, config_toml)
+        start = find_resume_point(config, folder, config_toml)
         self.manager = CheckpointManager(config, folder, states, config_toml, start)
 
     def train(self, first: int, last: int) -> "Run":
@@ -367,7 +367,7 @@ def test_of_two_that_start_at_once_the_older_leaves_alone_what_the_newest_writes
     (tmp_path / "checkpoint/generation.json").unlink()  # both have seen none, and take the same generation
     newest = Run(tmp_path)
     assert older.manager.claim.generation == newest.manager.claim.generation
-    make_room = CheckpointManager._make_room
+    make_room = CheckpointManager._retire_newer_checkpoints
 
     def make_room_late(manager: CheckpointManager, step: int) -> None:
         if manager is newest.manager:  # its files are written: now the older one saves the same step
@@ -375,7 +375,7 @@ def test_of_two_that_start_at_once_the_older_leaves_alone_what_the_newest_writes
                 older.train(1, 2)
         make_room(manager, step)
 
-    monkeypatch.setattr(CheckpointManager, "_make_room", make_room_late)
+    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", make_room_late)
     newest.train(1, 2)
     assert saved_steps(tmp_path / "checkpoint") == [2]
     assert Run(tmp_path).manager.start.step == 2
@@ -524,7 +524,7 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
 
 def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flush, flushed = os.fsync, []
-    make_room, files_at_rename = CheckpointManager._make_room, []
+    make_room, files_at_rename = CheckpointManager._retire_newer_checkpoints, []
 
     def noted_fsync(descriptor: int) -> None:
         flush(descriptor)
@@ -540,7 +540,7 @@ def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkey
         flushed.clear()
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(CheckpointManager, "_make_room", noted_make_room)
+    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", noted_make_room)
     Run(tmp_path).train(1, 2)
     assert {path.name for path in (tmp_path / "checkpoint/step-2").iterdir()} < set(files_at_rename)
     folder = (tmp_path / "checkpoint").stat()
@@ -549,7 +549,7 @@ def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkey
 
 def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.start.step == 2

@@ -14,12 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.resume_point import find_resume_point
 from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
-from torchtrain.config.schema import ActivationCheckpoint, Checkpoint, JobConfig, Optimizer, Parallelism, Training
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
-from torchtrain.initialization import layout_independent_init
+from torchtrain.config.schema import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    JobConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.models.families import flavor_config
+from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
@@ -42,29 +49,29 @@ class Run:
             max_seq_len=16,
             tied_embeddings=tied,
         )
-        parallelism = Parallelism(data_parallel_replicate_degree=replicate)
-        self.mesh = Mesh(torch.device("cpu"), resolve_degrees(parallelism, dist.get_world_size()))
+        parallelism = ParallelismConfig(data_parallel_replicate_degree=replicate)
+        self.mesh = Mesh(torch.device("cpu"), resolve_parallel_dims(parallelism, dist.get_world_size()))
         with torch.device("meta"):
             self.model = Transformer(config)
         parallelize_llama(
             self.model,
             self.mesh,
             JobConfig(
-                training=Training(mixed_precision_param="float32"),
+                training=TrainingConfig(mixed_precision_param="float32"),
                 parallelism=parallelism,
-                activation_checkpoint=ActivationCheckpoint(mode="full"),
+                activation_checkpoint=ActivationCheckpointConfig(mode="full"),
             ),
         )
         self.model.to_empty(device="cpu")
         with layout_independent_init([self.model], seed):
             self.model.init_weights()
-        self.optimizer = build_optimizer([self.model], Optimizer(lr=1e-2))
+        self.optimizer = build_optimizer([self.model], OptimizerConfig(lr=1e-2))
         self.states = {
             "model": ModelState([self.model]),
             "optimizer": OptimizerState([self.model], self.optimizer),
         }
-        checkpoint = Checkpoint(enable=True, interval=3)
-        self.manager = CheckpointManager(checkpoint, folder, self.states, "", find_start(checkpoint, folder, ""))
+        checkpoint = CheckpointConfig(enable=True, interval=3)
+        self.manager = CheckpointManager(checkpoint, folder, self.states, "", find_resume_point(checkpoint, folder, ""))
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
@@ -126,8 +133,8 @@ class Rows:
 
 
 def rows_manager(folder: Path, value: float) -> CheckpointManager:
-    config = Checkpoint(enable=True, interval=1)
-    return CheckpointManager(config, folder, {"rows": Rows(value)}, "", find_start(config, folder, ""))
+    config = CheckpointConfig(enable=True, interval=1)
+    return CheckpointManager(config, folder, {"rows": Rows(value)}, "", find_resume_point(config, folder, ""))
 
 
 def save_rows(folder: Path) -> None:

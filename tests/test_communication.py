@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.loss import cross_entropy_sum
+from torchtrain.models.loss import cross_entropy_sum
 from torchtrain.parallelisms.context_parallel import local_sequence
 
 BS, SEQ, DIM = 2, TINY.max_seq_len, TINY.dim

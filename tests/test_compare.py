@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_door import checked_door, run_door
+from forked_command import checked_command, run_command
 from forked_run import finish
 from gloo_pool import GlooPool
 from parity import TINY, config_of, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from torchtrain import reading
+from torchtrain import files
 from torchtrain.compare import main
+from torchtrain.comparison.fingerprint_findings import FILE, Fingerprint, Step, distance, read, walk
 from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.fingerprints.judge import FILE, Fingerprint, Step, distance, read, walk
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,7 +144,7 @@ FAULTS = {
         ranks=2,
     ),
     "positions of the second document": Fault(
-        "attention/documents.py",
+        "models/document_mask.py",
         "return places - torch.where(begins, places, 0).cummax(dim=1).values",
         "return places.expand_as(begins)",
         "step 1, layers.0.attention.inner_attention input q: ",
@@ -158,7 +158,7 @@ FAULTS = {
     ),
     "tied gradient not shared": Fault(
         "steps/train_step.py",
-        "self.model.pipeline.share_tied_gradient()",
+        "self.model.pipeline.sync_tied_embedding_grads()",
         "pass",
         f"step 1, tok_embeddings.weight gradient: {COPIES_DIFFER}",
         ranks=2,
@@ -219,7 +219,7 @@ OPTIONS = [
 
 def run(folder: Path, *options: str, ranks: int = 1, hook: Any = None) -> Path:
     hooked = {"hook": hook} if hook else {}
-    checked_door("torchtrain.train", *OPTIONS, "--job.dump_folder", str(folder), *options, ranks=ranks, **hooked)
+    checked_command("torchtrain.train", *OPTIONS, "--job.dump_folder", str(folder), *options, ranks=ranks, **hooked)
     return folder
 
 
@@ -432,7 +432,7 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
     a = run(tmp_path / "a", *saving)
     b = run(tmp_path / "b", *saving, "--parallelism.tensor_parallel_degree", "2", ranks=2)
-    result = run_door("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
+    result = run_command("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "  step 3: alike, " in result.stdout
     assert result.stdout.endswith("alike to rounding\n")
@@ -529,17 +529,17 @@ def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: p
         return read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", fail)
-    monkeypatch.setattr(reading.time, "sleep", lambda _: None)
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
     with pytest.raises(StorageError, match=rf"{name} cannot be read: Input/output error, in 4 attempts"):
         open_run(folder)
 
 
 def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
+    checked_command("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
     code, report = compare(trained_run, "--against", tmp_path / "rounded")
     assert code == 0, report
-    checked_door("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
+    checked_command("torchtrain.convert", str(trained_run), str(tmp_path / "hf"), "--dtype", "float32")
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 0, report
 
@@ -565,7 +565,7 @@ def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
 
     for spoil in (lambda: os.truncate(file, 1000), file.unlink):
         spoil()
-        found = run_door("torchtrain.compare", str(trained_run), "--against", str(tmp_path / "hf"))
+        found = run_command("torchtrain.compare", str(trained_run), "--against", str(tmp_path / "hf"))
         assert found.returncode == 2
         assert f"error: {tmp_path}/hf cannot be loaded by transformers: " in found.stderr
         assert "Traceback" not in found.stderr
@@ -576,8 +576,8 @@ def test_another_implementation_where_the_data_end_within_its_batch(tmp_path: Pa
     (tmp_path / "one.txt").write_text("a document alone, for one row of a batch " * 20)
     options = ("--checkpoint.enable", "--data.path", str(tmp_path / "one.txt"), "--data.when_exhausted", "stop")
     a = run(tmp_path / "a", *options, "--training.local_batch_size", "1", "--training.global_batch_size", "1")
-    checked_door("torchtrain.convert", str(a), str(tmp_path / "hf"), "--dtype", "float32")
-    found = run_door("torchtrain.compare", str(a), "--against", str(tmp_path / "hf"))
+    checked_command("torchtrain.convert", str(a), str(tmp_path / "hf"), "--dtype", "float32")
+    found = run_command("torchtrain.compare", str(a), "--against", str(tmp_path / "hf"))
     assert found.returncode == 0, found.stderr
     assert found.stdout.endswith("alike to rounding\n")
 
@@ -599,7 +599,7 @@ def test_checkpoints_of_a_model_without_a_flavor_are_compared(tmp_path: Path) ->
     shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32}
     options = [word for key, value in shape.items() for word in (f"--model.shape.{key}", str(value))]
     finish(tmp_path, "--model.flavor", "", *options, "--training.steps", "2", ranks=1)
-    compared = run_door("torchtrain.compare", str(tmp_path), str(tmp_path))
+    compared = run_command("torchtrain.compare", str(tmp_path), str(tmp_path))
     assert compared.returncode == 0, compared.stderr
     assert "no flavor" not in compared.stdout
     assert "saved:\n  step 2" in compared.stdout

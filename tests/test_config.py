@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtrain.config.parse import from_file, parse, to_toml
-from torchtrain.config.schema import LOCAL, JobConfig, Training, rules_of
+from torchtrain.config.schema import LOCAL, JobConfig, TrainingConfig, rules_of
 from torchtrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> str:
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n[checkpoint]\nenable = true\n")
     config = parse(["--job.config_file", file, "--training.steps", "9", "--checkpoint.no-enable"])
-    assert config.training == Training(steps=9, seq_len=64)
+    assert config.training == TrainingConfig(steps=9, seq_len=64)
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert not config.checkpoint.enable

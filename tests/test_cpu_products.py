@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import _scoped_library
 
-from torchtrain import cpu_products, trained_model
-from torchtrain.config.schema import JobConfig, Optimizer, Training
-from torchtrain.cpu_products import apply_float32_products, replace_products
+from torchtrain import cpu_matmul, trained_model
+from torchtrain.config.schema import JobConfig, OptimizerConfig, TrainingConfig
+from torchtrain.cpu.matmul import apply_float32_matmul, replace_matmuls
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.distributed.mesh import Mesh, ParallelDims
+from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.trained_model import load_model
 
 CPU = torch.device("cpu")
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float64)
 @pytest.fixture
 def replaced() -> Iterator[None]:
     with _scoped_library("aten", "IMPL") as library:
-        replace_products(library, DTYPES)
+        replace_matmuls(library, DTYPES)
         yield
 
 
@@ -70,7 +70,7 @@ def test_other_dtypes_have_the_kernels_that_they_had() -> None:
     inputs = torch.randn(3, 20, 70), torch.randn(3, 30, 70), torch.randn(30)
     before = [product(*inputs) for product in PRODUCTS.values()]
     with _scoped_library("aten", "IMPL") as library:
-        replace_products(library, [torch.bfloat16])
+        replace_matmuls(library, [torch.bfloat16])
         after = [product(*inputs) for product in PRODUCTS.values()]
     assert all(map(torch.equal, before, after))
 
@@ -92,29 +92,29 @@ def test_gradients_are_products_in_float32_too(dtype: torch.dtype) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows when kernels are replaced, on a CPU that has no products in bfloat16."""
     calls: list[None] = []
-    monkeypatch.setattr(cpu_products, "slow_dtypes", lambda: (torch.bfloat16,))
-    monkeypatch.setattr(cpu_products, "_replace", lambda: calls.append(None))
+    monkeypatch.setattr(cpu_matmul, "slow_dtypes", lambda: (torch.bfloat16,))
+    monkeypatch.setattr(cpu_matmul, "_replace", lambda: calls.append(None))
     return calls
 
 
 def test_kernels_are_replaced_where_they_are_slow_and_nowhere_else(asked: list[None]) -> None:
-    apply_float32_products(torch.float32, CPU)
-    apply_float32_products(torch.bfloat16, torch.device("cuda", 0))
+    apply_float32_matmul(torch.float32, CPU)
+    apply_float32_matmul(torch.bfloat16, torch.device("cuda", 0))
     with planned_for_gpu((9, 0)):
-        apply_float32_products(torch.bfloat16, CPU)
+        apply_float32_matmul(torch.bfloat16, CPU)
     assert not asked
-    apply_float32_products(torch.bfloat16, CPU)
+    apply_float32_matmul(torch.bfloat16, CPU)
     assert asked
 
 
 def test_oneDNN_says_what_is_slow() -> None:
-    cpu_products.slow_dtypes.cache_clear()
+    cpu_matmul.slow_dtypes.cache_clear()
     bfloat16, float16 = "torch.ops.mkldnn._is_mkldnn_bf16_supported", "torch.ops.mkldnn._is_mkldnn_fp16_supported"
     try:
         with patch(bfloat16, lambda: True), patch(float16, lambda: False):
-            assert cpu_products.slow_dtypes() == (torch.float16,)
+            assert cpu_matmul.slow_dtypes() == (torch.float16,)
     finally:
-        cpu_products.slow_dtypes.cache_clear()
+        cpu_matmul.slow_dtypes.cache_clear()
 
 
 @pytest.fixture
@@ -128,17 +128,17 @@ def process_group() -> Iterator[None]:
 def test_training_in_bfloat16_asks_for_it(asked: list[None]) -> None:
     for dtype in ("float32", "bfloat16"):
         assert not asked
-        config = JobConfig(training=Training(mixed_precision_param=dtype))
+        config = JobConfig(training=TrainingConfig(mixed_precision_param=dtype))
         with torch.device("meta"):
             model = Transformer(TINY)
-        parallelize_llama(model, Mesh(CPU, Degrees()), config)
+        parallelize_llama(model, Mesh(CPU, ParallelDims()), config)
     assert asked
 
 
 def test_muon_in_bfloat16_asks_for_it(asked: list[None]) -> None:
     for dtype in ("auto", "bfloat16"):
         assert not asked
-        build_optimizer([Transformer(TINY)], Optimizer(name="muon", muon_dtype=dtype))
+        build_optimizer([Transformer(TINY)], OptimizerConfig(name="muon", muon_dtype=dtype))
     assert asked
 
 

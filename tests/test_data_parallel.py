@@ -16,19 +16,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtrain.config.schema import ActivationCheckpoint, JobConfig, Optimizer, Parallelism
+from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, OptimizerConfig, ParallelismConfig
+from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer, update
-from torchtrain.parallelisms.limits.pipeline import plan_stages
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
-from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
+from torchtrain.parallelisms.pipeline_schedule import plan_stages
 from torchtrain.trainer import use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
@@ -169,7 +169,7 @@ def test_the_norm_of_a_large_gradient_is_exact_however_it_is_split(gloo: GlooPoo
 def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     (model,) = build(config_of()).parts
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in full_weights([model]).items()}
-    optimizer = build_optimizer([model], Optimizer(lr=1e-2, weight_decay=0.1, implementation=implementation))
+    optimizer = build_optimizer([model], OptimizerConfig(lr=1e-2, weight_decay=0.1, implementation=implementation))
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in plain.values() if p.ndim > 1], "weight_decay": 0.1},
@@ -215,16 +215,16 @@ def test_one_cpu_rank_has_one_group_by_default(gloo: GlooPool, ranks: int, resha
 @pytest.mark.parametrize(
     ("flavor", "degrees"),
     [
-        ("70B", Degrees(shard=512)),
-        ("405B", Degrees(replicate=2, shard=256)),
-        ("405B", Degrees(replicate=2, shard=16, context=2, tensor=8)),
+        ("70B", ParallelDims(shard=512)),
+        ("405B", ParallelDims(replicate=2, shard=256)),
+        ("405B", ParallelDims(replicate=2, shard=16, context=2, tensor=8)),
     ],
 )
-def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: str, degrees: Degrees) -> None:
+def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: str, degrees: ParallelDims) -> None:
     world = math.prod(astuple(degrees))
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        config = JobConfig(activation_checkpoint=ActivationCheckpoint(mode="full"))
+        config = JobConfig(activation_checkpoint=ActivationCheckpointConfig(mode="full"))
         mesh = Mesh(torch.device("cpu"), degrees)
         with torch.device("meta"):
             model = Transformer(replace(flavor_config("llama3", flavor), max_seq_len=8192))
@@ -247,23 +247,23 @@ def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: 
 @pytest.mark.parametrize(
     ("parallelism", "world"),
     [
-        (Parallelism(data_parallel_replicate_degree=3), 4),
-        (Parallelism(data_parallel_shard_degree=3), 4),
-        (Parallelism(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4),
+        (ParallelismConfig(data_parallel_replicate_degree=3), 4),
+        (ParallelismConfig(data_parallel_shard_degree=3), 4),
+        (ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4),
     ],
 )
-def test_degrees_that_do_not_multiply_to_the_world_are_refused(parallelism: Parallelism, world: int) -> None:
+def test_degrees_that_do_not_multiply_to_the_world_are_refused(parallelism: ParallelismConfig, world: int) -> None:
     with pytest.raises(ConfigError, match=r"must multiply to the number of ranks, 4"):
-        resolve_degrees(parallelism, world)
+        resolve_parallel_dims(parallelism, world)
 
 
 @pytest.mark.parametrize("rank", [0, 300, 1023])
 def test_the_largest_model_on_all_axes_at_once(rank: int) -> None:
-    degrees = Degrees(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
+    degrees = ParallelDims(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
     try:
         mesh = Mesh(torch.device("cpu"), degrees)
-        parallelism = Parallelism(pipeline_parallel_degree=8, pipeline_parallel_schedule="Interleaved1F1B")
+        parallelism = ParallelismConfig(pipeline_parallel_degree=8, pipeline_parallel_schedule="Interleaved1F1B")
         config = JobConfig(parallelism=parallelism)
         model = replace(flavor_config("llama3", "405B"), max_seq_len=8192)
         stages = build_stages(model, mesh, parallelism)

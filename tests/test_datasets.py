@@ -9,7 +9,7 @@ import torch
 import zstandard
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl
 
-from torchtrain.config.schema import Data, Source
+from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.sources import open_text
 from torchtrain.errors import DataError
 
@@ -29,14 +29,14 @@ def all_texts(config, lanes=1):
 
 
 def test_embedded_text_is_python_source():
-    source = open_text(Data(), "data", lanes=1)
+    source = open_text(DataConfig(), "data", lanes=1)
     assert source.units > 300
     texts = [next(source.read(unit, 0))[1] for unit in range(0, source.units, 20)]
     assert sum("import" in text for text in texts) > len(texts) / 2
 
 
 def test_labels_are_the_next_tokens_and_windows_follow_each_other(jsonl):
-    batches = loader(Data(path=jsonl))
+    batches = loader(DataConfig(path=jsonl))
     first, second = next(batches), next(batches)
     assert first.tokens.shape == first.labels.shape == (4, 32)
     assert first.tokens.dtype == first.labels.dtype == torch.int64
@@ -49,7 +49,7 @@ def test_each_epoch_reads_every_document_once_in_an_order_of_its_own(jsonl):
     expected = sorted(TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS)
     length = sum(map(len, expected))
     for batch in (1, 4):
-        rows = take(loader(Data(path=jsonl), range(batch), batch=batch), 2 * length // 32 + 50).transpose(0, 1)
+        rows = take(loader(DataConfig(path=jsonl), range(batch), batch=batch), 2 * length // 32 + 50).transpose(0, 1)
         epochs = [[], []]
         for row in rows.reshape(batch, -1).tolist():
             starts = [place for place, token in enumerate(row) if token == TOKENIZER.bos_id]
@@ -63,15 +63,15 @@ def test_each_epoch_reads_every_document_once_in_an_order_of_its_own(jsonl):
 
 def test_more_rows_than_documents(jsonl):
     """With 100 rows and 60 documents, the rows beyond 60 begin with the next epoch."""
-    tokens = take(loader(Data(path=jsonl), range(100), batch=100, seq_len=8), 1)[0]
+    tokens = take(loader(DataConfig(path=jsonl), range(100), batch=100, seq_len=8), 1)[0]
     assert (tokens[:, 0] == TOKENIZER.bos_id).all()
     assert len({tuple(row) for row in tokens[:60, :5].tolist()}) > 50
 
 
 def test_state_of_another_batch_size_is_refused(jsonl):
-    state = loader(Data(path=jsonl)).state_dict()
+    state = loader(DataConfig(path=jsonl)).state_dict()
     with pytest.raises(DataError, match=r"same training.global_batch_size"):
-        loader(Data(path=jsonl), range(8), batch=8).load_state_dict(state)
+        loader(DataConfig(path=jsonl), range(8), batch=8).load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "json", "json lines", "parquet", "arrow", "txt", "folder"])
@@ -104,14 +104,14 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
         (path / "README.md").write_text("not data")
         (path / "a.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
         (path / "b" / "c.jsonl").write_text("".join(lines.splitlines(keepends=True)[10:]))
-    assert all_texts(Data(path=str(path))) == DOCUMENTS
+    assert all_texts(DataConfig(path=str(path))) == DOCUMENTS
 
 
 @pytest.mark.parametrize("text", ["line of some words\n" * 200_000, "word " * 500_000, "字" * 700_000])
 def test_a_large_text_file_is_cut_into_pieces_without_loss(tmp_path, text):
     path = tmp_path / "large.txt"
     path.write_text(text)
-    pieces = all_texts(Data(path=str(path)))
+    pieces = all_texts(DataConfig(path=str(path)))
     assert len(pieces) > 30
     assert "".join(pieces) == text
     if "\n" in text:
@@ -120,7 +120,7 @@ def test_a_large_text_file_is_cut_into_pieces_without_loss(tmp_path, text):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_streamed_data_by_name(tmp_path, kind):
-    config = Data(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3, kind=kind))
+    config = DataConfig(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3, kind=kind))
     for lanes in (1, 2, 3, 7):
         assert sorted(all_texts(config, lanes)) == sorted(DOCUMENTS)
         source = open_text(config, "data", lanes)
@@ -129,8 +129,8 @@ def test_streamed_data_by_name(tmp_path, kind):
             for start in (1, 5, 8, 30):
                 assert list(source.read(unit, start)) == [pair for pair in whole if pair[0] >= start]
     with pytest.raises(DataError, match=r"no column 'body' .text_column.; its columns are text"):
-        loader(Data(name=config.name, text_column="body"))
-    assert all_texts(Data(name=config.name, download=True)) == DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
+        loader(DataConfig(name=config.name, text_column="body"))
+    assert all_texts(DataConfig(name=config.name, download=True)) == DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]
 
 
 def test_documents_that_are_not_text_are_skipped(tmp_path):
@@ -138,7 +138,7 @@ def test_documents_that_are_not_text_are_skipped(tmp_path):
     rows = [{"text": "good one"}, {"text": None}, {"text": 5}, {"other": "x"}, {"text": ""}, {"text": "good two"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not json\n\n")
     good = {tuple(TOKENIZER.encode(text, bos=True, eos=True)) for text in ("good one", "good two")}
-    tokens = take(loader(Data(path=str(path)), range(1), batch=1, seq_len=4), 8).flatten().tolist()
+    tokens = take(loader(DataConfig(path=str(path)), range(1), batch=1, seq_len=4), 8).flatten().tolist()
     starts = [place for place, token in enumerate(tokens) if token == TOKENIZER.bos_id]
     assert {tuple(tokens[a:b]) for a, b in itertools.pairwise(starts)} == good
 
@@ -161,18 +161,18 @@ def test_bad_sources(tmp_path, name, content, config, message):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(DataError, match=message):
-        loader(Data(path=str(path), **config))
+        loader(DataConfig(path=str(path), **config))
 
 
 def test_missing_and_mixed_folders(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        loader(Data(path=str(tmp_path / "missing")))
+        loader(DataConfig(path=str(tmp_path / "missing")))
     with pytest.raises(DataError, match="folder without data files"):
-        loader(Data(path=str(tmp_path)))
+        loader(DataConfig(path=str(tmp_path)))
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="several kinds"):
-        loader(Data(path=str(tmp_path)))
+        loader(DataConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("lines", ['{"text": "short"}\n', '{"text": null}\n' * 9])
@@ -180,7 +180,7 @@ def test_too_little_text_for_one_window(tmp_path, lines):
     path = tmp_path / "little.jsonl"
     path.write_text(lines)
     with pytest.raises(DataError, match="too little text"):
-        next(loader(Data(path=str(path)), range(1), batch=1, seq_len=512))
+        next(loader(DataConfig(path=str(path)), range(1), batch=1, seq_len=512))
 
 
 def test_a_long_document_among_short_ones_is_found(tmp_path):
@@ -188,19 +188,23 @@ def test_a_long_document_among_short_ones_is_found(tmp_path):
     path = tmp_path / "few.jsonl"
     path.write_text('{"text": "short"}\n{"text": null}\n' + json.dumps({"text": " ".join(map(str, range(999)))}) + "\n")
     for seed in range(8):
-        assert take(loader(Data(path=str(path)), range(8), batch=8, seq_len=64, seed=seed), 20).shape == (20, 8, 64)
+        assert take(loader(DataConfig(path=str(path)), range(8), batch=8, seq_len=64, seed=seed), 20).shape == (
+            20,
+            8,
+            64,
+        )
 
 
 def test_documents_come_from_all_over_the_source(jsonl):
     """The first documents of the first epoch are no run of neighbors."""
-    tokens = take(loader(Data(path=jsonl), range(16), batch=16, seq_len=8), 1)[0]
+    tokens = take(loader(DataConfig(path=jsonl), range(16), batch=16, seq_len=8), 1)[0]
     numbers = [int(TOKENIZER.decode(row.tolist()).split()[1]) for row in tokens]
     assert np.abs(np.diff(numbers)).mean() > 8
 
 
 def test_the_identity_of_a_mixture_is_that_of_all_sources_and_of_the_tokenizer(tmp_path):
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n:]) for n in range(2)]
-    config = Data(sources=tuple(Source(path=path) for path in paths), prefetch=0)
+    config = DataConfig(sources=tuple(SourceConfig(path=path) for path in paths), prefetch=0)
     before = loader(config).identity()
     assert before.keys() == {"data.sources", "model.tokenizer_path"}
     assert TOKENIZER.content_hash[:16] in before["model.tokenizer_path"]

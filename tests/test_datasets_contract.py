@@ -9,15 +9,15 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
-from torchtrain.config.schema import Data, Source
-from torchtrain.datasets.packing import WindowStream
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.packing import TokenWindowStream
 
 KINDS = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
 STEPS = 50
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Data]:
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
     folder = tmp_path_factory.mktemp("sources")
     jsonl = write_jsonl(folder / "a.jsonl", DOCUMENTS)
     (folder / "b.txt").write_text("".join(f"line {n * n % 9973}\n" for n in range(120_000)))
@@ -25,18 +25,18 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Data]:
     hub = write_hub_folder(folder / "hub", DOCUMENTS, files=3)
     hub_parquet = write_hub_folder(folder / "hub_parquet", DOCUMENTS, files=5, kind="parquet")
     return {
-        "jsonl": Data(path=jsonl),
-        "txt": Data(path=str(folder / "b.txt")),
-        "standard library": Data(),
-        "prepared": Data(path=prepared),
-        "streamed jsonl": Data(name=hub),
-        "streamed parquet": Data(name=hub_parquet, streams=4),
-        "downloaded": Data(name=hub, download=True),
-        "mix": Data(
+        "jsonl": DataConfig(path=jsonl),
+        "txt": DataConfig(path=str(folder / "b.txt")),
+        "standard library": DataConfig(),
+        "prepared": DataConfig(path=prepared),
+        "streamed jsonl": DataConfig(name=hub),
+        "streamed parquet": DataConfig(name=hub_parquet, streams=4),
+        "downloaded": DataConfig(name=hub, download=True),
+        "mix": DataConfig(
             sources=(
-                Source(path=jsonl, weight=2),
-                Source(path=prepared, weight=0.5),
-                Source(name=hub_parquet, weight=1),
+                SourceConfig(path=jsonl, weight=2),
+                SourceConfig(path=prepared, weight=0.5),
+                SourceConfig(name=hub_parquet, weight=1),
             ),
             streams=4,
         ),
@@ -49,7 +49,7 @@ def split(rows: torch.Tensor, degree: int) -> list[range]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, Data], kind: str) -> None:
+def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfig], kind: str) -> None:
     config = configs[kind]
     reference = take(make_loader(replace(config, prefetch=0)), STEPS)
     assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # not one row again and again
@@ -62,7 +62,7 @@ def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, Data], ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, Data], kind: str) -> None:
+def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, DataConfig], kind: str) -> None:
     config = configs[kind]
     reference = take(make_loader(replace(config, prefetch=0)), STEPS)
     rng = random.Random(kind)
@@ -82,7 +82,7 @@ def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, D
                 loader.close()
 
 
-def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, Data]) -> None:
+def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, DataConfig]) -> None:
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
     stream = [token for document in expected for token in document]
     windows = (len(stream) - 1) // 32
@@ -94,7 +94,7 @@ def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, Da
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_streamed_documents_come_once_an_epoch(configs: dict[str, Data]) -> None:
+def test_streamed_documents_come_once_an_epoch(configs: dict[str, DataConfig]) -> None:
     config = replace(configs["streamed parquet"], when_exhausted="stop")
     rows: list[list[int]] = [[] for _ in range(8)]
     for batch in make_loader(config, drop_last=False):
@@ -106,7 +106,7 @@ def test_streamed_documents_come_once_an_epoch(configs: dict[str, Data]) -> None
     assert sorted(seen + [TOKENIZER.bos_id] * 4) == sorted(expected)
 
 
-def test_a_row_alone_ends_as_among_others(configs: dict[str, Data]) -> None:
+def test_a_row_alone_ends_as_among_others(configs: dict[str, DataConfig]) -> None:
     config = replace(configs["streamed parquet"], when_exhausted="stop")
     whole = list(make_loader(config, range(4), batch=4, drop_last=False))
     assert (whole[-1].labels == -100).any()
@@ -124,8 +124,8 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...])
     """Each source has one word of its own, so that rows tell where they come from."""
     words = ["j", "k", "q", "z"][: len(weights)]
     paths = [write_jsonl(tmp_path / f"{word}.jsonl", [f"{word} " * 40] * 20) for word in words]
-    sources = tuple(Source(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True))
-    tokens = take(make_loader(Data(sources=sources), range(40), batch=40, seq_len=16), 250).flatten(0, 1)
+    sources = tuple(SourceConfig(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True))
+    tokens = take(make_loader(DataConfig(sources=sources), range(40), batch=40, seq_len=16), 250).flatten(0, 1)
     source_of = {TOKENIZER.encode(f"{word} " * 40)[5]: n for n, word in enumerate(words)}
     counts = [0] * len(words)
     for row in tokens.tolist():
@@ -138,26 +138,26 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...])
 def test_stop_when_a_source_is_exhausted(tmp_path: Path) -> None:
     small = write_prepared(tmp_path / "small", write_jsonl(tmp_path / "small.jsonl", DOCUMENTS[:20]))
     large = write_jsonl(tmp_path / "large.jsonl", DOCUMENTS * 20)
-    sources = (Source(path=small), Source(path=large))
+    sources = (SourceConfig(path=small), SourceConfig(path=large))
     tokens = sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in DOCUMENTS[:20])
     windows = (tokens - 1) // 32
-    steps = sum(1 for _ in make_loader(Data(sources=sources, when_exhausted="stop")))
+    steps = sum(1 for _ in make_loader(DataConfig(sources=sources, when_exhausted="stop")))
     # Half of each batch is from the small source.
     assert steps == windows // 4
 
 
 def test_the_order_of_windows_does_not_depend_on_the_blocks(
-    configs: dict[str, Data], monkeypatch: pytest.MonkeyPatch
+    configs: dict[str, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(configs["prepared"], prefetch=0)
     whole = take(make_loader(config), STEPS)
-    monkeypatch.setattr(WindowStream, "_BLOCK", 7)
+    monkeypatch.setattr(TokenWindowStream, "_BLOCK", 7)
     assert torch.equal(take(make_loader(config), STEPS), whole)
 
 
-def test_each_source_has_an_order_of_its_own(configs: dict[str, Data]) -> None:
-    twice = Source(path=configs["prepared"].path)
-    first, second = make_loader(Data(sources=(twice, twice), prefetch=0)).streams
+def test_each_source_has_an_order_of_its_own(configs: dict[str, DataConfig]) -> None:
+    twice = SourceConfig(path=configs["prepared"].path)
+    first, second = make_loader(DataConfig(sources=(twice, twice), prefetch=0)).streams
     windows = np.zeros((2, 200, 33), dtype=np.int64)
     for stream, found in zip((first[0], second[0]), windows, strict=True):
         stream.fill(list(found), range(200))

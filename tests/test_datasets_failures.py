@@ -24,12 +24,12 @@ from data_samples import DOCUMENTS, make_loader, take, write_hub_folder, write_j
 from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
-from torchtrain.config.schema import Data, Source
+from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import formats, hub, text
-from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.sources import open_text
-from torchtrain.distributed.agreement import of_first_rank_untimed
+from torchtrain.distributed.agreement import broadcast_from_rank0_untimed
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 
 
@@ -56,8 +56,8 @@ class Windows:
 
 def loader_of(
     stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True, timeout: timedelta | None = None
-) -> Loader:
-    loader = Loader(
+) -> DataLoader:
+    loader = DataLoader(
         [[stream]],
         Mixture([1.0]),
         range(row, row + 1),
@@ -143,7 +143,7 @@ def test_a_silent_rank_is_not_waited_for(gloo: GlooPool) -> None:
 
 def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    loader = make_loader(Data(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), prefetch=3))
+    loader = make_loader(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), prefetch=3))
     take(loader, 2)
     assert "data" in [thread.name for thread in set(threading.enumerate()) - before]
     loader.close()
@@ -162,7 +162,7 @@ class Remote:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.name = write_hub_folder(folder / "hub", DOCUMENTS, files=1)
-        self.source = open_text(Data(name=self.name), "data", lanes=2)
+        self.source = open_text(DataConfig(name=self.name), "data", lanes=2)
         self.whole = list(self.source.read(0, 0))
         self.next: list[Exception | None] = []
         fetch = LocalFileSystem.cat_file
@@ -219,8 +219,8 @@ def test_a_cache_that_fails_for_a_moment_is_read_again(monkeypatch: pytest.Monke
         return loads(content)
 
     monkeypatch.setattr("torchtrain.datasets.hub.pickle.loads", fail)
-    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: None)
-    source = hub.open_downloaded(Source(name="org/a"), "it", lambda _: pickled)
+    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
+    source = hub.open_downloaded(SourceConfig(name="org/a"), "it", lambda _: pickled)
     assert list(source.read_all(range(source.units))) == DOCUMENTS
 
 
@@ -229,7 +229,7 @@ def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
     path = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, None, 7, None, None, {}])
-    take(make_loader(Data(path=path, prefetch=0), range(1), batch=1), 150)
+    take(make_loader(DataConfig(path=path, prefetch=0), range(1), batch=1), 150)
     for count in (1, 2, 4):
         assert f"skipped {count} document(s) so far that are null or not text" in caplog.text
 
@@ -239,22 +239,22 @@ def test_patterns(tmp_path: Path) -> None:
         with gzip.open(tmp_path / f"part-{number}.jsonl.gz", "wt") as file:
             file.write(json.dumps({"text": f"document {number} " * 30}) + "\n")
     (tmp_path / "notes.txt").write_text("no data")
-    config: Any = Data(path=str(tmp_path / "part-*.jsonl.gz"), prefetch=0)
+    config: Any = DataConfig(path=str(tmp_path / "part-*.jsonl.gz"), prefetch=0)
     assert take(make_loader(config, range(3), batch=3), 1).shape == (1, 3, 32)
     with pytest.raises(DataError, match=r"no-such-\*.jsonl' does not exist"):
-        make_loader(Data(path=str(tmp_path / "no-such-*.jsonl")))
+        make_loader(DataConfig(path=str(tmp_path / "no-such-*.jsonl")))
 
 
 def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
     """Else rows that shared a stream would go on with the same documents, and others with none of theirs."""
     hub = write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3)
     for streams in (2, 4):
-        saved = make_loader(Data(name=hub, streams=streams, prefetch=0)).state_dict()
-        for other in (Data(name=hub, streams=8, prefetch=0), Data(path=hub, prefetch=0)):
+        saved = make_loader(DataConfig(name=hub, streams=streams, prefetch=0)).state_dict()
+        for other in (DataConfig(name=hub, streams=8, prefetch=0), DataConfig(path=hub, prefetch=0)):
             with pytest.raises(DataError, match=r"resume with the same data.streams and data.download"):
                 make_loader(other).load_state_dict(saved)
     with pytest.raises(DataError, match="is not one of 2 streams"):
-        make_loader(Data(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
+        make_loader(DataConfig(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
 
 
 class Unanswered(Windows):
@@ -280,7 +280,7 @@ def ask_for_ever_and_press_ctrl_c() -> float:
     began = time.monotonic()
     threading.Timer(1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        of_first_rank_untimed(lambda: time.sleep(30))
+        broadcast_from_rank0_untimed(lambda: time.sleep(30))
     signal.signal(signal.SIGINT, before)
     return time.monotonic() - began
 

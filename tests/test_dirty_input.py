@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 import xxhash
 from disk_faults import DiskFaults
-from forked_door import run_door
+from forked_command import run_command
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
@@ -33,9 +33,9 @@ def alone() -> None:
         dist.destroy_process_group()
 
 
-def refused(door: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that ``door`` says."""
-    assert door(arguments) == 2
+def refused(command: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that ``command`` says."""
+    assert command(arguments) == 2
     errors = capsys.readouterr().err
     assert len(errors.splitlines()) == 1, errors
     assert "error: " in errors
@@ -157,9 +157,9 @@ def write_ascii() -> None:
 
 def test_outputs_that_are_closed_or_not_in_utf8(trained_run: Path) -> None:
     options = ("torchtrain.generate", str(trained_run), "--prompt", "d\u00e9 \u2192", "--max_new_tokens", "2")
-    closed = run_door(*options, hook=close_outputs)
+    closed = run_command(*options, hook=close_outputs)
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
-    in_ascii = run_door(*options, hook=write_ascii)
+    in_ascii = run_command(*options, hook=write_ascii)
     assert in_ascii.returncode == 0, in_ascii.stderr
     assert in_ascii.stdout.startswith("d? ?")
 
@@ -175,7 +175,7 @@ def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
             ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start by torchrun"),
             (there, 74, "the ranks cannot meet: The server socket has failed to listen"),
         ):
-            found = run_door("torchtrain.train", *options, environment=environment)
+            found = run_command("torchtrain.train", *options, environment=environment)
             assert found.returncode == code
             assert told in found.stderr
             assert "Traceback" not in found.stderr
@@ -195,19 +195,19 @@ def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (lambda step: os.truncate(step / "__0_0.distcp", 10), "has 10 bytes; its manifest says"),
     ],
 )
-@pytest.mark.parametrize("door", ["generate", "convert"])
+@pytest.mark.parametrize("command", ["generate", "convert"])
 def test_a_checkpoint_that_is_not_whole(
     trained_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    door: str,
+    command: str,
     spoil: Callable[[Path], None],
     told: str,
 ) -> None:
     step = tmp_path / "step-8"
     shutil.copytree(trained_run / "checkpoint/step-8", step)
     spoil(step)
-    if door == "generate":
+    if command == "generate":
         assert told in refused(generate.main, [str(step), "--prompt", "a"], capsys)
     else:
         found = refused(convert.main, [str(step), str(tmp_path / "out")], capsys)
@@ -241,7 +241,7 @@ def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, t
     assert convert.main([str(step), str(tmp_path / "out")]) == 0
     options = ["--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size", "1"]
     options += ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "run")]
-    loaded = run_door("torchtrain.train", *options, "--checkpoint.initial_load_path", str(step))
+    loaded = run_command("torchtrain.train", *options, "--checkpoint.initial_load_path", str(step))
     assert loaded.returncode == 0, loaded.stderr
 
 
@@ -262,13 +262,13 @@ def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsy
         f"{tmp_path} is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable; give"
     )
     assert unsaved in refused(generate.main, [str(tmp_path), "--prompt", "a"], capsys)
-    for door, options in (
+    for command, options in (
         (generate.main, ["def " * 100, "--prompt", "a"]),
         (convert.main, [str(trained_run), "a" * 300]),
         (train.main, ["--data.path", "def " * 100]),
         (train.main, ["--model.tokenizer_path", "def " * 100]),
     ):
-        assert "cannot be used: File name too long" in refused(door, options, capsys)
+        assert "cannot be used: File name too long" in refused(command, options, capsys)
 
 
 def test_a_run_whose_name_begins_as_that_of_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_scripts_leave_what_lies_in_the_folder_that_they_are_given(
     tmp_path: Path, script: str, options: str, code: int
 ) -> None:
     (tmp_path / "mine").write_text("and not to be replaced")
-    found = run_door(f"scripts/{script}.py", "--folder", str(tmp_path), *options.split(), hook=start_nothing)
+    found = run_command(f"scripts/{script}.py", "--folder", str(tmp_path), *options.split(), hook=start_nothing)
     assert found.returncode == code, found.stderr
     assert (tmp_path / "mine").exists()
 

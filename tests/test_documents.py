@@ -10,7 +10,7 @@ from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing import assert_close
 
-from torchtrain.attention.documents import document_mask, document_numbers, document_positions
+from torchtrain.models.document_mask import document_mask, document_numbers, document_positions
 from torchtrain.models.llama import Transformer
 
 BOS = 1

@@ -1,4 +1,4 @@
-"""The planner: what it counts beside real runs, published identities and closed forms; its door."""
+"""The planner: what it counts beside real runs, published identities and closed forms; its command."""
 
 import json
 import re
@@ -18,25 +18,25 @@ from gloo_pool import GlooPool
 from parity import TINY, build, config_of
 from torch.profiler import ProfilerActivity, profile
 
-from torchtrain import estimate as door
+from torchtrain import estimate as command
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import Data, JobConfig
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.config.schema import DataConfig, JobConfig
+from torchtrain.datasets.tokenizers import load_tokenizer
+from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
+from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.planning import search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
-from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse, two_steps
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
+from torchtrain.planning.representative_ranks import stand_in
 from torchtrain.planning.request import gpu_of, shape_of
-from torchtrain.planning.stand_ins import stand_in
+from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate, simulate_steps
 from torchtrain.planning.summary import Estimate, Figures, RankFigures, estimate
 from torchtrain.planning.timing import Clock
-from torchtrain.tokenizers import load_tokenizer
 from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -45,17 +45,17 @@ SHAPE = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=512)
 DEEPER = replace(SHAPE, n_layers=4)
 
 
-rehearsed = cache(rehearse)  # the plain layout is asked for by many tests
+rehearsed = cache(simulate)  # the plain layout is asked for by many tests
 
 
 def planned(
-    ranks: int, rank: int = 0, capability: Any = (9, 0), rehearse: Any = rehearsed, shape: Any = SHAPE, **sections: Any
+    ranks: int, rank: int = 0, capability: Any = (9, 0), simulate: Any = rehearsed, shape: Any = SHAPE, **sections: Any
 ) -> RankRecord:
     """Of ``rank``, or of the first one of its kind."""
     config = config_of(**sections)
-    degrees = resolve_degrees(config.parallelism, ranks)
-    first = max(kind for kind in ranks_of_each_kind(degrees) if kind <= rank)
-    record: RankRecord = rehearse(config, shape, degrees, first, capability=capability)
+    degrees = resolve_parallel_dims(config.parallelism, ranks)
+    first = max(kind for kind in representative_ranks(degrees) if kind <= rank)
+    record: RankRecord = simulate(config, shape, degrees, first, capability=capability)
     return record
 
 
@@ -122,7 +122,7 @@ def test_segments_of_fixed_size_are_not_joined() -> None:
 def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
     ledger = Ledger("cpu")
-    two_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
+    simulate_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
     return counts, [sum(step.peak) for step in ledger.steps]
 
@@ -199,11 +199,11 @@ def test_context_parallel_ranks_share_causal_attention_evenly(degree: int, dtype
 
     training = {"mixed_precision_param": dtype, "seq_len": 64}
     config = config_of(training=training, parallelism={"context_parallel_degree": degree})
-    degrees = resolve_degrees(config.parallelism, degree)
+    degrees = resolve_parallel_dims(config.parallelism, degree)
     shape = replace(SHAPE, max_seq_len=64)
     scores = config.training.local_batch_size * SHAPE.n_heads * 64 * 64 * SHAPE.head_size * SHAPE.n_layers
     for rank in range(degree):
-        record = rehearse(config, shape, degrees, rank, capability=(9, 0))
+        record = simulate(config, shape, degrees, rank, capability=(9, 0))
         assert computed(record, "forward") == 4 * scores / 2 / degree
         assert computed(record, "backward") == 10 * scores / 2 / degree
 
@@ -312,7 +312,7 @@ def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
     shape = replace(SHAPE, n_layers=len(layers))
     whole = estimate(asked(config, all_layers=True), shape, GPUS["h100-80"])
     records = {record.rank: record for record in whole.records}
-    monkeypatch.setattr(summary, "rehearse", lambda *args, **_: records[args[3]])
+    monkeypatch.setattr(summary, "simulate", lambda *args, **_: records[args[3]])
     few = estimate(asked(config, all_layers=True, search=True), shape, GPUS["h100-80"])
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
@@ -333,7 +333,7 @@ def without_module(operations: list[Operation]) -> list[Operation]:
 
 
 def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "rehearse", rehearsed)
+    monkeypatch.setattr(summary, "simulate", rehearsed)
     config = config_of(
         activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
@@ -441,7 +441,7 @@ def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> N
 
     def seen(ranks: int, tensor: int) -> tuple[Any, ...]:
         parallelism = {"tensor_parallel_degree": tensor}
-        ledger = planned(ranks, rehearse=rehearse, parallelism=parallelism, **sections).ledger
+        ledger = planned(ranks, simulate=simulate, parallelism=parallelism, **sections).ledger
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
 
     first = seen(4, 2)
@@ -481,7 +481,7 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
     argv += ["--training.local_batch_size", "2"]
-    assert door.main([*argv, "--estimate.picture", str(picture)]) == 0
+    assert command.main([*argv, "--estimate.picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
     assert found["fits"] is True
@@ -501,7 +501,7 @@ def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
 def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], Any]) -> None:
     tokenizer = load_tokenizer("")
     tokenizer.bos_id = None
-    config = JobConfig(data=Data(document_mask=True))
+    config = JobConfig(data=DataConfig(document_mask=True))
     with (
         patch("torchtrain.trainer.load_tokenizer", lambda _: tokenizer),
         patch("torchtrain.planning.request.load_tokenizer", lambda _: tokenizer),
@@ -521,7 +521,7 @@ CONFIGS = pytest.mark.parametrize(
 @pytest.mark.parametrize("changes", [validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["plain", "old"])
 def test_what_published_runs_did_in_another_way_is_rehearsed(changes: dict[str, Any]) -> None:
     row = replace(validate_estimate.ROWS[0], **changes)
-    with patch.object(validate_estimate, "model_shape", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
+    with patch.object(validate_estimate, "build_model_config", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
         assert validate_estimate.trace(row).active > 0
 
 
@@ -559,7 +559,7 @@ def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
     ],
 )
 def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert door.main([*OPTIONS, *options]) == 2
+    assert command.main([*OPTIONS, *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -567,7 +567,7 @@ def test_a_search_that_is_refused_leaves_no_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert door.main(["--estimate.search"]) == 2
+    assert command.main(["--estimate.search"]) == 2
     assert "estimate.world_size is not set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -578,16 +578,16 @@ def test_search_writes_what_the_trainer_takes(
     monkeypatch.setattr(search, "SECONDS", 4)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
-    assert door.main([*argv, "--estimate.output", str(best)]) == 0
+    assert command.main([*argv, "--estimate.output", str(best)]) == 0
     out = capsys.readouterr().out
     rates = [float(line.split()[-2].replace(",", "")) for line in out.splitlines() if line.endswith("%")]
     assert all(first >= second for first, second in pairwise(rates))
     config = parse(["--job.config_file", str(best)])
-    assert resolve_degrees(config.parallelism, 4)
+    assert resolve_parallel_dims(config.parallelism, 4)
     # What it rehearsed of few layers is what all of them do.
     whole = estimate_of(asked(config, world_size=4))
     assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
-    assert door.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
+    assert command.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
 
 
@@ -596,11 +596,11 @@ def test_a_search_may_begin_where_the_trainer_refuses(
 ) -> None:
     monkeypatch.setattr(search, "SECONDS", 0)
     argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(tmp_path / "best")]
-    assert door.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
+    assert command.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
     training = parse(["--job.config_file", str(tmp_path / "best")]).training
     assert (training.local_batch_size <= 4, training.global_batch_size) == (True, 4)
     capsys.readouterr()
-    assert door.main([*argv, "--training.global_batch_size", "5", "--estimate.world_size", "3"]) == 2
+    assert command.main([*argv, "--training.global_batch_size", "5", "--estimate.world_size", "3"]) == 2
     assert "training.global_batch_size = 5 must be a multiple of" in capsys.readouterr().err
 
 
@@ -610,7 +610,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     def no_work(*_: Any, **__: Any) -> None:
         pytest.fail("it rehearsed before it refused")
 
-    monkeypatch.setattr(summary, "rehearse", no_work)
+    monkeypatch.setattr(summary, "simulate", no_work)
     (tmp_path / "file").touch()
     argv = [*OPTIONS, "--estimate.world_size", "4"]
     for options, message in (
@@ -619,11 +619,11 @@ def test_what_cannot_be_written_is_refused_before_the_work(
         (["--estimate.picture", str(tmp_path / "memory.pdf")], "must end with .png"),
         (["--estimate.picture", str(tmp_path / "file/memory.png")], "cannot be used: "),
     ):
-        assert door.main([*argv, *options]) == 2
+        assert command.main([*argv, *options]) == 2
         error = capsys.readouterr().err
         assert f"{options[-2][2:]} = '{options[-1]}' {message}" in error
-    monkeypatch.setattr("torchtrain.outputs.find_spec", lambda _name: None)
-    assert door.main([*argv, "--estimate.picture", str(tmp_path / "memory.png")]) == 2
+    monkeypatch.setattr("torchtrain.files.find_spec", lambda _name: None)
+    assert command.main([*argv, "--estimate.picture", str(tmp_path / "memory.png")]) == 2
     assert "pip install 'torchtrain[plot]'" in capsys.readouterr().err
 
 
@@ -638,7 +638,7 @@ def test_what_was_found_is_told_before_a_disk_is_full(
         ["--estimate.search", "--estimate.output", "/dev/full"],
         ["--estimate.picture", str(tmp_path / "full.png")],
     ):
-        assert door.main([*argv, *options]) == 2
+        assert command.main([*argv, *options]) == 2
         said = capsys.readouterr()
         assert "of which may fit" in said.out or "tokens a second and GPU" in said.out
         assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in said.err
@@ -651,7 +651,7 @@ def test_without_time_a_search_rehearses_the_layout_as_it_is(
     monkeypatch.setattr(search, "SECONDS", 0)
     own = ["--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"]
     output = ["--estimate.output", str(tmp_path / "best.toml")]
-    assert door.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
+    assert command.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
     out = capsys.readouterr().out
     told = re.search(
         r"(\d+) of which may fit; 1 rehearsed in (\d+) s of CPU time, 1 of them fit; (\d+) passed over", out
@@ -693,7 +693,7 @@ def test_what_follows_from_a_step_and_from_the_rank_with_the_most() -> None:
     streams = {0: {place: 50.0 * GIB}, 1: {place: 8.0 * GIB}}
     large = replace(small, rank=1, by_stream=streams, scattered=2.0 * GIB)
     figures = Figures([large, small], [], {}, {"step": 0.5})
-    found = Estimate(GPUS["h100-80"], Degrees(shard=4), figures, 4000, 172_800, 10**9, [])
+    found = Estimate(GPUS["h100-80"], ParallelDims(shard=4), figures, 4000, 172_800, 10**9, [])
     assert found.tokens_per_second_per_gpu == 2000
     assert found.mfu == pytest.approx(1e9 * 2000 / 989e12)
     assert (found.days, found.as_dict()["gpu_hours"]) == (1.0, 96.0)

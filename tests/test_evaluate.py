@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_door import checked_door, run_door
+from forked_command import checked_command, run_command
 
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, TokenizerError
-from torchtrain.tokenizers import load_tokenizer
-from torchtrain.trained_model import TrainedModel
+from torchtrain.inference.trained_model import TrainedModel
 
 pytest.importorskip("lm_eval")
 
@@ -76,7 +76,7 @@ def write_tasks(folder: Path) -> None:
 
 def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int = 1) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
-    checked_door(
+    checked_command(
         *(module, "--model", model, "--model_args", arguments, "--device", "cpu"),
         *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
         *("--output_path", str(output)),
@@ -100,7 +100,7 @@ def fluent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(
         "".join(f"def name{n}(self):\n    return {n * n} + self.value{n % 7}\n\n\n" for n in range(3000))
     )
-    checked_door(
+    checked_command(
         *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
         *("--data.path", str(folder / "text.txt"), "--training.steps", "12", "--training.seq_len", "64"),
         *("--training.local_batch_size", "4", "--training.mixed_precision_param", "float32"),
@@ -111,7 +111,7 @@ def fluent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_equal_those_of_the_exported_model(fluent_run: Path, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     export = tmp_path / "hf"
-    checked_door("torchtrain.convert", str(fluent_run), str(export), "--dtype", "float32")
+    checked_command("torchtrain.convert", str(fluent_run), str(export), "--dtype", "float32")
     with ThreadPoolExecutor(2) as both:
         models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={fluent_run}"}
         theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
@@ -169,7 +169,7 @@ def test_sampled_answers_differ_and_follow_the_seed(trained_run: Path) -> None:
 
 
 def without_bos_and_eos() -> None:
-    from torchtrain.tokenizers import SentencePieceTokenizer
+    from torchtrain.datasets.tokenizers import SentencePieceTokenizer
 
     own_tasks_alone()
     read = SentencePieceTokenizer.__init__
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_cannot_begin_a_text(trained_run: Path, tmp_path: Path)
     (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "context": ""}) + "\n")
     options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
     for task in TASKS:
-        found = run_door(
+        found = run_command(
             *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
             environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
             hook=without_bos_and_eos,
@@ -201,7 +201,7 @@ def without_the_harness() -> None:
 
 
 def test_without_the_harness() -> None:
-    found = run_door("torchtrain.evaluate", "--tasks", "none", hook=without_the_harness)
+    found = run_command("torchtrain.evaluate", "--tasks", "none", hook=without_the_harness)
     assert found.returncode == 2
     assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]'")
     assert len(found.stderr.splitlines()) == 1
@@ -231,7 +231,7 @@ def test_without_the_harness() -> None:
 def test_options_that_the_harness_rejects(tmp_path: Path, options: str, told: str) -> None:
     """Among them no --model, which is then ours."""
     write_tasks(tmp_path)
-    found = run_door(
+    found = run_command(
         "torchtrain.evaluate",
         *(*options.split(), "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
@@ -252,7 +252,7 @@ def offline() -> None:
 
 def test_a_task_whose_data_cannot_be_fetched(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "far.yaml").write_text(TASKS["choice"].replace("choice", "far", 1) + "dataset_path: of/nobody")
-    found = run_door(
+    found = run_command(
         *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
         *("--device", "cpu", "--tasks", "far", "--include_path", str(tmp_path)),
         hook=offline,
@@ -267,7 +267,7 @@ def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_p
     source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/choices.jsonl}}}}\ntest_split: test"
     (tmp_path / "choice.yaml").write_text(TASKS["choice"] + source)
     options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
-    found = run_door(
+    found = run_command(
         *("torchtrain.evaluate", *options, "--tasks", "choice", "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
         hook=own_tasks_alone,
@@ -278,7 +278,7 @@ def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_p
 
 
 def test_of_a_long_context_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtrain import evaluate as door
+    from torchtrain import evaluate as command
 
     given: list[Any] = []
 
@@ -289,13 +289,13 @@ def test_of_a_long_context_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
             given.extend(tokens.tolist())
             return torch.zeros(*tokens.shape, 100)
 
-    model = door.HarnessModel.__new__(door.HarnessModel)
+    model = command.HarnessModel.__new__(command.HarnessModel)
     model.batch_size = 2
     model.trained = TrainedModel(Eight(), load_tokenizer(), torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
     model._loglikelihood_tokens([(None, list(range(20)), [50, 51])], disable_tqdm=True)
     assert given == [[*range(13, 20), 50]]
     given.clear()
-    monkeypatch.setattr(door, "generate", lambda _, prompts, *__, **___: given.extend(prompts) or iter(()))
+    monkeypatch.setattr(command, "generate", lambda _, prompts, *__, **___: given.extend(prompts) or iter(()))
     text = " ".join(map(str, range(30)))
     model._complete([text], {"max_gen_toks": 3, "until": []}, 0)
     assert given == [model.tok_encode(text)[-5:]]
@@ -317,12 +317,12 @@ def test_the_weights_and_the_tokenizer_that_are_asked_for_are_used(trained_run: 
 def test_a_place_for_results_that_cannot_be_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
-    from torchtrain import evaluate as door
+    from torchtrain import evaluate as command
 
     (tmp_path / "file").touch()
-    monkeypatch.setattr(door, "cli_evaluate", lambda: pytest.fail("begun"))
+    monkeypatch.setattr(command, "cli_evaluate", lambda: pytest.fail("begun"))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--tasks", "x", *(word.format(tmp_path) for word in option)])
-    assert door.main() == 2
+    assert command.main() == 2
     assert "; name another folder" in capsys.readouterr().err
 
 
@@ -331,12 +331,12 @@ def test_results_that_could_not_be_saved_are_an_error(
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
-    from torchtrain import evaluate as door
+    from torchtrain import evaluate as command
 
     def evaluated() -> None:
         EvaluationTracker("/proc/nowhere").save_results_aggregated({"results": {}}, {})
 
-    monkeypatch.setattr(door, "cli_evaluate", evaluated)
+    monkeypatch.setattr(command, "cli_evaluate", evaluated)
     monkeypatch.setattr(sys, "argv", ["evaluate"])
-    assert door.main() == 2
+    assert command.main() == 2
     assert "error: Could not save results aggregated: FileNotFoundError(" in capsys.readouterr().err

@@ -19,15 +19,15 @@ from parity import TINY, Curve, build, config_of, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
-from torchtrain.checkpoint.contract import Kind, check_contract, kind_of
+from torchtrain.checkpoint.resume_compatibility import Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import Float8, JobConfig, Optimizer, Parallelism, Training
+from torchtrain.config.schema import Float8Config, JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.optimizers.clipping import exact_sum, row_norms
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.reductions.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
+from torchtrain.parallelisms.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
 from torchtrain.trainer import TrainStep
 
 STEPS = 2  # the first is made twice
@@ -441,7 +441,7 @@ def test_the_update_of_an_element_does_not_depend_on_the_shard_that_it_is_in(
         model = nn.ParameterList([nn.Parameter(part.clone()) for part in values.split(sizes)])
         optimizer = build_optimizer(
             [model],
-            Optimizer(implementation=implementation, state_dtype=state_dtype, lr=0.1),  # type: ignore[arg-type]
+            OptimizerConfig(implementation=implementation, state_dtype=state_dtype, lr=0.1),  # type: ignore[arg-type]
         )
         for gradient in gradients:
             for parameter, part in zip(model, gradient.split(sizes), strict=True):
@@ -539,39 +539,42 @@ def test_a_run_of_fast_sums_goes_on_with_exact_ones_if_allowed(tmp_path: Path) -
 
 
 def test_the_option_is_in_the_resume_contract() -> None:
-    fast, exact = JobConfig(), JobConfig(training=Training(sums="exact"))
+    fast, exact = JobConfig(), JobConfig(training=TrainingConfig(sums="exact"))
     with pytest.raises(CheckpointError, match=r"training.sums = 'exact' \(checkpoint: 'fast'\)"):
-        check_contract(to_toml(fast), to_toml(exact), ())
+        check_resume_compatibility(to_toml(fast), to_toml(exact), ())
     assert kind_of("parallelism.fsdp_exact_transport") is Kind.LAYOUT
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (Parallelism(fsdp_gradient_accumulation="unsharded"), "set parallelism.fsdp_gradient_accumulation = 'sharded'"),
         (
-            Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"),
+            ParallelismConfig(fsdp_gradient_accumulation="unsharded"),
+            "set parallelism.fsdp_gradient_accumulation = 'sharded'",
+        ),
+        (
+            ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"),
             "take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one",
         ),
     ],
 )
-def test_what_reduces_otherwise_is_refused(section: Parallelism, message: str) -> None:
+def test_what_reduces_otherwise_is_refused(section: ParallelismConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        JobConfig(parallelism=section, training=Training(sums="exact"))
+        JobConfig(parallelism=section, training=TrainingConfig(sums="exact"))
 
 
 def test_reducing_in_bfloat16_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set training.mixed_precision_reduce = 'float32'"):
-        JobConfig(training=Training(sums="exact", mixed_precision_reduce="bfloat16"))
+        JobConfig(training=TrainingConfig(sums="exact", mixed_precision_reduce="bfloat16"))
 
 
 def test_weights_gathered_in_float8_are_refused() -> None:
     """Of one rank the bfloat16 weights are rounded to float8, of several the float32 ones."""
-    exact = Training(sums="exact")
+    exact = TrainingConfig(sums="exact")
     with pytest.raises(ConfigError, match=r"set float8.enable_fsdp_float8_all_gather = false"):
-        JobConfig(training=exact, float8=Float8(recipe="tensorwise"))
-    JobConfig(training=exact, float8=Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False))
-    JobConfig(training=exact, float8=Float8(recipe="rowwise"))
+        JobConfig(training=exact, float8=Float8Config(recipe="tensorwise"))
+    JobConfig(training=exact, float8=Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False))
+    JobConfig(training=exact, float8=Float8Config(recipe="rowwise"))
 
 
 def _transports(transport: str) -> list[bool]:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from forked_door import checked_door, start_door
+from forked_command import checked_command, start_door
 from forkserver import context
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +144,7 @@ def use_the_store_late() -> None:
 
 
 def test_the_rank_that_hosts_the_store_leaves_last(tmp_path: Path) -> None:
-    found = checked_door(*TRAIN, "--job.dump_folder", str(tmp_path), ranks=2, hook=use_the_store_late)
+    found = checked_command(*TRAIN, "--job.dump_folder", str(tmp_path), ranks=2, hook=use_the_store_late)
     assert found.stdout == "the late answer\n"
     assert "before the others" not in found.stderr
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from gloo_pool import GlooPool
-from light import build_without_a_plan_for, greedy
+from light_imports import build_without_a_plan_for, greedy
 from parity import TINY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,14 +20,14 @@ from torchtrain.checkpoint.hf import check_same_shape, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import schema
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.generation import Sampling, generate
+from torchtrain.inference.generation import Sampling, generate
 from torchtrain.models import families
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.model import TransformerBlock
+from torchtrain.models.model_config import build_model_config, resolve_model_section, to_model_section
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
-from torchtrain.shape import model_section, model_shape, resolve_model
-from torchtrain.tokenizers import load_tokenizer
 
 VOCAB = 320
 SMALL = {
@@ -146,7 +146,7 @@ def section(**values: Any) -> schema.Model:
 
 
 def shape_of(model: schema.Model) -> TransformerConfig:
-    return model_shape(model, load_tokenizer(), 128)
+    return build_model_config(model, load_tokenizer(), 128)
 
 
 def test_a_shape_overrides_its_flavor() -> None:
@@ -171,8 +171,8 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
     kind, keys = MODELS[name]
     shape = families.config_from_hf(getattr(transformers, f"{kind}Config")(**{**SMALL, **keys}).to_dict())
     shape = replace(shape, vocab_size=4096, max_seq_len=128)
-    assert shape_of(model_section(shape, "")) == shape
-    assert shape_of(model_section(shape, "")).family == shape.family
+    assert shape_of(to_model_section(shape, "")) == shape
+    assert shape_of(to_model_section(shape, "")).family == shape.family
 
 
 @pytest.mark.parametrize(
@@ -212,23 +212,23 @@ def test_a_shape_that_cannot_be_is_refused(model: schema.Model, told: str) -> No
 def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
     random_model("tied Qwen3").save_pretrained(tmp_path)
     shape = families.read_hf_config(tmp_path)
-    found = resolve_model(section(hf_folder=str(tmp_path)))
+    found = resolve_model_section(section(hf_folder=str(tmp_path)))
     assert (found.hf_folder, found.tokenizer_path) == ("", str(tmp_path))
-    assert found == model_section(shape, str(tmp_path))
-    changed = resolve_model(
+    assert found == to_model_section(shape, str(tmp_path))
+    changed = resolve_model_section(
         section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=schema.Shape(n_layers=5))
     )
     assert (changed.vocab_size, changed.tokenizer_path, changed.shape.n_layers) == (400, "t", 5)
     assert changed.shape.dim == found.shape.dim == 32
     longer = section(hf_folder=str(tmp_path), shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0)))
-    assert resolve_model(longer).shape.rope_scaling == schema.RopeScaling("yarn", factor=2.0)
+    assert resolve_model_section(longer).shape.rope_scaling == schema.RopeScaling("yarn", factor=2.0)
     random_model("yarn").save_pretrained(tmp_path / "yarn")
     more = section(hf_folder=str(tmp_path / "yarn"), shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=8.0)))
-    assert resolve_model(more).shape.rope_scaling == schema.RopeScaling(
+    assert resolve_model_section(more).shape.rope_scaling == schema.RopeScaling(
         "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
     )
     with pytest.raises(CheckpointError, match=r"nowhere/config.json describes no model that can be read here"):
-        resolve_model(section(hf_folder=str(tmp_path / "nowhere")))
+        resolve_model_section(section(hf_folder=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.usefixtures("alone")
@@ -240,7 +240,7 @@ def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
     longer = replace(shape, rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64))
     with pytest.raises(CheckpointError, match="another model than the config asks for: rope_scaling = None, here Rope"):
         check_same_shape(shape, longer, tmp_path)
-    monkeypatch.setattr("torchtrain.log.logger.propagate", True)
+    monkeypatch.setattr("torchtrain.logging.logger.propagate", True)
     check_same_shape(shape, longer, tmp_path, {"rope_scaling"})
     assert "of a model with rope_scaling = None, here Rope" in caplog.text
 

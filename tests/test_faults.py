@@ -20,17 +20,17 @@ import psutil
 import pytest
 import torch
 from disk_faults import DiskFaults
-from forked_door import start_door
+from forked_command import start_door
 from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manifest import read_manifest, verify
-from torchtrain.config.schema import Faults
+from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import StoppedError
-from torchtrain.faults import hangs, stopping
-from torchtrain.faults.stopping import StopRequest
-from torchtrain.log import logger
+from torchtrain.fault_tolerance import stop_request, watchdog
+from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.logging import logger
 
 MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
 STEPS = 8
@@ -166,7 +166,7 @@ def start_torchrun(module: str, forked_ranks: dict[str, str], folder: Path, *opt
     config = folder / "test.toml"
     config.write_text(CONFIG)
     ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
-    script = str(Path(__file__).parent / "tiny_train.py")
+    script = str(Path(__file__).parent / "harness" / "tiny_train.py")
     run = ("--job.config_file", str(config), "--job.dump_folder", str(folder), *options)
     [process], [_, log] = start_door(folder, module, *ranks, script, *run, environment=forked_ranks)
     return process, log
@@ -262,7 +262,7 @@ def first_step_takes_4_seconds() -> Any:
 
 
 def slow_validation() -> Any:
-    from torchtrain.validation import Validator
+    from torchtrain.metrics.validation import Validator
 
     original = Validator._sums_of
 
@@ -366,7 +366,7 @@ def validations(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    install, stop = signal.signal, StopRequest(Faults())
+    install, stop = signal.signal, StopRequest(FaultsConfig())
 
     def install_late(number: int, handler: Any) -> Any:
         before = install(number, handler)
@@ -390,7 +390,7 @@ def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
     monkeypatch: pytest.MonkeyPatch, name: str, left: int, seconds: float
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
-    with StopRequest(Faults()) as stop:
+    with StopRequest(FaultsConfig()) as stop:
         signal.raise_signal(signal.Signals[name])
         deadline = time.monotonic() + 5
         while not stop.pending and time.monotonic() < deadline:
@@ -399,9 +399,9 @@ def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
 
 
 def all_steps_are_long() -> Any:
-    from torchtrain.faults import update_guard
+    from torchtrain.fault_tolerance import nonfinite_guard
 
-    return patch.object(update_guard, "LONG_STEP_SECONDS", 0.0)
+    return patch.object(nonfinite_guard, "LONG_STEP_SECONDS", 0.0)
 
 
 def test_where_steps_are_long_a_stop_does_not_wait_for_another_one(tmp_path: Path, undisturbed: Path) -> None:
@@ -620,10 +620,9 @@ def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbe
 
 def stop_before(method: Any, name: str, call: int = 4) -> Any:
     """Rank 1's process is stopped when it calls a method for that time: not dead, but silent."""
-    import torchtrain.faults.hangs as hangs
 
-    hangs.COLLECT_SECONDS = 1
-    hangs.TIMES_FIRST_STEP = 0  # on a busy machine it may be slow, and the limit another one
+    watchdog.COLLECT_SECONDS = 1
+    watchdog.TIMES_FIRST_STEP = 0  # on a busy machine it may be slow, and the limit another one
     original, calls = getattr(method, name), 0
 
     def stopped(*args: Any, **options: Any) -> Any:
@@ -643,9 +642,9 @@ def stop_before_update() -> Any:
 
 
 def stop_before_batch() -> Any:
-    from torchtrain.datasets.loader import Loader
+    from torchtrain.datasets.loader import DataLoader
 
-    return stop_before(Loader, "__next__")
+    return stop_before(DataLoader, "__next__")
 
 
 def stop_in_a_block() -> Any:
@@ -693,31 +692,34 @@ def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, wai
 def test_reports_of_a_hang_are_found_whatever_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
     for rank in (1, 0):
         monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's
-        with hangs.HangWatch(tmp_path, rank, 2, 1000, doing=str) as watch:
+        with watchdog.Watchdog(tmp_path, rank, 2, 1000, doing=str) as watch:
             watch._report("step 4")
-    assert "ranks 0-1 are at hangs.py" in caplog.messages[-1]
+    assert "ranks 0-1 are at watchdog.py" in caplog.messages[-1]
 
 
 def test_of_many_ranks_one_looks_at_the_reports_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = 200
-    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
-    waiting = hangs.Place("a.py:1 (b)", "all_reduce", {"0": ["all_reduce", 7, list(range(ranks))]}, {"0": 7}, "")
+    waiting = watchdog.Place("a.py:1 (b)", "all_reduce", {"0": ["all_reduce", 7, list(range(ranks))]}, {"0": 7}, "")
     for rank in range(ranks - 1):
         (tmp_path / f"step-4-rank-{rank}.txt").write_text(json.dumps(asdict(waiting)) + "\n")
-    monkeypatch.setattr(hangs, "_place", lambda *_: waiting)
-    with patch.object(json, "loads", wraps=json.loads) as read, patch.object(hangs, "_awaited", wraps=hangs._awaited):
+    monkeypatch.setattr(watchdog, "_place", lambda *_: waiting)
+    with (
+        patch.object(json, "loads", wraps=json.loads) as read,
+        patch.object(watchdog, "_awaited", wraps=watchdog._awaited),
+    ):
         for rank, reads in ((ranks - 2, 0), (0, ranks - 1)):
-            with hangs.HangWatch(tmp_path, rank, ranks, 1000, doing=str) as watch:
+            with watchdog.Watchdog(tmp_path, rank, ranks, 1000, doing=str) as watch:
                 watch._report("step 4")
             assert read.call_count == reads
-        assert hangs._awaited.call_count == 1  # they all wait in the same collective
+        assert watchdog._awaited.call_count == 1  # they all wait in the same collective
     (told,) = caplog.messages
     assert told.endswith(f"so ranks 0-{ranks - 2} are waiting for ranks {ranks - 1}")
 
@@ -745,8 +747,8 @@ def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: 
 
 def test_a_run_stops_a_grace_before_its_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
-    stop = StopRequest(Faults(wall_clock_limit_minutes=10, stop_grace_seconds=60))
+    monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now))
+    stop = StopRequest(FaultsConfig(wall_clock_limit_minutes=10, stop_grace_seconds=60))
     now += 539
     assert not stop.pending
     now += 2
@@ -758,18 +760,18 @@ def test_the_folder_that_nccl_writes_to_is_there(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with patch.dict(os.environ):
         os.environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", None)
-        hangs.enable_flight_recorder(tmp_path / "run" / "hangs")
+        watchdog.enable_flight_recorder(tmp_path / "run" / "hangs")
         assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent.is_dir()
 
 
 def test_a_report_of_an_earlier_attempt_at_a_step_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "COLLECT_SECONDS", 0)
+    monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
     old = tmp_path / "step-4-rank-0.txt"
-    old.write_text(json.dumps(asdict(hangs.Place("a.py:1 (b)", "", {}, {}, ""))) + "\n")
+    old.write_text(json.dumps(asdict(watchdog.Place("a.py:1 (b)", "", {}, {}, ""))) + "\n")
     os.utime(old, (0, 0))
-    with hangs.HangWatch(tmp_path, 1, 2, 1000, doing=str) as watch:
+    with watchdog.Watchdog(tmp_path, 1, 2, 1000, doing=str) as watch:
         watch._report("step 4")
     assert "ranks 0 sent no report" in caplog.messages[-1]

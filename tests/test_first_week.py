@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked_door import run_door
+from forked_command import run_command
 from forked_run import TINY, finish, patched_loss
 from safetensors import safe_open
 from sentencepiece import sentencepiece_model_pb2
@@ -25,18 +25,18 @@ from tokenizers import Tokenizer
 from torchtrain import compare as compare_command
 from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
-from torchtrain.checkpoint.contract import check_contract
+from torchtrain.checkpoint.conversion import convert
 from torchtrain.checkpoint.hf import find_tensors, save_hf, write_hf_config
+from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import Model, Source, Validation
-from torchtrain.conversion import convert
+from torchtrain.config.schema import ModelConfig, SourceConfig, ValidationConfig
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.inference.trained_model import load_model
+from torchtrain.models.model_config import build_model_config, resolve_model_section
 from torchtrain.planning.request import shape_of
-from torchtrain.shape import model_shape, resolve_model
-from torchtrain.tokenizers import load_tokenizer
-from torchtrain.trained_model import load_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,7 +92,7 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
 def test_a_target_that_another_process_has_made_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     run, target = tmp_path / "run", tmp_path / "target"
     finish(run, "--training.steps", "2", ranks=1)
 
@@ -101,7 +101,7 @@ def test_a_target_that_another_process_has_made_meanwhile_is_kept(
         (target / "theirs").write_text("theirs")
         return tensor
 
-    monkeypatch.setattr("torchtrain.conversion.finite", made_meanwhile)
+    monkeypatch.setattr("torchtrain.checkpoint.conversion.finite", made_meanwhile)
     with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
         convert(run, target, "torchtrain", "float32")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}
@@ -120,7 +120,7 @@ def test_an_export_is_not_that_of_an_earlier_run_with_checkpoints(tmp_path: Path
 def test_a_tokenizer_that_changed_is_noticed_by_convert_and_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     file, run = tmp_path / "tokenizer.model", tmp_path / "run"
     content = (ROOT / "torchtrain/assets/tokenizer.model").read_bytes()
     file.write_bytes(content)
@@ -136,24 +136,27 @@ def test_a_tokenizer_that_changed_is_noticed_by_convert_and_generate(
 
 def test_the_same_data_in_another_folder_are_the_same_run() -> None:
     before, now = toml(data={"path": "a"}), toml(data={"path": "/elsewhere/a"})
-    assert check_contract(before, now, (), {"data.path": "1 file"}, {"data.path": "1 file"}) == [
+    assert check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "1 file"}) == [
         "config differs from the checkpoint's (harmless): data.path = '/elsewhere/a' (checkpoint: 'a')"
     ]
     with pytest.raises(CheckpointError, match="would not go on with the same run"):
-        check_contract(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
+        check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
     key = "model.tokenizer_path"
     same = {"data.name": "1 file"}
-    (told,) = check_contract(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
+    (told,) = check_resume_compatibility(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
     assert "(harmless): data.name" in told
-    assert len(check_contract(toml(), toml(model={"tokenizer_path": "x"}), (), {key: "same"}, {key: "same"})) == 1
+    assert (
+        len(check_resume_compatibility(toml(), toml(model={"tokenizer_path": "x"}), (), {key: "same"}, {key: "same"}))
+        == 1
+    )
     with pytest.raises(CheckpointError, match="tokenizer_path"):
-        check_contract(toml(), toml(model={"tokenizer_path": "x"}), ())
+        check_resume_compatibility(toml(), toml(model={"tokenizer_path": "x"}), ())
 
 
 def test_validation_sources_are_told_apart_by_subset_and_whole_name() -> None:
-    two = [Source(name="org/web", subset=subset) for subset in ("deu", "fra")]
-    two += [Source(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
-    labels = [source.label for source in Validation(enable=True, sources=tuple(two)).all]
+    two = [SourceConfig(name="org/web", subset=subset) for subset in ("deu", "fra")]
+    two += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
+    labels = [source.label for source in ValidationConfig(enable=True, sources=tuple(two)).all]
     assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]
 
 
@@ -175,13 +178,13 @@ def test_an_estimate_needs_no_tokenizer_in_the_folder(tmp_path: Path) -> None:
     config |= {"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = parse(["--model.hf_folder", str(tmp_path)])
-    assert shape_of(replace(given, model=resolve_model(given.model))).vocab_size == 512
+    assert shape_of(replace(given, model=resolve_model_section(given.model))).vocab_size == 512
 
 
 def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 50}) + "\n")
     output = tmp_path / "prepared"
-    found = run_door("torchtrain.prepare", "--data.path", str(tmp_path), "--prepare.output", str(output))
+    found = run_command("torchtrain.prepare", "--data.path", str(tmp_path), "--prepare.output", str(output))
     assert found.returncode == 2, found.stderr
     assert "lies in the data" in found.stderr
     assert not output.exists()
@@ -247,7 +250,7 @@ def test_the_last_step_of_a_run_whose_data_end_is_logged(tmp_path: Path) -> None
     text = tmp_path / "a.txt"
     text.write_text("some words and more\n" * 150)
     prepared = str(tmp_path / "prepared")
-    assert run_door("torchtrain.prepare", "--data.path", str(text), "--prepare.output", prepared).returncode == 0
+    assert run_command("torchtrain.prepare", "--data.path", str(text), "--prepare.output", prepared).returncode == 0
     options = ("--data.path", prepared, "--data.when_exhausted", "stop", "--metrics.log_freq", "1000")
     options += ("--training.steps", "100")
     output = finish(tmp_path / "run", *options, ranks=1)
@@ -262,33 +265,33 @@ def test_a_special_token_beyond_the_models_rows_is_no_reason_to_refuse(tmp_path:
     library = Tokenizer.from_file(str(file))
     library.add_special_tokens(["<pad>"])
     library.save(str(file))
-    given = resolve_model(Model(hf_folder=str(tmp_path)))
+    given = resolve_model_section(ModelConfig(hf_folder=str(tmp_path)))
     tokenizer = load_tokenizer(given.tokenizer_path)
-    assert (tokenizer.vocab_size, model_shape(given, tokenizer, 32).vocab_size) == (4097, 4096)
+    assert (tokenizer.vocab_size, build_model_config(given, tokenizer, 32).vocab_size) == (4097, 4096)
     library.add_tokens(["one more word"])
     library.save(str(file))
     with pytest.raises(ConfigError, match=r"vocab_size = 4096 must be at least 4098"):
-        model_shape(given, load_tokenizer(given.tokenizer_path), 32)
+        build_model_config(given, load_tokenizer(given.tokenizer_path), 32)
 
 
 def test_the_config_for_continued_pretraining_needs_a_model_and_data_of_ones_own(tmp_path: Path) -> None:
     config = ("torchtrain.train", "--job.config_file", "train_configs/continue_hf.toml")
     folder = tmp_path / "run"
-    refused = run_door(*config, "--job.dump_folder", str(folder))
+    refused = run_command(*config, "--job.dump_folder", str(folder))
     assert (refused.returncode, "YOUR_MODEL" in refused.stderr) == (2, True)
     finish(tmp_path / "first", "--training.steps", "1", "--checkpoint.last_save_in_hf", ranks=1)
     hf = str(tmp_path / "first/hf")
     small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
     start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
     start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1")
-    refused = run_door(*start)
+    refused = run_command(*start)
     assert (refused.returncode, "data.path = 'YOUR_TEXTS' does not exist" in refused.stderr) == (2, True), (
         refused.stderr
     )
     assert not folder.exists()
     text = tmp_path / "mine.txt"
     text.write_text("some words of mine\n" * 100)
-    found = run_door(*start, "--data.path", str(text))
+    found = run_command(*start, "--data.path", str(text))
     assert found.returncode == 0, found.stderr
     assert f"starts from the weights in {hf}" in found.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -21,7 +21,7 @@ from test_checkpoint import Run, assert_bitwise_equal, only_file, replace_metada
 from torchtrain import convert, generate
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, _manifest_text, read_manifest, write_manifest
 from torchtrain.errors import CheckpointError
-from torchtrain.log import logger
+from torchtrain.logging import logger
 
 ESCAPE = "\x1b]0;owned\x07\n"
 

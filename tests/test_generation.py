@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forked_door import checked_door, run_door
+from forked_command import checked_command, run_command
 from test_llama import SHAPES, reference_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrain.generate as command
-from torchtrain.generation import Sampling, choose, generate
+from torchtrain.datasets.tokenizers import load_tokenizer
+from torchtrain.inference.generation import Sampling, choose, generate
+from torchtrain.inference.trained_model import TrainedModel
 from torchtrain.models.llama import Transformer
-from torchtrain.tokenizers import load_tokenizer
-from torchtrain.trained_model import TrainedModel
 
 PROMPTS = [[5, 9, 3, 250, 17, 8], [7], [100, 4, 4, 12]]
 
@@ -152,7 +152,7 @@ def test_the_ends_of_the_interval_choose_tokens_that_may_be_chosen(uniform: floa
 
 
 def generate_door(*arguments: str, ranks: int = 1) -> "subprocess.CompletedProcess[str]":
-    return run_door("torchtrain.generate", *arguments, ranks=ranks)
+    return run_command("torchtrain.generate", *arguments, ranks=ranks)
 
 
 def test_the_command_writes_the_same_text_alone_in_a_batch_and_on_two_ranks(trained_run: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_missing_or_damaged_checkpoint_is_a_clear_error(trained_run: Path, tmp
 
 def test_greedy_text_equals_that_of_the_exported_model(trained_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "hf"
-    checked_door("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
+    checked_command("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(export)
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     prompt = "import os\n\ndef main("
@@ -266,7 +266,7 @@ def test_the_command_uses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(arguments[3:5])
         raise Enough
 
-    monkeypatch.setattr("torchtrain.trained_model.load_model", load)
+    monkeypatch.setattr("torchtrain.inference.trained_model.load_model", load)
     monkeypatch.setattr(command, "complete", complete)
     options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
     with pytest.raises(Enough):
@@ -283,7 +283,7 @@ def test_what_ended_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(eos_ids)
         return iter([[token, token], [eos, token]])
 
-    monkeypatch.setattr("torchtrain.generation.generate", steps)
+    monkeypatch.setattr("torchtrain.inference.generation.generate", steps)
     model: Any = None
     trained = TrainedModel(model, tokenizer, torch.device("cpu"), bos=True, eos_ids=frozenset({2, eos}))
     found = command.complete(trained, ["ab"] * 2, [before] * 2, Sampling(), [2, 2], 0, None)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
 from gloo_pool import GlooPool
 from json_tokenizers import hard_texts
-from light import export, load_and_export_sharded
+from light_imports import export, load_and_export_sharded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -32,20 +32,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_door
 from torchtrain import generate
+from torchtrain.checkpoint.conversion import Weights, convert
+from torchtrain.checkpoint.export import NOTE, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf import check_same_shape, files_by_size, write_hf_config
 from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.schema import Checkpoint, Ema, Job, JobConfig, Parallelism
-from torchtrain.conversion import Weights, convert
+from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.export import NOTE, _origin, check_export, needs_export
-from torchtrain.log import logger
+from torchtrain.inference.trained_model import load_model
+from torchtrain.logging import logger
 from torchtrain.models import families as hf
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.meta import config_from_meta
-from torchtrain.tokenizers import load_tokenizer, tokenizer_file
-from torchtrain.trained_model import load_model
 
 VOCAB = 4096  # of the default tokenizer
 LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
@@ -135,11 +135,11 @@ def test_we_load_what_transformers_saves(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["Llama 3.1", "tied Llama 3.2"])
 @pytest.mark.parametrize(
     ("ranks", "parallelism"),
-    [(2, Parallelism()), (4, Parallelism(tensor_parallel_degree=2))],
+    [(2, ParallelismConfig()), (4, ParallelismConfig(tensor_parallel_degree=2))],
     ids=["fsdp", "fsdp x tp"],
 )
 def test_weights_pass_through_a_sharded_model(
-    gloo: GlooPool, tmp_path: Path, name: str, ranks: int, parallelism: Parallelism
+    gloo: GlooPool, tmp_path: Path, name: str, ranks: int, parallelism: ParallelismConfig
 ) -> None:
     shape = SHAPES[name]
     theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)))
@@ -151,7 +151,7 @@ def test_weights_pass_through_a_sharded_model(
         assert torch.equal(ours.state_dict()[key], tensor), key
 
 
-def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: Parallelism) -> None:
+def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig) -> None:
     with patch("torchtrain.checkpoint.hf.FILE_BYTES", 300_000):
         load_and_export_sharded(source, target, shape, parallelism)
 
@@ -162,7 +162,7 @@ def test_the_same_weights_are_exported_as_the_same_bytes(gloo: GlooPool, tmp_pat
     shape, exported = SHAPES["Llama 3.1"], export_in_small_files if small_files else load_and_export_sharded
     LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2))).save_pretrained(tmp_path / "in")
     for number, ranks in enumerate((1, 1, 1, 2, 4)):
-        layout = Parallelism(tensor_parallel_degree=2 if ranks == 4 else 1)
+        layout = ParallelismConfig(tensor_parallel_degree=2 if ranks == 4 else 1)
         gloo.run(ranks, exported, tmp_path / "in", tmp_path / f"out-{number}", shape, layout)
     outputs = [
         {path.name: path.read_bytes() for path in sorted((tmp_path / f"out-{number}").iterdir())} for number in range(5)
@@ -301,18 +301,18 @@ def test_a_field_that_the_export_does_not_know_is_not_exported(
     )
     for change in changes:
         monkeypatch.setattr(
-            "torchtrain.conversion.read_hf_config", lambda _, c=change: replace(read(tmp_path / "in"), **c)
+            "torchtrain.checkpoint.conversion.read_hf_config", lambda _, c=change: replace(read(tmp_path / "in"), **c)
         )
         assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
         (name,) = change
         assert f"{name} = {change[name]!r} cannot be exported: the config.json of a llama" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
         # A run is told before it trains.
-        config = JobConfig(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(last_save_in_hf=True))
+        config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             check_export(config, replace(read(tmp_path / "in"), **change))
-        check_export(replace(config, checkpoint=Checkpoint()), replace(read(tmp_path / "in"), **change))
-    monkeypatch.setattr("torchtrain.conversion.read_hf_config", read)
+        check_export(replace(config, checkpoint=CheckpointConfig()), replace(read(tmp_path / "in"), **change))
+    monkeypatch.setattr("torchtrain.checkpoint.conversion.read_hf_config", read)
     assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
 
@@ -558,7 +558,7 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
         *(b"hell", b"he", b"ll"),  # a token before those that it is made of
     ]
     tokens = [bytes([byte]) for byte in range(256)] + pieces
-    monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", len(tokens))
+    monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", len(tokens))
     file = tmp_path / "ranks"
     file.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     write_hf_config(tmp_path, LLAMA2, "float32", str(file))
@@ -594,7 +594,7 @@ def seeing_how_long_others_wait() -> Iterator[None]:
 
 
 def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     first, second = tmp_path / "first", tmp_path / "second"
     at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
     # The first rank puts the files together, which may take longer than a step.
@@ -645,7 +645,7 @@ def test_a_link_to_nothing_is_no_target(tmp_path: Path, to: str) -> None:
 def test_an_export_keeps_the_context_of_the_model_it_started_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TINY)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     source = tmp_path / "source"
     config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
     LlamaForCausalLM(config).save_pretrained(source)
@@ -835,9 +835,9 @@ def test_a_converted_checkpoint_says_how_long_its_sequences_were() -> None:
 def test_another_checkpoint_and_other_options_are_exported_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtrain.export.of_first_rank", lambda ask, _: ask())
-    saving = Checkpoint(enable=True, last_save_in_hf=True)
-    config = JobConfig(job=Job(dump_folder=str(tmp_path)), ema=Ema(enable=True), checkpoint=saving)
+    monkeypatch.setattr("torchtrain.checkpoint.export.broadcast_from_rank0", lambda ask, _: ask())
+    saving = CheckpointConfig(enable=True, last_save_in_hf=True)
+    config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)
     for step in (2, 4):
         (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
         (tmp_path / f"checkpoint/step-{step}" / MANIFEST).write_text(str(step))

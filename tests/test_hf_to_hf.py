@@ -17,7 +17,7 @@ from test_tokenizer_json import save_with_post_processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtrain import convert, generate
-from torchtrain.trained_model import load_model
+from torchtrain.inference.trained_model import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tokenizer": "metaspace BPE", "head_dim": 12, "initializer_range": 0.6},

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.convert import main as convert
 from torchtrain.errors import CheckpointError
-from torchtrain.log import logger
+from torchtrain.logging import logger
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer
 

@@ -16,9 +16,9 @@ import torch
 from forked_run import finish
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.datasets.loader import Loader
-from torchtrain.faults.update_guard import UpdateGuard
-from torchtrain.profiling import Profiler
+from torchtrain.datasets.loader import DataLoader
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from torchtrain.metrics.profiler import Profiler
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,8 +69,8 @@ def count_waits() -> Iterator[None]:
         patch.object(torch.Tensor, "numpy", counts.counting(torch.Tensor.numpy)),
         patch.object(torch.Tensor, "cpu", counts.counting(torch.Tensor.cpu)),
         # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
-        patch.object(UpdateGuard, "settle", counts.excused(UpdateGuard.settle)),
-        patch.object(Loader, "__next__", counts.excused(Loader.__next__)),
+        patch.object(NonFiniteGuard, "settle", counts.excused(NonFiniteGuard.settle)),
+        patch.object(DataLoader, "__next__", counts.excused(DataLoader.__next__)),
         patch.object(Profiler, "step", lambda *_: counts.end_step()),
         counts,
     ):
@@ -84,7 +84,7 @@ import sys
 import zlib
 from unittest.mock import patch
 import torch
-from torchtrain.profiling import Profiler
+from torchtrain.metrics.profiler import Profiler
 from torchtrain.train import main
 
 steps = 0

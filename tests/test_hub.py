@@ -22,9 +22,9 @@ from data_samples import DOCUMENTS, make_loader, take
 from forked_run import ForkedRun, finish
 from hub_server import Fault, Hub
 
-from torchtrain.checkpoint.contract import differences
+from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import Data, JobConfig, Source
+from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets import hub as client
 from torchtrain.datasets import text
 from torchtrain.datasets.hub import find_revision
@@ -76,9 +76,9 @@ def fineweb(documents: list[str] = DOCUMENTS) -> dict[str, bytes]:
     return files
 
 
-LAYOUTS: dict[str, tuple[dict[str, bytes], Data]] = {
-    "c4": (c4(), Data(name="allenai/c4", subset="en", streams=2, prefetch=0)),
-    "fineweb": (fineweb(), Data(name="org/fineweb", subset="sample", streams=2, prefetch=0)),
+LAYOUTS: dict[str, tuple[dict[str, bytes], DataConfig]] = {
+    "c4": (c4(), DataConfig(name="allenai/c4", subset="en", streams=2, prefetch=0)),
+    "fineweb": (fineweb(), DataConfig(name="org/fineweb", subset="sample", streams=2, prefetch=0)),
 }
 
 
@@ -106,13 +106,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_batches_are_those_of_local_files(hub: Hub, tmp_path: Path, layout: str) -> None:
     files, config = LAYOUTS[layout]
     hub.add(config.name, files)
-    local = make_loader(Data(name=local_copy(tmp_path / "data", files), streams=2, prefetch=0))
+    local = make_loader(DataConfig(name=local_copy(tmp_path / "data", files), streams=2, prefetch=0))
     remote = make_loader(config)
     assert torch.equal(take(remote, 12), take(local, 12))
     again = make_loader(config)  # from the middle of files
     again.load_state_dict(remote.state_dict())
     assert torch.equal(take(again, 5), take(local, 5))
-    downloaded = make_loader(Data(name=config.name, subset=config.subset, download=True, prefetch=0))
+    downloaded = make_loader(DataConfig(name=config.name, subset=config.subset, download=True, prefetch=0))
     assert take(downloaded, 1).shape == (1, 8, 32)
 
 
@@ -176,7 +176,7 @@ def test_what_is_wrong_in_the_config_is_told_at_once(
 ) -> None:
     revision = hub.add("allenai/c4", c4())
     with pytest.raises(DataError, match=told):
-        make_loader(Data(**{"name": "allenai/c4", "subset": "en", "revision": revision, **wrong}))
+        make_loader(DataConfig(**{"name": "allenai/c4", "subset": "en", "revision": revision, **wrong}))
     assert pauses == []
 
 
@@ -207,7 +207,7 @@ def test_of_parquet_the_text_alone_is_fetched(hub: Hub) -> None:
     table = pyarrow.table({"text": documents, "image": [torch.randn(9000).numpy().tobytes() for _ in documents]})
     pyarrow.parquet.write_table(table, content, row_group_size=100)
     hub.add("org/pictures", {"data/train-0.parquet": content.getvalue()})
-    take(make_loader(Data(name="org/pictures", prefetch=0), range(1), batch=1), 40)
+    take(make_loader(DataConfig(name="org/pictures", prefetch=0), range(1), batch=1), 40)
     fetched = 0
     for request in hub.requests:
         if request.path.startswith("/files/"):
@@ -234,16 +234,20 @@ def test_a_resume_inside_a_packed_file_says_how_long_it_reads(hub: Hub, caplog: 
 
 def test_revisions(hub: Hub) -> None:
     first, ask = hub.add("org/a", fineweb()), client.alone
-    sources = (Source(name="org/a", subset="sample"), Source(path="x.jsonl"), Source(name="org/a", revision="v1"))
-    pinned = with_revisions(Data(sources=sources), None, "data", ask)
+    sources = (
+        SourceConfig(name="org/a", subset="sample"),
+        SourceConfig(path="x.jsonl"),
+        SourceConfig(name="org/a", revision="v1"),
+    )
+    pinned = with_revisions(DataConfig(sources=sources), None, "data", ask)
     assert [source.revision for source in pinned.sources] == [first, None, "v1"]
     second = hub.add("org/a", fineweb(DOCUMENTS[1:]))
-    saved = Data(name="org/a", subset="sample", revision=first)
-    now = Data(name="org/a", subset="sample")
+    saved = DataConfig(name="org/a", subset="sample", revision=first)
+    now = DataConfig(name="org/a", subset="sample")
     assert with_revisions(now, saved, "data", ask) == saved
-    assert with_revisions(now, Data(name="org/a"), "data", ask).revision == second  # of another subset
+    assert with_revisions(now, DataConfig(name="org/a"), "data", ask).revision == second  # of another subset
     # A checkpoint from before this option is not another run for it.
-    old, new = JobConfig(data=Data(sources=sources[:2])), JobConfig(data=Data(sources=pinned.sources[:2]))
+    old, new = JobConfig(data=DataConfig(sources=sources[:2])), JobConfig(data=DataConfig(sources=pinned.sources[:2]))
     assert differences(to_toml(old), to_toml(new)) == []
 
 
@@ -252,7 +256,7 @@ def test_a_local_folder_is_known_by_its_content(open_it: Callable[..., text.Text
     def identity(folder: str, documents: list[str]) -> str:
         path = Path(local_copy(tmp_path / folder, {"en/train.jsonl": lines_of(documents)}))
         (path / "validation.jsonl").write_bytes(lines_of([folder]))
-        return open_it(Source(name=str(path), split="train"), "it").identity()
+        return open_it(SourceConfig(name=str(path), split="train"), "it").identity()
 
     first = identity("first", ["aaa", "bbb"])
     assert identity("copy", ["aaa", "bbb"]) == first
@@ -267,7 +271,7 @@ class _OfAnotherNode:
 
 
 def test_one_rank_downloads_for_all(hub: Hub) -> None:
-    source = Source(name="org/downloaded", subset="sample", revision=hub.add("org/downloaded", fineweb()))
+    source = SourceConfig(name="org/downloaded", subset="sample", revision=hub.add("org/downloaded", fineweb()))
     answers: list[bytes] = []
 
     def first_rank(question: Callable[[], bytes]) -> bytes:
@@ -293,7 +297,7 @@ def losses(folder: Path) -> list[float]:
 def test_one_rank_asks_and_a_run_keeps_to_its_revision(hub: Hub, tmp_path: Path) -> None:
     documents = [f"{text} {n}" for n in range(4) for text in DOCUMENTS]
     revision = hub.add("allenai/c4", c4(documents))
-    make_loader(Data(name="allenai/c4", subset="en", streams=4, prefetch=0, revision=revision))
+    make_loader(DataConfig(name="allenai/c4", subset="en", streams=4, prefetch=0, revision=revision))
     asked = [request.path for request in hub.requests if "/tree/" in request.path or "paths-info" in request.path]
     hub.requests.clear()
     local = ["--data.name", local_copy(tmp_path / "data", c4(documents)), "--data.streams", "4"]
@@ -330,7 +334,7 @@ def test_another_revision_is_other_data(hub: Hub, download: bool) -> None:
     assert a == again != b
 
 
-def downloaded(source: Source) -> list[str | None]:
+def downloaded(source: SourceConfig) -> list[str | None]:
     opened = client.open_downloaded(source, "it")
     return list(opened.read_all(range(opened.units)))
 
@@ -340,9 +344,9 @@ def test_a_damaged_copy_of_what_was_downloaded_is_rejected(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    source = Source(name="org/damaged", subset="sample", revision=hub.add("org/damaged", fineweb()))
+    source = SourceConfig(name="org/damaged", subset="sample", revision=hub.add("org/damaged", fineweb()))
     if local:
-        source = Source(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
+        source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
     whole = downloaded(source)
     (copy,) = (tmp_path / "cache").rglob("*.arrow")
     content = copy.read_bytes()
@@ -362,7 +366,7 @@ def test_a_damaged_copy_of_what_was_downloaded_is_rejected(
 
 
 def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: Path) -> None:
-    source = Source(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
+    source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
     (file,) = Path(source.name).rglob("*.jsonl")
     before = file.stat()
     old = client.open_downloaded(source, "it")
@@ -380,7 +384,7 @@ def test_a_binary_column_of_what_was_downloaded_is_text(tmp_path: Path) -> None:
     for name, values, told in (("good", [b"caf\xc3\xa9", None], ""), ("bad", [b"caf\xe9"], "is not UTF-8 at byte 3")):
         content = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())}), content)
-        source = Source(name=local_copy(tmp_path / name, {"train.parquet": content.getvalue()}))
+        source = SourceConfig(name=local_copy(tmp_path / name, {"train.parquet": content.getvalue()}))
         if told:
             with pytest.raises(DataError, match=told):
                 downloaded(source)

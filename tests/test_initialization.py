@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtrain.initialization import BLOCK, fill_parameter, layout_independent_init, normal_quantile
 from torchtrain.models.families import flavor_config
+from torchtrain.models.initialization import BLOCK, fill_parameter, layout_independent_init, normal_quantile
 from torchtrain.models.llama import Transformer
 
 
@@ -113,7 +113,7 @@ def test_depth_and_residual_outputs_set_the_standard_deviation() -> None:
 
 def test_a_parameter_that_is_filled_piece_by_piece_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = filled(0)
-    monkeypatch.setattr("torchtrain.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at once
+    monkeypatch.setattr("torchtrain.models.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at once
     assert torch.equal(filled(0), whole)
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from disk_faults import DiskFaults
-from forked_door import run_door, start_door
+from forked_command import run_command, start_door
 
+from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import SHARED_ENDINGS
-from torchtrain.tokenizers import tokenizer_file
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
@@ -94,7 +94,7 @@ def interrupt_rendezvous() -> None:
 
 
 def test_ctrl_c_before_there_are_ranks() -> None:
-    found = run_door(*LAUNCH, "2", "true", hook=interrupt_rendezvous)
+    found = run_command(*LAUNCH, "2", "true", hook=interrupt_rendezvous)
     assert found.returncode == 130
     assert found.stderr.endswith("stopped by Ctrl-C\n")
     assert len(found.stderr.splitlines()) == 1
@@ -102,7 +102,7 @@ def test_ctrl_c_before_there_are_ranks() -> None:
 
 @pytest.mark.parametrize("options", [["--nproc-per-node", "two"], ["--nproc-per-node", "0"], ["--nnodes", "1:a"]])
 def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
-    found = run_door("torchtrain.launch", *options, "-m", "torchtrain.train")
+    found = run_command("torchtrain.launch", *options, "-m", "torchtrain.train")
     assert found.returncode == 2
     assert "error: --nnodes 1" in found.stderr
     assert "Traceback" not in found.stderr
@@ -127,7 +127,7 @@ def test_folders_that_torchrun_cannot_use(tmp_path: Path) -> None:
         ([], have_no_tmp, "[Errno 2] No usable temporary directory found in ['/proc']"),
         (["--log-dir", str(tmp_path / "file")], fill_tmp, f"log_dir: {tmp_path}/file is a file"),
     ):
-        found = run_door("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=hook)
+        found = run_command("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=hook)
         assert found.returncode == 2
         assert found.stderr.endswith(f"error: {told}\n")
         assert "Traceback" not in found.stderr
@@ -142,7 +142,7 @@ def test_an_error_before_the_ranks_meet_is_told_once_by_whoever_has_it(
     disk.fail("open", file, errno.EACCES, rank=rank)  # -1: all
     options = ("--model.tokenizer_path", str(file), "--job.dump_folder", str(tmp_path / "run"))
     train = ("--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train", *options)
-    found = run_door("torchtrain.launch", *train, environment=forked_ranks)
+    found = run_command("torchtrain.launch", *train, environment=forked_ranks)
     assert found.returncode == 2
     assert found.stderr.count(f"error: {file} cannot be read: Permission denied") == 1
     assert ("[rank 1] error: " in found.stderr) == (rank == 1)
@@ -261,7 +261,7 @@ def test_srun_of_a_command_without_ranks(trained_run: Path, tmp_path: Path, comm
         "convert": [run, new],
         "prepare": ["--job.config_file", "train_configs/debug_model.toml", "--prepare.output", new],
     }
-    found = run_door(f"torchtrain.{command}", *options[command], environment=SRUN)
+    found = run_command(f"torchtrain.{command}", *options[command], environment=SRUN)
     assert found.returncode == 2, found.stderr
     assert found.stderr.count("error: ") == 1
     assert "SLURM_STEP_NUM_TASKS = 3" in found.stderr

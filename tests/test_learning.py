@@ -20,16 +20,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.config.schema import Ema, JobConfig, ParameterGroup
+from torchtrain.config.schema import EMAConfig, JobConfig, ParameterGroupConfig
 from torchtrain.convert import main as convert
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
-from torchtrain.lr_schedule import LRSchedule
+from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizers.averages import Averages
+from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.tokenizers import load_tokenizer
-from torchtrain.trained_model import load_model
+from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
@@ -170,7 +170,7 @@ def joined(config: JobConfig) -> dict[str, Any]:
     step: Any = trainer.train_step
     found = {
         "rates": {(group["name"], group["lr_factor"]) for group in trainer.optimizer.param_groups},
-        "over_base": trainer.model.parts[0].config.over_base,
+        "mup_ratios": trainer.model.parts[0].config.mup_ratios,
         "max_norm": step.max_norm,
         "z_weight": step.model.loss.z_weight,
         "chunk_tokens": step.model.loss.chunk_tokens,
@@ -196,7 +196,7 @@ def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Pa
     )
     assert gloo.run(1, joined, config)[0] == {
         "rates": {("embeddings", 1.0), ("matrices", 1 / 4), ("matrices", 1 / 8), ("vectors", 1.0), ("vectors", 1 / 4)},
-        "over_base": (4.0, 2.0),
+        "mup_ratios": (4.0, 2.0),
         "max_norm": 0.3,
         "z_weight": 0.05,
         "chunk_tokens": 8,
@@ -211,7 +211,7 @@ def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Pa
 def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
     """How far each block's output, and the logits, have come in five steps: root mean square."""
     # Beside what AdamW makes of the embedding, Muon's changes would not be seen.
-    still = ParameterGroup(lr_factor=0.0)
+    still = ParameterGroupConfig(lr_factor=0.0)
     others = {"embeddings": still, "vectors": still} if name == "muon" else {}
     config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
@@ -262,10 +262,10 @@ def test_coordinate_check_over_depths(gloo: GlooPool) -> None:
     assert sizes[None][-1] > 5 * sizes[None][0], sizes
 
 
-def updates(ema: Ema, refused: list[float]) -> list[bool]:
+def updates(ema: EMAConfig, refused: list[float]) -> list[bool]:
     """Whether each update of averages, after parameters have moved, has changed any bit of them."""
     model = build(config_of())
-    averages = Averages(model.parts, ema)
+    averages = EMA(model.parts, ema)
     changed = []
     for step, flag in enumerate(refused, start=1):
         for parameter in averages.parameters.values():
@@ -278,11 +278,11 @@ def updates(ema: Ema, refused: list[float]) -> list[bool]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_refused_update_and_steps_between_leave_averages_alone(gloo: GlooPool, offload: bool) -> None:
-    ema = Ema(enable=True, interval=2, offload=offload)
+    ema = EMAConfig(enable=True, interval=2, offload=offload)
     assert gloo.run(1, updates, ema, [0, 0, 0, 1, 0, 0])[0] == [False, True, False, False, False, True]
 
 
-EMA = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k", "0")
+EMA_OPTIONS = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k", "0")
 
 
 @pytest.fixture(scope="module")
@@ -292,13 +292,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("def f(x):\n    return x\n" * 40)
     validation = ("--validation.enable", "--validation.path", str(folder / "texts"), "--validation.weights", "both")
-    finish(folder, *EMA, *validation, "--validation.interval", "4")
+    finish(folder, *EMA_OPTIONS, *validation, "--validation.interval", "4")
     return folder
 
 
 def test_averages_resume_bitwise_and_validation_changes_nothing(run: Path, tmp_path: Path) -> None:
-    finish(tmp_path, *EMA, "--training.steps", "6")
-    finish(tmp_path, *EMA)
+    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "6")
+    finish(tmp_path, *EMA_OPTIONS)
     whole = saved_tensors(run, 8)
     assert {name for name in whole if name.startswith("ema.")} == {
         name.replace("model.", "ema.") for name in whole if name.startswith("model.")
@@ -307,11 +307,11 @@ def test_averages_resume_bitwise_and_validation_changes_nothing(run: Path, tmp_p
 
 
 # Step 7 is no multiple of the interval: the averages are those that were loaded.
-SEVEN = (*EMA, "--training.steps", "7", "--ema.interval", "4", "--checkpoint.allow_changes", "ema.interval")
+SEVEN = (*EMA_OPTIONS, "--training.steps", "7", "--ema.interval", "4", "--checkpoint.allow_changes", "ema.interval")
 
 
 def test_averages_go_on_with_other_ranks(tmp_path: Path) -> None:
-    finish(tmp_path, *EMA, "--training.steps", "6", "--checkpoint.interval", "6")
+    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "6", "--checkpoint.interval", "6")
     finish(tmp_path, *SEVEN, ranks=1)
     before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
     for name in before:
@@ -332,7 +332,7 @@ def test_averages_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: forked_run.TINY)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: forked_run.TINY)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -401,7 +401,7 @@ def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, t
     with pytest.raises(ConfigError, match="weights = 'emma' are not known; there are trained and ema"):
         load_model(run, "cpu", weights="emma")
     export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_weights", "ema")
-    finish(tmp_path, *EMA, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")
+    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")
     assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
     files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
     assert same_tensors(*files)

@@ -8,13 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from torchtrain.config.schema import ActivationCheckpoint, Compile, Data, JobConfig, Parallelism, Training, Validation
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.config.schema import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    DataConfig,
+    JobConfig,
+    ParallelismConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.parallelisms.limits.layout import check_layout
-from torchtrain.parallelisms.limits.pipeline import layers_per_stage, plan_stages
+from torchtrain.parallelisms.pipeline_schedule import layers_per_stage, plan_stages
+from torchtrain.parallelisms.validate import check_layout
 from torchtrain.trainer import Trainer
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
@@ -29,16 +37,16 @@ def check(
     document_mask: bool = False,
     **parallelism: Any,
 ) -> None:
-    layout = Parallelism(**parallelism)
+    layout = ParallelismConfig(**parallelism)
     world = layout.pipeline_parallel_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
     config = JobConfig(
-        training=Training(**{"seq_len": 8192, "local_batch_size": 8, **(training or {})}),
+        training=TrainingConfig(**{"seq_len": 8192, "local_batch_size": 8, **(training or {})}),
         parallelism=layout,
-        activation_checkpoint=ActivationCheckpoint(mode=mode),
-        compile=Compile(enable=compile),
-        data=Data(document_mask=document_mask),
+        activation_checkpoint=ActivationCheckpointConfig(mode=mode),
+        compile=CompileConfig(enable=compile),
+        data=DataConfig(document_mask=document_mask),
     )
-    check_layout(config, torch.device(device_type), resolve_degrees(layout, world), model)
+    check_layout(config, torch.device(device_type), resolve_parallel_dims(layout, world), model)
     assert not dist.is_initialized()
 
 
@@ -183,10 +191,10 @@ def test_a_memory_budget_is_refused_where_torch_cannot_count(monkeypatch: pytest
 def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torchtrain.trainer.pick_device", lambda _: torch.device("cuda", 0))
-    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
-    training = Training(local_batch_size=4)
+    parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
+    training = TrainingConfig(local_batch_size=4)
     with pytest.raises(ConfigError, match=r"or switch data.document_mask off"):
-        Trainer(JobConfig(training=training, parallelism=parallelism, data=Data(document_mask=True)))
+        Trainer(JobConfig(training=training, parallelism=parallelism, data=DataConfig(document_mask=True)))
 
 
 @pytest.mark.parametrize(
@@ -224,18 +232,18 @@ def test_what_can_be_split_is_not_refused(options: dict[str, Any]) -> None:
 )
 def test_degrees_must_multiply_to_the_world(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_degrees(Parallelism(**options), 8)
+        resolve_parallel_dims(ParallelismConfig(**options), 8)
 
 
 def test_the_shard_degree_takes_the_rest() -> None:
-    config = Parallelism(
+    config = ParallelismConfig(
         pipeline_parallel_degree=2,
         data_parallel_replicate_degree=2,
         context_parallel_degree=2,
         tensor_parallel_degree=4,
     )
-    degrees = resolve_degrees(config, 128)
-    assert degrees == Degrees(pipeline=2, replicate=2, shard=4, context=2, tensor=4)
+    degrees = resolve_parallel_dims(config, 128)
+    assert degrees == ParallelDims(pipeline=2, replicate=2, shard=4, context=2, tensor=4)
     # Ranks of a context, tensor or pipeline group have the same rows.
     assert [degrees.batch_rank(rank) for rank in (0, 7, 8, 63, 64, 127)] == [0, 0, 1, 7, 0, 7]
 
@@ -260,25 +268,25 @@ def test_layers_are_split_with_embedding_and_output_weighed(
 
 
 def test_the_config_may_list_the_layers() -> None:
-    config = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
+    config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
     assert plan_stages(LLAMA, config) == (20, 12)
 
 
 def test_ranks_must_divide_the_streams_of_streamed_data() -> None:
     config = JobConfig(
-        training=Training(local_batch_size=2, global_batch_size=8), data=Data(name="org/texts", streams=3)
+        training=TrainingConfig(local_batch_size=2, global_batch_size=8), data=DataConfig(name="org/texts", streams=3)
     )
     cpu = torch.device("cpu")
-    check_layout(config, cpu, Degrees(shard=2), LLAMA)  # 2 streams, the largest divisor of 8 up to 3
+    check_layout(config, cpu, ParallelDims(shard=2), LLAMA)  # 2 streams, the largest divisor of 8 up to 3
     with pytest.raises(ConfigError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
-        check_layout(config, cpu, Degrees(shard=4), LLAMA)
-    held_out = replace(config, data=Data(streams=3), validation=Validation(enable=True, name="held-out"))
+        check_layout(config, cpu, ParallelDims(shard=4), LLAMA)
+    held_out = replace(config, data=DataConfig(streams=3), validation=ValidationConfig(enable=True, name="held-out"))
     with pytest.raises(ConfigError, match=r"held-out is streamed in 2 streams"):
-        check_layout(held_out, cpu, Degrees(shard=4), LLAMA)
-    for data in (Data(path="texts", streams=3), replace(config.data, download=True)):
-        check_layout(replace(config, data=data), cpu, Degrees(shard=4), LLAMA)
+        check_layout(held_out, cpu, ParallelDims(shard=4), LLAMA)
+    for data in (DataConfig(path="texts", streams=3), replace(config.data, download=True)):
+        check_layout(replace(config, data=data), cpu, ParallelDims(shard=4), LLAMA)
 
 
 def test_without_a_pipeline_its_options_rest() -> None:
-    config = Parallelism(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
+    config = ParallelismConfig(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
     assert plan_stages(replace(LLAMA, tied_embeddings=True), config) == (32,)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtrain.config.schema import JobConfig, Parallelism, Training
-from torchtrain.distributed.mesh import Mesh, resolve_degrees
-from torchtrain.initialization import layout_independent_init
-from torchtrain.loss.output_loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
+from torchtrain.config.schema import JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
+from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.loss.output_loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.planning.following import following
+from torchtrain.planning.instrument import following
 from torchtrain.planning.ledger import Ledger
 
 VOCAB, DIM = 96, 16
@@ -155,10 +155,10 @@ def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
             model = Transformer(config)
         parallelize_llama(
             model,
-            Mesh(torch.device("cpu"), resolve_degrees(Parallelism(), 2)),
+            Mesh(torch.device("cpu"), resolve_parallel_dims(ParallelismConfig(), 2)),
             JobConfig(
-                training=Training(mixed_precision_param="float32"),
-                parallelism=Parallelism(fsdp_reshard_after_forward="always"),
+                training=TrainingConfig(mixed_precision_param="float32"),
+                parallelism=ParallelismConfig(fsdp_reshard_after_forward="always"),
             ),
         )
         model.to_empty(device="cpu")

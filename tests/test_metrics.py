@@ -16,25 +16,25 @@ import torch.distributed as dist
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import Metrics, Profiling
+from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
-from torchtrain.loss import TokenLoss
 from torchtrain.metrics import stragglers
+from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, readable
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import WeightsAndBiases, has_validation
-from torchtrain.profiling import Profiler
+from torchtrain.models.loss import TokenLoss
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
 
 def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsRecorder:
     return MetricsRecorder(
-        Metrics(**{"log_freq": 1, "straggler_freq": 0, **options}),
+        MetricsConfig(**{"log_freq": 1, "straggler_freq": 0, **options}),
         Path(folder),
         device=torch.device("cpu"),
         loss_group=dist.group.WORLD,
-        side_group=dist.group.WORLD,
+        gloo_group=dist.group.WORLD,
         tokens_per_step=100,
         flops_per_token=6,
         peak_flops=None,
@@ -159,7 +159,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     if kind == "half as fast":
         stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
-        Metrics(straggler_freq=4, straggler_factor=2.0),
+        MetricsConfig(straggler_freq=4, straggler_factor=2.0),
         torch.device("cpu"),
         dist.group.WORLD,
         lambda step, event, values: found.append({"step": step, "event": event, **values}),
@@ -254,7 +254,9 @@ def test_the_line_says_how_long_it_will_take() -> None:
 
 
 def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
-    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+    with Profiler(
+        ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0
+    ) as profiler:
         for step in range(1, 6):  # after the second and the fifth the next one is recorded
             torch.ones(2).relu()
             profiler.step(step)
@@ -262,7 +264,9 @@ def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> None:
-    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 4) as profiler:
+    with Profiler(
+        ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 4
+    ) as profiler:
         for step in (5, 6, 5, 6):
             torch.ones(2).relu()
             profiler.step(step)
@@ -271,7 +275,9 @@ def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> 
 
 def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
     kept = []
-    with Profiler(Profiling(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0) as profiler:
+    with Profiler(
+        ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0
+    ) as profiler:
         assert profiler.profile is not None
         for step in range(1, 10):
             torch.ones(2).relu()
@@ -285,7 +291,7 @@ def watch_waits() -> list[tuple[int, float, float]]:
     found: list[tuple[int, float, float]] = []
     with patch.object(stragglers, "probe", lambda _: 0.001):
         watch = StragglerWatch(
-            Metrics(straggler_freq=4, straggler_factor=2.0),
+            MetricsConfig(straggler_freq=4, straggler_factor=2.0),
             torch.device("cpu"),
             dist.group.WORLD,
             lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
@@ -311,6 +317,6 @@ def test_a_resumed_run_goes_on_in_the_same_one_of_wandb(tmp_path: Path, monkeypa
     fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        WeightsAndBiases(tmp_path, Metrics(wandb_project="mine"), CONFIG)
+        WeightsAndBiases(tmp_path, MetricsConfig(wandb_project="mine"), CONFIG)
     assert given[0] == given[1]
     assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from forked_door import checked_door
+from forked_command import checked_command
 from forkserver import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ def test_two_agents_train_as_one_process_does(forked_ranks: dict[str, str], tmp_
     options = ("--training.steps", "6")
     agents = [start_agent(n, endpoint, tmp_path / "two", *options, variables=forked_ranks) for n in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
-    checked_door("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
+    checked_command("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 

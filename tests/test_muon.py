@@ -22,7 +22,7 @@ from test_parallelism import LAYOUTS, MODELS, run
 from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
-from torchtrain.config.schema import JobConfig, Optimizer, ParameterGroup
+from torchtrain.config.schema import JobConfig, OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of, update
@@ -72,7 +72,7 @@ def test_exact_sums_give_the_same_bits(gloo: GlooPool) -> None:
 
 
 def test_a_run_goes_on_bitwise_on_its_layout_and_the_same_way_on_others(gloo: GlooPool, tmp_path: Path) -> None:
-    optimizer = Optimizer(name="muon", lr=3e-3)
+    optimizer = OptimizerConfig(name="muon", lr=3e-3)
     losses, _ = run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)
     saved = bytes_of_tensors(tmp_path / "checkpoint")
     states = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.layers.0.attention.wq.")}
@@ -88,8 +88,10 @@ def test_updates_are_those_of_torch(dtype: Any) -> None:
     torch.manual_seed(0)
     shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer heads of keys and values
     model = Transformer(shape)
-    half = ParameterGroup(lr_factor=0.5)
-    config = Optimizer(name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, matrices=half)
+    half = ParameterGroupConfig(lr_factor=0.5)
+    config = OptimizerConfig(
+        name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, matrices=half
+    )
     optimizer = build_optimizer([model], config)
     matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "matrices"}
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}

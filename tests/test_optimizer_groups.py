@@ -7,11 +7,11 @@ import torch
 from parity import TINY
 from torch import nn
 
-from torchtrain.config.schema import LRScheduler, Optimizer, ParameterGroup
+from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
 from torchtrain.errors import ConfigError
-from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of, update
+from torchtrain.optimizers.lr_schedule import LRSchedule
 
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 
@@ -30,12 +30,12 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
     torch.manual_seed(0)
     model, plain = Transformer(MODEL), Transformer(MODEL)
     plain.load_state_dict(model.state_dict())
-    config = Optimizer(
+    config = OptimizerConfig(
         lr=1e-2,
         weight_decay=0.2,
-        matrices=ParameterGroup(lr_factor=0.5),
-        embeddings=ParameterGroup(lr_factor=3.0, weight_decay=0.0),
-        vectors=ParameterGroup(weight_decay=0.3),
+        matrices=ParameterGroupConfig(lr_factor=0.5),
+        embeddings=ParameterGroupConfig(lr_factor=3.0, weight_decay=0.0),
+        vectors=ParameterGroupConfig(weight_decay=0.3),
     )
     expected = {"matrices": (0.5, 0.2), "embeddings": (3.0, 0.0), "vectors": (1.0, 0.3)}
     optimizer = build_optimizer([model], config)
@@ -51,7 +51,7 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
         betas=(0.9, 0.95),
         fused=True,
     )
-    schedule = LRSchedule(LRScheduler(warmup_steps=0, decay_type="linear"), config.lr, 4)
+    schedule = LRSchedule(LRSchedulerConfig(warmup_steps=0, decay_type="linear"), config.lr, 4)
     for step in (1, 2):
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             one.grad = torch.randn_like(one)
@@ -67,14 +67,14 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
 
 def test_values_that_no_group_can_have() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.vectors.lr_factor = -1.0 must be at least 0"):
-        Optimizer(vectors=ParameterGroup(lr_factor=-1.0))
+        OptimizerConfig(vectors=ParameterGroupConfig(lr_factor=-1.0))
 
 
 def test_betas_and_epsilon_are_those_of_plain_adamw() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     plain = nn.Parameter(model.weight.detach().clone())
-    optimizer = build_optimizer([model], Optimizer(lr=1e-2, beta1=0.5, beta2=0.7, eps=0.1, weight_decay=0.2))
+    optimizer = build_optimizer([model], OptimizerConfig(lr=1e-2, beta1=0.5, beta2=0.7, eps=0.1, weight_decay=0.2))
     reference = torch.optim.AdamW([plain], lr=1e-2, betas=(0.5, 0.7), eps=0.1, weight_decay=0.2)
     for _ in range(3):
         model.weight.grad = torch.randn(8, 8)

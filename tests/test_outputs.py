@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_samples import write_jsonl
-from forked_door import run_door, start_door
+from forked_command import run_command, start_door
 from forked_run import ForkedRun
-from light import export
+from light_imports import export
 from parity import TINY
 
-from torchtrain import outputs
+from torchtrain import files
 from torchtrain.checkpoint.storage import HashingFileSystem
-from torchtrain.config.schema import Source
-from torchtrain.datasets.preparing import prepare
+from torchtrain.comparison.fingerprint_findings import FILE, Step
+from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError
-from torchtrain.fingerprints.judge import FILE, Step
+from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
 from torchtrain.models.llama import Transformer
-from torchtrain.outputs import PARTIAL_SUFFIX, partial_folder, written_whole
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def test_a_partial_file_is_not_written_through_a_link(
 ) -> None:
     file = tmp_path / "config.toml"
     # Both names that can be known beforehand: that of the process, and (which nobody can) the one that is drawn.
-    monkeypatch.setattr(outputs, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0123456789")))
+    monkeypatch.setattr(files, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0123456789")))
     for name in (os.getpid(), "01234567"):
         link = tmp_path / f"config.toml.{name}{PARTIAL_SUFFIX}"
         if kind == "hard link":
             os.link(secret, link)
         else:
             link.symlink_to(secret if kind == "symlink" else tmp_path / "nothing")
-    with pytest.raises(FileExistsError), written_whole(file) as output:
+    with pytest.raises(FileExistsError), atomic_write(file) as output:
         output.write(b"ours")
     monkeypatch.undo()
-    with written_whole(file) as output:
+    with atomic_write(file) as output:
         output.write(b"ours")
     assert file.read_bytes() == b"ours"
     assert secret.read_text() == "of somebody else"
@@ -72,7 +72,7 @@ def test_a_lock_file_that_leads_elsewhere_is_an_error(tmp_path: Path, secret: Pa
         lock.mkdir()
     else:
         lock.symlink_to(secret if kind == "symlink" else tmp_path / "nothing")
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9))
     with pytest.raises(ConfigError, match=r"prepared/\.lock must be a regular file.*remove it"):
         prepare(source, "data", "", lock.parent, processes=1)
     assert secret.read_text() == "of somebody else"
@@ -83,7 +83,9 @@ def test_a_lock_file_keeps_what_is_in_it(tmp_path: Path) -> None:
     lock = tmp_path / "prepared/.lock"
     lock.parent.mkdir()
     lock.write_text("content")
-    prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9)), "data", "", lock.parent, processes=1)
+    prepare(
+        SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9)), "data", "", lock.parent, processes=1
+    )
     assert lock.read_text() == "content"
 
 
@@ -155,7 +157,7 @@ def test_what_a_killed_convert_has_left_is_removed_by_the_next(trained_run: Path
     process.kill()
     process.join()
     assert list(out.parent.glob("out.*.partial"))
-    found = run_door(*arguments)
+    found = run_command(*arguments)
     assert found.returncode == 0, found.stderr
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
@@ -193,7 +195,7 @@ def test_a_checkpoint_folder_that_is_a_dangling_link(tmp_path: Path) -> None:
         (told,) = [line for line in run.output().splitlines() if "error:" in line]
         assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in told
         assert "Traceback" not in run.output()
-        found = run_door("torchtrain.generate", str(where / name), "--prompt", "a")
+        found = run_command("torchtrain.generate", str(where / name), "--prompt", "a")
         assert found.returncode == 2
         assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in found.stderr
 
@@ -208,6 +210,6 @@ def test_a_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_conversion_to_a_dangling_link_is_rejected_before_its_work(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
-    found = run_door("torchtrain.convert", str(trained_run), str(tmp_path / "out"))
+    found = run_command("torchtrain.convert", str(trained_run), str(tmp_path / "out"))
     assert found.returncode == 2
     assert f"{tmp_path}/out exists; give a folder that does not" in found.stderr

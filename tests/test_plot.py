@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disk_faults import DiskFaults
-from forked_door import run_door
+from forked_command import run_command
 
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("matplotlib")
@@ -66,6 +66,6 @@ def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_told(disk: DiskFaults, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [numbers(1, 8.0)])
     disk.fail("open", run / "metrics.jsonl", errno.EIO)
-    found = run_door("scripts/plot.py", str(run))
+    found = run_command("scripts/plot.py", str(run))
     assert found.returncode == 2
     assert found.stderr == f"error: {run}/metrics.jsonl cannot be read: Input/output error\n"

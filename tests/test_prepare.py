@@ -21,22 +21,22 @@ import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
-from forked_door import checked_door, run_door, start_door
+from forked_command import checked_command, run_command, start_door
 
-from torchtrain import prepare as door
-from torchtrain.config.schema import Data, Source
-from torchtrain.datasets import files, preparing
+from torchtrain import prepare as command
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets import files, tokenize_dataset
 from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
-from torchtrain.datasets.preparing import prepare
+from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError, StorageError
-from torchtrain.tokenizers import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "SHARD_BYTES", 1)
+    monkeypatch.setattr(tokenize_dataset, "SHARD_BYTES", 1)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -51,20 +51,20 @@ def tokens_of(folder: Path) -> list[int]:
 
 def of_fewer_files() -> None:
     """A hook: the standard library has a quarter of its files."""
-    preparing.SHARD_BYTES = 1
+    tokenize_dataset.SHARD_BYTES = 1
     found = files.standard_library_files()[::4]
     files.standard_library_files = lambda: found
 
 
 def slowly_of_fewer_files() -> None:
     of_fewer_files()
-    write_shard = preparing._write_shard
+    write_shard = tokenize_dataset._write_shard
 
     def write_slowly(*arguments: Any) -> None:
         time.sleep(0.03)
         write_shard(*arguments)
 
-    preparing._write_shard = write_slowly
+    tokenize_dataset._write_shard = write_slowly
 
 
 def records(folder: Path) -> int:
@@ -84,24 +84,26 @@ class EndsHere:
 
 
 def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shard = preparing._write_shard
+    write_shard = tokenize_dataset._write_shard
 
     def collect_and_write(*arguments: Any) -> None:
         gc.collect()
         write_shard(*arguments)
 
-    monkeypatch.setattr(preparing, "_write_shard", collect_and_write)
+    monkeypatch.setattr(tokenize_dataset, "_write_shard", collect_and_write)
     gc.disable()
     try:
         EndsHere()
-        prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", processes=1)
+        prepare(
+            SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", processes=1
+        )
     finally:
         gc.enable()
 
 
 def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    checked_door("torchtrain.prepare", "--prepare.output", str(undisturbed), hook=of_fewer_files)
+    checked_command("torchtrain.prepare", "--prepare.output", str(undisturbed), hook=of_fewer_files)
     rng = random.Random(0)
     for _ in range(10):
         prepare_slowly = ("torchtrain.prepare", "--prepare.output", str(disturbed))
@@ -114,7 +116,7 @@ def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: 
         process.kill()  # its worker processes see that it is gone
         process.join()
     assert not (disturbed / "manifest.json").exists()
-    checked_door("torchtrain.prepare", "--prepare.output", str(disturbed), hook=of_fewer_files)
+    checked_command("torchtrain.prepare", "--prepare.output", str(disturbed), hook=of_fewer_files)
     assert contents(disturbed) == contents(undisturbed)
     monkeypatch.setattr(files, "standard_library_files", files.standard_library_files)  # to be as it was again
     of_fewer_files()
@@ -124,7 +126,7 @@ def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: 
 
 
 def test_work_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     prepare(source, "data", "", tmp_path / "whole", processes=2)
     whole = contents(tmp_path / "whole")
     folder = tmp_path / "part"
@@ -172,26 +174,26 @@ def prepared(tmp_path: Path) -> Path:
 
 
 def test_another_tokenizer_is_refused(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", 256)
+    monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", 256)
     other = tmp_path / "tokenizer.model"
     other.write_text("".join(f"{base64.b64encode(bytes((n,))).decode()} {n}\n" for n in range(256)))
     with pytest.raises(DataError, match="begun with another tokenizer"):
-        prepare(Source(path=str(tmp_path / "a.jsonl")), "data", str(other), prepared, processes=1)
+        prepare(SourceConfig(path=str(tmp_path / "a.jsonl")), "data", str(other), prepared, processes=1)
     manifest = json.loads((prepared / "manifest.json").read_text())
     (prepared / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_hash": "f" * 64}))
     with pytest.raises(DataError, match=r"prepared with another tokenizer .* than model.tokenizer_path names"):
-        make_loader(Data(path=str(prepared)))
+        make_loader(DataConfig(path=str(prepared)))
 
 
 def test_other_data_are_refused(prepared: Path, tmp_path: Path) -> None:
-    source = Source(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[1:]))
+    source = SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[1:]))
     with pytest.raises(DataError, match="begun with other data"):
         prepare(source, "data", "", prepared, processes=1)
 
 
 def test_prepared_data_are_not_prepared_again(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is prepared already: train on it, or give the texts"):
-        prepare(Source(path=str(prepared)), "data", "", tmp_path / "again", processes=1)
+        prepare(SourceConfig(path=str(prepared)), "data", "", tmp_path / "again", processes=1)
     assert not (tmp_path / "again").exists()
 
 
@@ -202,9 +204,9 @@ def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(DataError, match="another prepare is at work"):
-            prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
+            prepare(SourceConfig(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
         holder.communicate(b"\n")
-    prepare(Source(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
+    prepare(SourceConfig(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
 
 
 def text_folder(path: Path) -> str:
@@ -222,16 +224,16 @@ def test_a_disk_that_fails_in_a_process_is_no_mistake_of_the_user(
     monkeypatch.setattr("torchtrain.datasets.files._cut", fail)
     monkeypatch.setattr("torchtrain.datasets.text.RETRY_SECONDS", ())
     with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
-        prepare(Source(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
+        prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("torchtrain.datasets.preparing.fcntl.lockf", fail)
+    monkeypatch.setattr("torchtrain.datasets.tokenize_dataset.fcntl.lockf", fail)
     with pytest.raises(DataError, match=r"prepared cannot be written: No locks available"):
-        prepare(Source(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
+        prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
 
 def test_ctrl_c_says_that_the_work_goes_on(
@@ -240,9 +242,9 @@ def test_ctrl_c_says_that_the_work_goes_on(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparing, "_run", interrupted)
+    monkeypatch.setattr(tokenize_dataset, "_run", interrupted)
     options = ["--data.path", text_folder(tmp_path / "texts"), "--prepare.output", str(tmp_path / "prepared")]
-    assert door.main(options) == 130
+    assert command.main(options) == 130
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("the same command goes on from here")
     assert second.endswith("stopped by Ctrl-C")
@@ -252,7 +254,7 @@ def test_preparing_is_the_work_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert door.main(["--prepare.output", str(tmp_path / "prepared")]) == 2
+    assert command.main(["--prepare.output", str(tmp_path / "prepared")]) == 2
     assert "start it without torchrun" in capsys.readouterr().err
     assert not (tmp_path / "prepared").exists()
 
@@ -266,13 +268,13 @@ def damage(path: Path) -> None:
 def test_damaged_shards_are_found(prepared: Path) -> None:
     damage(prepared / "shard-00007.tokens")
     with pytest.raises(DataError, match=r"shard-00007.tokens is damaged"):
-        make_loader(Data(path=str(prepared)))
-    make_loader(Data(path=str(prepared), verify_gib=0))  # large data are verified by hand:
-    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
+        make_loader(DataConfig(path=str(prepared)))
+    make_loader(DataConfig(path=str(prepared), verify_gib=0))  # large data are verified by hand:
+    assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
     damage(prepared / "shard-00007.tokens")  # back
-    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 0
+    assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 0
     damage(prepared / "shard-00003.documents")
-    assert door.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
+    assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
 
 
 def test_missing_and_cut_shards_are_found(prepared: Path) -> None:
@@ -280,22 +282,22 @@ def test_missing_and_cut_shards_are_found(prepared: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-2])
     with pytest.raises(DataError, match=rf"shard-00007.tokens has {len(content) - 2} bytes, not {len(content)}"):
-        make_loader(Data(path=str(prepared)))
+        make_loader(DataConfig(path=str(prepared)))
     path.unlink()
     with pytest.raises(DataError, match=r"shard-00007.tokens is missing"):
-        make_loader(Data(path=str(prepared)))
+        make_loader(DataConfig(path=str(prepared)))
     (prepared / "manifest.json").write_text("{")
     with pytest.raises(DataError, match=r"cannot read its manifest.json"):
-        make_loader(Data(path=str(prepared)))
+        make_loader(DataConfig(path=str(prepared)))
 
 
 def test_too_little_for_a_window(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"tokens do not fill a window of training.seq_len \+ 1 = 100001 tokens"):
-        make_loader(Data(path=str(prepared)), seq_len=100_000)
+        make_loader(DataConfig(path=str(prepared)), seq_len=100_000)
 
 
 def test_sources_without_text_are_refused(tmp_path: Path) -> None:
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", [None, None]))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [None, None]))
     with pytest.raises(DataError, match="no text in its 2 documents"):
         prepare(source, "data", "", tmp_path / "prepared", processes=1)
 
@@ -329,7 +331,7 @@ def test_as_many_processes_tokenize_as_asked(asked: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(type(TOKENIZER), "encode", met_and_recorded)
     source, output = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), str(tmp_path / "prepared")
     options = ["--data.path", source, "--prepare.output", output, "--prepare.processes", str(asked)]
-    assert door.main(options) == 0
+    assert command.main(options) == 0
     lines = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
     assert len({pid for pid, _ in lines} - {str(os.getpid())}) == processes
     assert sorted(text for _, text in lines) == sorted(text.splitlines()[0] for text in DOCUMENTS)
@@ -339,11 +341,11 @@ def test_each_source_has_a_folder(tmp_path: Path) -> None:
     first, second = (write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n::2]) for n in range(2))
     config = tmp_path / "mix.toml"
     config.write_text(f'[[data.sources]]\npath = "{first}"\n[[data.sources]]\npath = "{second}"\nweight = 2\n')
-    assert door.main(["--job.config_file", str(config), "--prepare.output", str(tmp_path / "mix")]) == 0
+    assert command.main(["--job.config_file", str(config), "--prepare.output", str(tmp_path / "mix")]) == 0
     for number, name in enumerate(("first", "second")):
         alone = write_prepared(tmp_path / name, str(tmp_path / f"{number}.jsonl"))
         assert tokens_of(tmp_path / "mix" / str(number)) == tokens_of(Path(alone))
-    assert door.main([]) == 2
+    assert command.main([]) == 2
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +355,7 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path, monkeypatch: pytest
         return signal.pause()  # type: ignore[return-value]
 
     monkeypatch.setattr(type(TOKENIZER), "encode", die)
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     before = set(multiprocessing.active_children())  # of other tests
     with pytest.raises(DataError, match=r"ended with code 9, .* fewer --prepare.processes"):
         prepare(source, "data", "", tmp_path / "prepared", processes=2)
@@ -370,7 +372,7 @@ def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(
         json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", (shard,))))
     )
-    config = Data(path=str(tmp_path), prefetch=0)
+    config = DataConfig(path=str(tmp_path), prefetch=0)
     loader = make_loader(config, seq_len=seq_len)
     state = loader.state_dict()["rows"]
     state[:, 0] = 10_000_000 // 8
@@ -391,7 +393,7 @@ def test_reading_takes_from_the_disk_what_is_used_and_no_more(tmp_path: Path) ->
     drop_from_cache(tmp_path / "cold")
     if sum(map(cached_bytes, files)) > 0:
         pytest.skip("needs files that lie on a disk")
-    batches = make_loader(Data(path=str(tmp_path / "cold"), prefetch=0, verify_gib=0), seq_len=8192)
+    batches = make_loader(DataConfig(path=str(tmp_path / "cold"), prefetch=0, verify_gib=0), seq_len=8192)
     take(batches, 2)
     used = 2 * 8 * 8193 * 2
     assert used <= sum(map(cached_bytes, files)) <= 1.5 * used
@@ -411,28 +413,28 @@ def test_all_windows_of_a_batch_are_asked_for_before_the_first_is_read(
         calls.append("read")
         return pread(file, min(length, 10), start)  # less than was asked for, as some file systems give
 
-    whole = take(make_loader(Data(path=str(prepared), prefetch=0)), 1)
+    whole = take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1)
     monkeypatch.setattr(os, "posix_fadvise", advised)
     monkeypatch.setattr(os, "pread", read)
-    assert torch.equal(take(make_loader(Data(path=str(prepared), prefetch=0)), 1), whole)
+    assert torch.equal(take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1), whole)
     assert calls == sorted(calls)
     assert calls.count("asked") >= 8
 
 
 def test_a_disk_that_fails_is_waited_for(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, pauses, pread = make_loader(Data(path=str(prepared), prefetch=0)), list[float](), os.pread
-    whole = take(make_loader(Data(path=str(prepared), prefetch=0)), 1)
+    batches, pauses, pread = make_loader(DataConfig(path=str(prepared), prefetch=0)), list[float](), os.pread
+    whole = take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1)
 
     def fail(*_: int) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "pread", fail)
-    monkeypatch.setattr("torchtrain.reading.time.sleep", pauses.append)
+    monkeypatch.setattr("torchtrain.files.time.sleep", pauses.append)
     with pytest.raises(StorageError, match=r"shard-\d+.tokens cannot be read: Input/output error"):
         next(batches)
     assert sum(pauses) > 200
-    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: monkeypatch.setattr(os, "pread", pread))
-    assert torch.equal(take(make_loader(Data(path=str(prepared), prefetch=0)), 1), whole)
+    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: monkeypatch.setattr(os, "pread", pread))
+    assert torch.equal(take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1), whole)
     for shard in prepared.glob("*.tokens"):
         os.truncate(shard, 2)
     with pytest.raises(DataError, match=r"shard-\d+.tokens is shorter than when the run began"):
@@ -463,7 +465,7 @@ def errors_that_nobody_reads() -> None:
 def test_prepare_goes_on_where_nobody_sees_how_far_it_is(tmp_path: Path, errors: Callable[[], None]) -> None:
     texts = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     options = ("--data.path", texts, "--prepare.output", str(tmp_path / "out"))
-    assert run_door("torchtrain.prepare", *options, hook=errors).returncode == 0
+    assert run_command("torchtrain.prepare", *options, hook=errors).returncode == 0
     assert (tmp_path / "out/manifest.json").exists()
 
 
@@ -472,9 +474,9 @@ def test_what_shards_were_made_from_is_removed_when_the_manifest_is_on_disk(
 ) -> None:
     records: list[int] = []
     monkeypatch.setattr(
-        preparing, "fsync_folder", lambda folder, _: records.append(len(list(folder.glob("shard-*.json"))))
+        tokenize_dataset, "fsync_folder", lambda folder, _: records.append(len(list(folder.glob("shard-*.json"))))
     )
-    prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", 1)
+    prepare(SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", 1)
     assert records == [len(list((tmp_path / "out").glob("*.tokens")))]
     assert not list((tmp_path / "out").glob("shard-*.json"))
 
@@ -484,15 +486,17 @@ def test_little_text_makes_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for size, shards in ((1, 1), (135_000, 1), (600_000, 2), (1_300_000, 4)):
         documents = ["some words " * 10] * (size // 110 + 1)
         folder = tmp_path / str(size)
-        manifest = prepare(Source(path=write_jsonl(tmp_path / "a.jsonl", documents)), "data", "", folder, processes=2)
+        manifest = prepare(
+            SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", documents)), "data", "", folder, processes=2
+        )
         assert len(manifest.shards) == manifest.shard_count == shards
         assert len(list(folder.glob("shard-*"))) == 2 * shards
     for documents, gib, shards in ((10**6, 1, 976), (10**7, 10, 4096), (1000, 1, 64), (10, 1, 10)):
-        assert len(preparing._deal(documents, gib << 30)) == shards
+        assert len(tokenize_dataset._deal(documents, gib << 30)) == shards
 
 
 def test_work_that_dealt_the_documents_out_to_other_shards_begins_again(tmp_path: Path) -> None:
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     folder = tmp_path / "out"
     prepare(source, "data", "", folder, processes=1)
     whole = contents(folder)

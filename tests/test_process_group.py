@@ -15,19 +15,27 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forked_door import run_door
+from forked_command import run_command
 from forked_run import TINY
 from gloo_pool import GlooPool
 from parity import joinery_of
 
-from torchtrain import log
-from torchtrain.checkpoint.start import GROUP_TIMEOUT
-from torchtrain.config.schema import Checkpoint, Comm, Data, Job, JobConfig, Parallelism, Training
+from torchtrain import cli
+from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    CommConfig,
+    DataConfig,
+    JobConfig,
+    JobSection,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
 from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.environment import limit_error
 from torchtrain.errors import ConfigError
-from torchtrain.faults.hangs import REPORT_SECONDS
+from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS
 from torchtrain.torch_internals import all_groups
 from torchtrain.trainer import Trainer
 
@@ -113,12 +121,12 @@ def test_a_run_s_groups_have_the_first_step_s_timeout_from_its_beginning(gloo: G
 
 def timeouts_of_a_new_run(folder: Path) -> set[float]:
     config = JobConfig(
-        job=Job(dump_folder=str(folder)),
-        training=Training(local_batch_size=1, seq_len=16),
-        data=Data(prefetch=0),
-        parallelism=Parallelism(context_parallel_degree=2),
-        comm=Comm(init_timeout_seconds=70),
-        checkpoint=Checkpoint(enable=False),
+        job=JobSection(dump_folder=str(folder)),
+        training=TrainingConfig(local_batch_size=1, seq_len=16),
+        data=DataConfig(prefetch=0),
+        parallelism=ParallelismConfig(context_parallel_degree=2),
+        comm=CommConfig(init_timeout_seconds=70),
+        checkpoint=CheckpointConfig(enable=False),
     )
     with joinery_of(TINY):
         trainer = Trainer(config)
@@ -180,7 +188,7 @@ def limit_threads() -> None:
 @pytest.mark.parametrize("limit", [limit_address_space, limit_threads])
 def test_too_few_threads_are_one_message_before_groups_are_made(tmp_path: Path, limit: Callable[[], None]) -> None:
     options = ("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path))
-    found = run_door("torchtrain.train", *options, hook=limit)
+    found = run_command("torchtrain.train", *options, hook=limit)
     assert found.returncode == 2, found.stderr
     assert len(found.stderr.splitlines()) == 1
     assert re.search(
@@ -204,7 +212,7 @@ def test_a_limit_that_is_reached_later_is_one_message(error: Exception, capsys: 
     def fail() -> int:
         raise error
 
-    assert log.run_door(fail) == 2
+    assert cli.run_command(fail) == 2
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 1
     what = "memory" if error in TOO_LITTLE[3:] else "threads or processes"

@@ -12,23 +12,23 @@ from unittest.mock import patch
 
 import fake_cuda
 import pytest
-import rehearsal
+import simulated_step
 import torch
 import torch.distributed as dist
 from parity import TINY
-from rehearsal import Report
+from simulated_step import Report
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.attention.backends import attention_backend_name, without_cudnn_attention
-from torchtrain.config.schema import Ema
-from torchtrain.faults.update_guard import UpdateGuard
+from torchtrain.config.schema import EMAConfig
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from torchtrain.models.llama.model import attend
-from torchtrain.optimizers import averages
+from torchtrain.optimizers import ema
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK
-from torchtrain.planning import fake_run
+from torchtrain.parallelisms.attention_backend import attention_backend_name, without_cudnn_attention
+from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
+from torchtrain.planning import simulation
 from torchtrain.trainer import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
@@ -67,7 +67,7 @@ def debug(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any], **
     if pipeline > 1:  # microbatches: as few as 1F1B takes
         options = {"training.local_batch_size": pipeline, **options}
     shape = {"n_layers": 4 if pipeline > 1 else 2, "vocab_size": 512, **more.pop("shape", {})}
-    report: Report = worker.run(rehearsal.run, {**SMALL, **options}, world_size, shape=shape, **more)
+    report: Report = worker.run(simulated_step.run, {**SMALL, **options}, world_size, shape=shape, **more)
     return report
 
 
@@ -93,7 +93,7 @@ def test_shipped_config(gpu: fake_cuda.Worker, path: Path) -> None:
 
 
 def shipped(path: str, world_size: int) -> Report:
-    parallelism = rehearsal.config_of({"job.config_file": path}).parallelism
+    parallelism = simulated_step.config_of({"job.config_file": path}).parallelism
     stages = parallelism.pipeline_parallel_layers_per_stage
     layers = (
         2 * max(len(stages), 2 * parallelism.pipeline_parallel_degree)
@@ -103,7 +103,7 @@ def shipped(path: str, world_size: int) -> Report:
     options: dict[str, Any] = {"job.config_file": path}
     if stages:
         options[f"{P}pipeline_parallel_layers_per_stage"] = (2,) * len(stages)
-    return rehearsal.run(options, world_size, shape={"n_layers": layers})
+    return simulated_step.run(options, world_size, shape={"n_layers": layers})
 
 
 SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "full"}
@@ -282,7 +282,7 @@ def rope_on_the_host() -> AbstractContextManager[Any]:
         for part in parts:
             part.init_buffers()
 
-    return patch.object(fake_run, "initialize_buffers", initialize_buffers)
+    return patch.object(simulation, "initialize_buffers", initialize_buffers)
 
 
 def test_finds_a_tensor_on_the_wrong_device(gpu: fake_cuda.Worker) -> None:
@@ -368,11 +368,11 @@ def transfers_of_offloaded_averages(parameters: int) -> dict[str, int]:
 
     with (
         FakeTensorMode(),
-        patch.object(averages, "pinned_like", not_pinned),
+        patch.object(ema, "pinned_like", not_pinned),
         patch.object(fake_cuda.Stream, "synchronize", synchronize),
     ):
         model = nn.ParameterList(torch.empty(64, 8, device="cuda") for _ in range(parameters))
-        kept = averages.Averages([model], Ema(enable=True, offload=True))
+        kept = ema.Averages([model], EMAConfig(enable=True, offload=True))
         with Transfers() as transfers:
             kept.update(1, torch.zeros((), device="cuda"))
     return {**counts, **transfers.counts}
@@ -409,7 +409,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
         if dist.get_rank() < 4:
             return update(step, number, loss)
         refused = step.guard.judge(number, loss, torch.zeros((), device=loss.total.device))
-        with patch.object(UpdateGuard, "judge", lambda *_: refused):
+        with patch.object(NonFiniteGuard, "judge", lambda *_: refused):
             return update(step, number, loss)
 
     return patch.object(TrainStep, "clip_and_update", swapped)
@@ -439,8 +439,8 @@ def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Work
 
 
 def attention_not_kept() -> AbstractContextManager[Any]:
-    kept = activation_checkpoint.EXPENSIVE_OPS - {torch.ops.higher_order.flex_attention}
-    return patch.object(activation_checkpoint, "EXPENSIVE_OPS", kept)
+    kept = activation_checkpoint.OPS_TO_SAVE - {torch.ops.higher_order.flex_attention}
+    return patch.object(activation_checkpoint, "OPS_TO_SAVE", kept)
 
 
 def test_finds_attention_that_is_computed_again(gpu: fake_cuda.Worker) -> None:

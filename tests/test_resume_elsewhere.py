@@ -14,24 +14,24 @@ from parity import TINY, admit_all, global_mean, joinery_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.resume_point import find_resume_point
 from torchtrain.config.schema import (
-    Checkpoint,
-    Data,
-    Ema,
-    Job,
+    CheckpointConfig,
+    DataConfig,
+    EMAConfig,
     JobConfig,
-    LRScheduler,
-    Optimizer,
-    Parallelism,
-    Training,
+    JobSection,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
 )
-from torchtrain.lr_schedule import LRSchedule
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.trainer import Trainer, TrainStep
 
 SAVED, LAST = 2, 4
-ADAMW = Optimizer(lr=3e-3)
+ADAMW = OptimizerConfig(lr=3e-3)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
     "shard 2": (2, {}),
@@ -64,7 +64,7 @@ def train(config: JobConfig, shape: TransformerConfig) -> Part:
         trainer = Trainer(config)
     if trainer.step:
         folder = Path(config.job.dump_folder) / "loaded"
-        start = find_start(config.checkpoint, folder, "")
+        start = find_resume_point(config.checkpoint, folder, "")
         with CheckpointManager(config.checkpoint, folder, trainer.checkpointer.states, "", start) as again:
             again.maybe_save(trainer.step, last=True)
     step = TrainStep(
@@ -97,7 +97,12 @@ def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:
 
 
 def run_layout(
-    gloo: GlooPool, folder: Path, layout: str, tied: bool, optimizer: Optimizer = ADAMW, n_layers: int = TINY.n_layers
+    gloo: GlooPool,
+    folder: Path,
+    layout: str,
+    tied: bool,
+    optimizer: OptimizerConfig = ADAMW,
+    n_layers: int = TINY.n_layers,
 ) -> tuple[list[float], list[list[list[int]]]]:
     """Losses, and the rows of each global batch, put together from the ranks, which must agree.
 
@@ -109,16 +114,16 @@ def run_layout(
     code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_data*.py")))
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
     config = JobConfig(
-        job=Job(dump_folder=str(folder), device="cpu"),
+        job=JobSection(dump_folder=str(folder), device="cpu"),
         optimizer=optimizer,
-        lr_scheduler=LRScheduler(warmup_steps=2),
-        training=Training(
+        lr_scheduler=LRSchedulerConfig(warmup_steps=2),
+        training=TrainingConfig(
             local_batch_size=2, global_batch_size=8, seq_len=16, steps=LAST, mixed_precision_param="float32"
         ),
-        data=Data(path=str(documents)),
-        ema=Ema(enable=tied),
-        parallelism=Parallelism(**parallelism),
-        checkpoint=Checkpoint(enable=True, interval=SAVED),
+        data=DataConfig(path=str(documents)),
+        ema=EMAConfig(enable=tied),
+        parallelism=ParallelismConfig(**parallelism),
+        checkpoint=CheckpointConfig(enable=True, interval=SAVED),
     )
     parts: list[Part] = gloo.run(ranks, train, config, shape)
     rows: dict[int, list[list[list[int]]]] = {}

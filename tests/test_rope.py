@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from light import export, recorded_rope, rope_in_a_step
+from light_imports import export, recorded_rope, rope_in_a_step
 from parity import TINY
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from torchtrain.inference.trained_model import load_model
 from torchtrain.models import families
 from torchtrain.models.families import config_from_hf, flavor_config, hf_config
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.model import rope_frequencies
-from torchtrain.trained_model import load_model
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

@@ -11,16 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from forked_door import checked_door
+from forked_command import checked_command
 from forked_run import finish, patched_loss, same_tensors, saved_tensors
 
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
-from torchtrain.config.schema import Checkpoint, Ema, Job, JobConfig
-from torchtrain.faults import update_guard
-from torchtrain.log import logger
-from torchtrain.metrics import beginning
+from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection
+from torchtrain.fault_tolerance import nonfinite_guard
+from torchtrain.logging import logger
+from torchtrain.metrics import run_description
 
 BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
 
@@ -77,7 +77,7 @@ def test_a_bad_step_is_not_saved_and_the_save_comes_after_the_rollback(tmp_path:
 
 
 def long_steps() -> None:
-    update_guard.LONG_STEP_SECONDS = 0.0
+    nonfinite_guard.LONG_STEP_SECONDS = 0.0
 
 
 def test_where_steps_are_long_the_step_itself_is_saved(tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_a_config_of_ones_own_saves_and_resumes(tmp_path: Path) -> None:
         "[training]\nseq_len = 32\nlocal_batch_size = 2\nsteps = 2\n[lr_scheduler]\ntotal_steps = 50\n"
     )
     options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"))
-    said = checked_door("torchtrain.train", *options).stderr
+    said = checked_command("torchtrain.train", *options).stderr
     assert "GB are saved every 500 steps and 30 minutes after the last one, and after the last step" in said
     assert saved_steps(tmp_path / "run/checkpoint") == [2]
-    assert "resumed from" in checked_door("torchtrain.train", *options, "--training.steps", "3").stderr
+    assert "resumed from" in checked_command("torchtrain.train", *options, "--training.steps", "3").stderr
 
 
 def test_a_run_without_checkpoints_says_so_at_its_start_and_its_end(tmp_path: Path) -> None:
@@ -134,10 +134,14 @@ def test_a_disk_that_is_too_small_is_warned_of(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO)
-    config = JobConfig(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(keep_latest_k=3), ema=Ema(enable=True))
+    config = JobConfig(
+        job=JobSection(dump_folder=str(tmp_path)),
+        checkpoint=CheckpointConfig(keep_latest_k=3),
+        ema=EMAConfig(enable=True),
+    )
     for free, warns in ((400e9, True), (600e9, False)):
         caplog.clear()
         with patch.object(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
-            beginning._describe_checkpoints(config, 8_030_261_248)
+            run_description._describe_checkpoints(config, 8_030_261_248)
         assert "checkpoints of about 128.5 GB" in caplog.text
         assert ("may need 513.9 GB: make room" in caplog.text) == warns

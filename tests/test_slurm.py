@@ -12,7 +12,7 @@ import psutil
 import pytest
 import slurm
 import torch
-from forked_door import checked_door
+from forked_command import checked_command
 from forked_run import saved_tensors
 from slurm import Slurm
 
@@ -62,7 +62,7 @@ def output_of(folder: Path) -> str:
 def train_here(folder: Path, *options: str) -> None:
     """The same run on two ranks without SLURM."""
     config = ("--job.config_file", "train_configs/debug_model.toml")
-    checked_door("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
+    checked_command("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -26,25 +26,30 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from torchtrain.attention.backends import (
+from torchtrain.config.schema import (
+    ActivationCheckpointConfig,
+    Float8Config,
+    JobConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from torchtrain.cpu.attention_backward import BatchedBackwardAttention
+from torchtrain.devices import planned_for_gpu
+from torchtrain.distributed.mesh import ParallelDims, local, resolve_parallel_dims
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama.model import attend
+from torchtrain.optimizers.groups import build_optimizer, update
+from torchtrain.parallelisms import activation_checkpoint, validate
+from torchtrain.parallelisms import parallelize_llama as joining
+from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
+from torchtrain.parallelisms.attention_backend import (
     apply_attention_backend,
     attention_backend_name,
     choose_attention_backend,
 )
-from torchtrain.attention.batched_backward import BatchedBackwardAttention
-from torchtrain.compilation import apply_compile
-from torchtrain.config.schema import ActivationCheckpoint, Float8, JobConfig, Optimizer, Training
-from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, local, resolve_degrees
-from torchtrain.errors import ConfigError
-from torchtrain.float8 import apply_float8
-from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.llama.model import attend
-from torchtrain.optimizers.groups import build_optimizer, update
-from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms import parallelize_llama as joining
-from torchtrain.parallelisms.activation_checkpoint import KeepExpensive
-from torchtrain.parallelisms.limits import layout
+from torchtrain.parallelisms.compile import apply_compile
+from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -55,7 +60,7 @@ def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> Non
     class Context:
         is_recompute = False
 
-    policy: Any = KeepExpensive()
+    policy: Any = SelectiveACPolicy()
     product = torch.ops.aten.mm.default
     kept = [policy(Context(), product) is CheckpointPolicy.MUST_SAVE for _ in range(7)]
     assert kept == [True, False, True, False, True, False, False]
@@ -110,7 +115,7 @@ def test_attention_backend_is_named_and_taken() -> None:
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_math_sdp(True)
     with pytest.raises(ConfigError, match="attention_backend = 'cudnn' has no deterministic backward"):
-        JobConfig(training=Training(attention_backend="cudnn", deterministic=True))
+        JobConfig(training=TrainingConfig(attention_backend="cudnn", deterministic=True))
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         choose_attention_backend("cudnn", CPU)
 
@@ -158,7 +163,7 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
 
 def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        layout.check_layout(config_of(float8={"recipe": "rowwise"}), CPU, Degrees(), TINY)
+        validate.check_layout(config_of(float8={"recipe": "rowwise"}), CPU, ParallelDims(), TINY)
 
 
 @pytest.mark.parametrize(
@@ -174,28 +179,28 @@ def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
 ) -> None:
     pytest.importorskip("torchao")
     config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
-    gpu, degrees = torch.device("cuda", 0), resolve_degrees(config.parallelism, math.prod(parallelism.values()))
+    gpu, degrees = torch.device("cuda", 0), resolve_parallel_dims(config.parallelism, math.prod(parallelism.values()))
     with planned_for_gpu((9, 0)):
         with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
-            layout.check_layout(config, gpu, degrees, TINY)
-        layout.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
+            validate.check_layout(config, gpu, degrees, TINY)
+        validate.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
 
 
 def test_float8_is_not_gathered_where_that_cannot_work() -> None:
     pytest.importorskip("torchao")
-    gpu, degrees = torch.device("cuda", 0), Degrees(shard=2, context=3)
+    gpu, degrees = torch.device("cuda", 0), ParallelDims(shard=2, context=3)
     config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
     offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
-    plain = Float8(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
+    plain = Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
     with planned_for_gpu((9, 0)):
         with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
-            layout.check_layout(config, gpu, degrees, TINY)
+            validate.check_layout(config, gpu, degrees, TINY)
         with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory, .*all_gather = false"):
-            layout.check_layout(offloaded, gpu, Degrees(shard=2), TINY)
-        layout.check_layout(config, gpu, Degrees(replicate=3, shard=2), TINY)
-        layout.check_layout(offloaded, gpu, Degrees(replicate=3), TINY)
+            validate.check_layout(offloaded, gpu, ParallelDims(shard=2), TINY)
+        validate.check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY)
+        validate.check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY)
         for one in (config, offloaded):
-            layout.check_layout(replace(one, float8=plain), gpu, degrees, TINY)
+            validate.check_layout(replace(one, float8=plain), gpu, degrees, TINY)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
@@ -234,7 +239,7 @@ def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
 @contextmanager
 def emulated_float8() -> Iterator[None]:
     with (
-        patch.object(layout, "_check_float8"),
+        patch.object(validate, "_check_float8"),
         patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)),
     ):
         yield
@@ -285,7 +290,7 @@ def test_averages_are_gathered_in_float8_by_scales_of_their_own(gloo: GlooPool, 
 
 def states_after_steps(state_dtype: str) -> Any:
     parts = build(config_of()).parts
-    optimizer = build_optimizer(parts, Optimizer(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
+    optimizer = build_optimizer(parts, OptimizerConfig(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
     starts = {parameter: parameter.detach().clone() for part in parts for parameter in part.parameters()}
     for step in range(5):
         for parameter, start in starts.items():
@@ -337,8 +342,8 @@ def test_benchmark_counts_the_cpu_time_of_all_ranks() -> None:
 def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of forward, recomputation and backward, where attention is compiled by itself, as flex_attention is on CUDA."""
     if not keep:
-        kept = activation_checkpoint.EXPENSIVE_OPS - {activation_checkpoint.inductor_compiled_code}
-        monkeypatch.setattr(activation_checkpoint, "EXPENSIVE_OPS", kept)
+        kept = activation_checkpoint.OPS_TO_SAVE - {activation_checkpoint.inductor_compiled_code}
+        monkeypatch.setattr(activation_checkpoint, "OPS_TO_SAVE", kept)
     attention = torch.compile(lambda q, k: (q @ k.T).softmax(-1) @ k, options={"wrap_inductor_compiled_regions": True})
     x, weight = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
 
@@ -356,7 +361,7 @@ def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_selective_checkpointing_keeps_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_products_of_a_step(True, monkeypatch) == matrix_products_of_a_step(False, monkeypatch) - 2
-    assert torch.ops.higher_order.flex_attention in activation_checkpoint.EXPENSIVE_OPS  # in a compiled block
+    assert torch.ops.higher_order.flex_attention in activation_checkpoint.OPS_TO_SAVE  # in a compiled block
 
 
 @pytest.mark.parametrize(("recipe", "granularity"), [("tensorwise", "TENSORWISE"), ("rowwise", "AXISWISE")])
@@ -364,7 +369,7 @@ def test_float8_has_the_scales_of_its_recipe(recipe: Any, granularity: str) -> N
     pytest.importorskip("torchao")
     with torch.device("meta"):
         model = Transformer(TINY)
-    apply_float8(model, Float8(recipe=recipe), shards=1, emulate=True)
+    apply_float8(model, Float8Config(recipe=recipe), shards=1, emulate=True)
     linear: Any = model.layers["0"].get_submodule("attention.wq")
     assert linear.config.cast_config_weight.scaling_granularity.name == granularity
 
@@ -374,5 +379,5 @@ def test_the_memory_budget_reaches_the_compiler() -> None:
 
     model: Any = SimpleNamespace(layers={})
     with config.patch(activation_memory_budget=1.0):
-        apply_compile(model, ActivationCheckpoint(mode="memory_budget", memory_budget=0.3))
+        apply_compile(model, ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.3))
         assert config.activation_memory_budget == 0.3

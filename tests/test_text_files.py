@@ -25,11 +25,11 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, w
 from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import Data, Source
+from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import files, formats
 from torchtrain.datasets.files import open_files
-from torchtrain.datasets.preparing import prepare
 from torchtrain.datasets.sources import open_prepared, open_text
+from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
 
 ROOT = Path(__file__).parent.parent
@@ -276,7 +276,7 @@ def test_a_dataset_dict_that_was_saved(tmp_path: Path) -> None:
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"text": row["text"] + "mapped"})
 
     def of_split(split: str) -> list[str | None]:
-        opened = open_text(Source(path=str(tmp_path / "saved"), split=split), "data", 1)
+        opened = open_text(SourceConfig(path=str(tmp_path / "saved"), split=split), "data", 1)
         return [text for unit in range(opened.units) for _, text in opened.read(unit, 0)]
 
     assert texts(tmp_path / "saved") == of_split("train") == DOCUMENTS[:6]
@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
     monkeypatch.setattr(os, "listdir", refuse(listdir))
     monkeypatch.setattr(os, "scandir", refuse(scandir))
-    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: None)
+    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     with pytest.raises(StorageError, match="closed cannot be read: Permission denied"):
         texts(f"{tmp_path}{pattern}")
 
@@ -421,7 +421,7 @@ def test_malformed_lines_are_counted_by_themselves(tmp_path: Path, log: pytest.L
 @pytest.mark.parametrize("streams", [1, 4])
 def test_malformed_lines_of_streamed_files(tmp_path: Path, log: pytest.LogCaptureFixture, streams: int) -> None:
     (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
-    source = open_text(Source(name=str(tmp_path)), "data", streams)
+    source = open_text(SourceConfig(name=str(tmp_path)), "data", streams)
     found = [text for unit in range(source.units) for _, text in source.read(unit, 0) if text]
     assert sorted(found) == sorted(DOCUMENTS * 2)
     assert "skipped 1 malformed line(s) so far: train.jsonl: line 61" in log.text
@@ -464,7 +464,7 @@ def test_a_folder_of_several_kinds(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(
         DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
     ) as error:
-        open_text(Source(path=path, text_column="content"), "validation", 1)
+        open_text(SourceConfig(path=path, text_column="content"), "validation", 1)
     (tmp_path / "run.toml").write_text("[validation]\nenable = true\n" + str(error.value).partition("\n\n")[2])
     sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
     found = [open_text(source, "validation", 1) for source in sources]
@@ -579,19 +579,19 @@ def test_a_copy_is_the_same_and_a_change_is_not(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(lines)
     output = tmp_path / "prepared"
-    manifest = prepare(Source(path=str(file)), "data", "", output, processes=1)
+    manifest = prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
     os.utime(file, (1, 1))
-    assert prepare(Source(path=str(file)), "data", "", output, processes=1) == manifest
+    assert prepare(SourceConfig(path=str(file)), "data", "", output, processes=1) == manifest
     (tmp_path / "other").mkdir()
     shutil.copy(file, tmp_path / "other/a.jsonl")
-    assert prepare(Source(path=str(tmp_path / "other/a.jsonl")), "data", "", output, processes=1) == manifest
+    assert prepare(SourceConfig(path=str(tmp_path / "other/a.jsonl")), "data", "", output, processes=1) == manifest
     place = len(lines) // 3
     file.write_text(lines[:place] + lines[place:].replace("document 1 ", "document 2 ", 1))
     with pytest.raises(DataError, match="its files hold something else since"):
-        prepare(Source(path=str(file)), "data", "", output, processes=1)
+        prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
 
 
-@pytest.mark.parametrize("where", ["documents", "written_whole"])
+@pytest.mark.parametrize("where", ["documents", "atomic_write"])
 def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -602,9 +602,9 @@ def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
             raise OSError(failures.pop(), "does not answer")
         return works(*arguments, **options)
 
-    source = Source(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     monkeypatch.setattr(files, where, fail)
-    monkeypatch.setattr("torchtrain.reading.time.sleep", lambda _: None)
+    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     opened = open_text(source, "data", 1)
     assert [text for unit in range(opened.units) for _, text in opened.read(unit, 0)] == DOCUMENTS
     failures[:] = [errno.EIO] * 99
@@ -646,12 +646,12 @@ def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
     both = (str(tmp_path / "prepared/0"), str(tmp_path / "prepared/1"))
     for path in (str(tmp_path / "prepared"), both):
         with pytest.raises(DataError, match=r"several folders \(.*prepared/0.*\); name each in a table"):
-            make_loader(Data(path=path))
-    make_loader(Data(path=both[0] + "/"))
+            make_loader(DataConfig(path=path))
+    make_loader(DataConfig(path=both[0] + "/"))
     (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")
     with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
-        make_loader(Data(path=both[0]))
-    assert open_prepared(Source(path=file), "data", "", 0) is None
+        make_loader(DataConfig(path=both[0]))
+    assert open_prepared(SourceConfig(path=file), "data", "", 0) is None
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])

@@ -17,8 +17,8 @@ from torchtrain import generate
 from torchtrain.checkpoint.hf import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
+from torchtrain.inference.trained_model import load_model
 from torchtrain.models import families as hf
-from torchtrain.trained_model import load_model
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def run(theirs: tuple[Path, nn.Module], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(autouse=True)
 def tied_flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("torchtrain.shape.flavor_config", lambda *_: TIED)
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TIED)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from torchtrain.checkpoint.hf import write_hf_config
 from torchtrain.checkpoint.hf_tokenizer import find_eos_ids
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, TokenizerError
-from torchtrain.log import logger
-from torchtrain.tokenizers import load_tokenizer
+from torchtrain.logging import logger
 
 TEXTS = hard_texts()
 

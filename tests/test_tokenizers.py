@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.errors import TokenizerError
-from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 WORD_LEVEL = Library(WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'
@@ -29,7 +29,7 @@ BYTES = [bytes([byte]) for byte in range(256)]
 def rank_file(tmp_path, monkeypatch):
     """The file of a Llama 3 that has so many ranks: the 256 bytes and a few merges."""
     tokens = [*BYTES, b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
-    monkeypatch.setattr("torchtrain.tokenizers.LLAMA3_RANKS", len(tokens))
+    monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", len(tokens))
     return write_ranks(tmp_path / "tokenizer.model", tokens)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_door import checked_door, run_door, start_door
+from forked_command import checked_command, run_command, start_door
 from forked_run import ForkedRun, finish
 
 from torchtrain.train import main
@@ -90,9 +90,9 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     assert str(folder) in output.splitlines()[-1]
 
     same = ["--job.config_file", CONFIG, "--job.dump_folder", str(folder), "--training.steps"]
-    again = checked_door("torchtrain.train", *same, "12").stderr
+    again = checked_command("torchtrain.train", *same, "12").stderr
     assert "the run is complete: step 12 of 12" in again
-    checked_door("torchtrain.train", *same, "14")
+    checked_command("torchtrain.train", *same, "14")
     assert [line["step"] for line in lines(folder)][3:] == [13, 14]
 
 
@@ -100,7 +100,7 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
     arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
-    train = partial(checked_door, "torchtrain.train", ranks=2)
+    train = partial(checked_command, "torchtrain.train", ranks=2)
     with ThreadPoolExecutor() as beside:
         other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
         arguments += ["--job.dump_folder", str(killed)]
@@ -210,7 +210,7 @@ def test_a_start_that_does_not_say_what_to_train_is_refused_with_the_configs(
 
 
 def test_all_ranks_refuse_and_one_speaks() -> None:
-    refused = run_door("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
+    refused = run_command("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
     assert refused.returncode == 2
     assert refused.stderr.count("the number of ranks, 2") == 1
 

@@ -286,14 +286,14 @@ def test_a_rename_that_waited_until_a_newer_start_saved_that_name_is_taken_back(
 
 def test_a_commit_whose_files_were_removed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = settle(Run(tmp_path, **OPTIONS).train(1, 4))
-    make_room = run.manager._make_room
+    make_room = run.manager._retire_newer_checkpoints
 
     def emptied(step: int) -> None:
         make_room(step)
         for file in (tmp_path / "checkpoint").glob("step-6.*.partial/*.distcp"):
             file.unlink()
 
-    monkeypatch.setattr(run.manager, "_make_room", emptied)
+    monkeypatch.setattr(run.manager, "_retire_newer_checkpoints", emptied)
     settle(run.train(5, 6))
     assert check_all(tmp_path) == [4]
 

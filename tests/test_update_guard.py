@@ -9,20 +9,20 @@ from gloo_pool import GlooPool
 from parity import NoStop
 from torch import nn
 
-from torchtrain.config.schema import Faults, Optimizer
+from torchtrain.config.schema import FaultsConfig, OptimizerConfig
 from torchtrain.errors import FaultError
-from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
-from torchtrain.loss import TokenLoss
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.models.loss import TokenLoss
 from torchtrain.optimizers.groups import build_optimizer, update
 
 
-def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
+def _verdicts(faults: FaultsConfig, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
     events: list[Any] = []
-    guard = UpdateGuard(
+    guard = NonFiniteGuard(
         faults,
         cast(StopRequest, NoStop()),
-        SpikeWindow(faults, torch.device("cpu")),
+        SpikeDetector(faults, torch.device("cpu")),
         lambda step, event, _: events.append((step, event)),
     )
     refused = []
@@ -34,7 +34,7 @@ def _verdicts(faults: Faults, losses: list[float], norms: list[float]) -> tuple[
 
 
 def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
-    faults = Faults(spike_threshold=3.0, spike_window=4)
+    faults = FaultsConfig(spike_threshold=3.0, spike_window=4)
     # Mean 2 and deviation 0.5 make a limit of 3.5. The value of a refused step does not enter the window.
     losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 1.0]
     (refused, events), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6 + [9.0])
@@ -47,7 +47,7 @@ def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
     [(3.6, 1.5), (1.5, 3.6), (3.6, 3.6), (float("nan"), 2.5), (2.5, float("inf")), (float("nan"), float("nan"))],
 )
 def test_the_numbers_of_skipped_steps_do_not_enter_the_window(gloo: GlooPool, loss: float, norm: float) -> None:
-    faults = Faults(spike_threshold=3.0, spike_window=4, max_bad_steps=9)
+    faults = FaultsConfig(spike_threshold=3.0, spike_window=4, max_bad_steps=9)
     # The limit of both is 3.5, as above; with a 3.6 in the window it would be 4.7, with a NaN there would be none.
     losses, norms = [1.5, 2.5, 1.5, 2.5, loss, loss, loss], [1.5, 2.5, 1.5, 2.5, norm, norm, norm]
     (refused, _), *_ = gloo.run(1, _verdicts, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
@@ -56,12 +56,15 @@ def test_the_numbers_of_skipped_steps_do_not_enter_the_window(gloo: GlooPool, lo
 
 def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPool) -> None:
     losses, norms = [1.0, 1.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]
-    assert gloo.run(1, _verdicts, Faults(spike_threshold=3.0, spike_window=4), losses, norms)[0] == ([False] * 4, [])
-    assert gloo.run(1, _verdicts, Faults(spike_window=2), losses, norms)[0] == ([False] * 4, [])
+    assert gloo.run(1, _verdicts, FaultsConfig(spike_threshold=3.0, spike_window=4), losses, norms)[0] == (
+        [False] * 4,
+        [],
+    )
+    assert gloo.run(1, _verdicts, FaultsConfig(spike_window=2), losses, norms)[0] == ([False] * 4, [])
 
 
 def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None:
-    nan, faults = float("nan"), Faults(max_bad_steps=2)
+    nan, faults = float("nan"), FaultsConfig(max_bad_steps=2)
     losses = [nan, nan, 1.0, nan, nan, 1.0]
     (refused, _), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6)
     assert refused == [True, True, False, True, True, False]
@@ -75,7 +78,9 @@ def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None
 def test_a_refused_update_leaves_no_trace(name: Any, implementation: Any, state_dtype: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
-    optimizer = build_optimizer([model], Optimizer(name=name, implementation=implementation, state_dtype=state_dtype))
+    optimizer = build_optimizer(
+        [model], OptimizerConfig(name=name, implementation=implementation, state_dtype=state_dtype)
+    )
 
     def step(gradient: float, refused: float) -> None:
         model.weight.grad = torch.full((3, 3), gradient)
@@ -93,9 +98,9 @@ def test_a_refused_update_leaves_no_trace(name: Any, implementation: Any, state_
 
 
 def _roll_back_again_and_again(steps: list[tuple[int, float]], settled: bool) -> None:
-    faults = Faults(on_bad_numbers="rollback", max_bad_steps=1)
-    window = SpikeWindow(faults, torch.device("cpu"))
-    guard = UpdateGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
+    faults = FaultsConfig(on_bad_numbers="rollback", max_bad_steps=1)
+    window = SpikeDetector(faults, torch.device("cpu"))
+    guard = NonFiniteGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
     for _ in range(3):
         for step, loss in steps:
             guard.judge(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))

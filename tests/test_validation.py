@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
-from forked_door import checked_door
+from forked_command import checked_command
 from forked_run import ForkedRun, finish
 from gloo_pool import GlooPool
 from json_tokenizers import BOS, EOS, byte_level, save_tokenizer
@@ -24,14 +24,23 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchtrain.checkpoint.states import flatten
-from torchtrain.config.schema import Checkpoint, Data, Ema, JobConfig, Parallelism, Source, Training, Validation
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EMAConfig,
+    JobConfig,
+    ParallelismConfig,
+    SourceConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.preparing import prepare
+from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.tokenizers import load_tokenizer
+from torchtrain.metrics.validation import Validator, results_of
 from torchtrain.trainer import Trainer
-from torchtrain.validation import Validator, results_of
 
 SEQ_LEN = 32
 
@@ -60,7 +69,7 @@ def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
 
 def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
     return JobConfig(
-        training=Training(
+        training=TrainingConfig(
             local_batch_size=rows,
             global_batch_size=8,
             seq_len=SEQ_LEN,
@@ -68,13 +77,13 @@ def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
             loss_chunk_tokens=0,
             seed=5,
         ),
-        data=Data(prefetch=0),
-        parallelism=Parallelism(**parallelism),
-        checkpoint=Checkpoint(enable=False),
-        validation=Validation(
+        data=DataConfig(prefetch=0),
+        parallelism=ParallelismConfig(**parallelism),
+        checkpoint=CheckpointConfig(enable=False),
+        validation=ValidationConfig(
             enable=True,
             interval=4,
-            sources=(Source(path=str(folder / "text.jsonl")), Source(path=str(folder / "prepared"))),
+            sources=(SourceConfig(path=str(folder / "text.jsonl")), SourceConfig(path=str(folder / "prepared"))),
         ),
     )
 
@@ -192,7 +201,7 @@ def test_a_validation_of_averages_that_ends_early_gives_the_weights_back(
     gloo: GlooPool, folder: Path, ends_by_error: bool
 ) -> None:
     config = config_of(folder, rows=1)
-    config = replace(config, ema=Ema(enable=True), validation=replace(config.validation, weights="ema"))
+    config = replace(config, ema=EMAConfig(enable=True), validation=replace(config.validation, weights="ema"))
     assert gloo.run(2, weights_come_back, config, ends_by_error) == [True, True]
 
 
@@ -246,11 +255,11 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
     path = str(BYTE_TOKENIZERS[kind](tmp_path / "tokenizer"))
     tokenizer = load_tokenizer(path)
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
-    prepare(Source(path=str(tmp_path / "text.jsonl")), "data", path, tmp_path / "prepared", processes=1)
+    prepare(SourceConfig(path=str(tmp_path / "text.jsonl")), "data", path, tmp_path / "prepared", processes=1)
     exact = [len(text.encode("utf-8", "replace")) for text in TEXTS]
     for name in ("text.jsonl", "prepared"):
         loader = build_loader(
-            Data(path=str(tmp_path / name), when_exhausted="stop", prefetch=0),
+            DataConfig(path=str(tmp_path / name), when_exhausted="stop", prefetch=0),
             tokenizer,
             seq_len=16,
             global_batch_size=1,
@@ -276,15 +285,15 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
 
 def test_validation_needs_data_and_labels_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"validation.enable needs data of its own"):
-        Validation(enable=True)
+        ValidationConfig(enable=True)
     with pytest.raises(ConfigError, match=r"must differ in the names of their files or datasets.*; they are a, a"):
-        Validation(enable=True, sources=(Source(path="x/a.jsonl"), Source(path="y/a.txt")))
+        ValidationConfig(enable=True, sources=(SourceConfig(path="x/a.jsonl"), SourceConfig(path="y/a.txt")))
 
 
 def test_data_without_text_are_an_error(gloo: GlooPool, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text.jsonl", [None])
     config = config_of(tmp_path)
-    config = replace(config, validation=Validation(enable=True, path=str(tmp_path / "text.jsonl")))
+    config = replace(config, validation=ValidationConfig(enable=True, path=str(tmp_path / "text.jsonl")))
     assert gloo.run(2, fails, replace(config, training=replace(config.training, local_batch_size=4))) == [True, True]
 
 
@@ -310,7 +319,7 @@ def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
         *("--validation.enable", "--validation.path", str(folder / "text.jsonl"), "--validation.interval", "2"),
         *("--validation.steps", "1", "--data.document_mask", "--checkpoint.no-enable"),
     ]
-    checked_door("torchtrain.train", *options)
+    checked_command("torchtrain.train", *options)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     results = {line["step"]: line for line in lines if "validation_loss" in line}
     assert list(results) == [2, 3]

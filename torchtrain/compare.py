@@ -12,11 +12,11 @@ from typing import Annotated
 
 import tyro
 
+from torchtrain.cli import command, run_and_exit
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, run_and_exit
-from torchtrain.outputs import require_picture, writing
+from torchtrain.files import require_picture, writing
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options:
             require_picture(self.picture, "--picture")
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Compare; returns the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)

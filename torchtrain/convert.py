@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from torchtrain.cli import command, run_and_exit
 from torchtrain.config.schema import Count, LocalPath, check_values
-from torchtrain.log import door, run_and_exit
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Options:
         check_values(self, "--")
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Convert; returns the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
     # Not above: --help needs no torch.
-    from torchtrain.conversion import convert
+    from torchtrain.checkpoint.conversion import convert
 
     source, target = Path(options.source), Path(options.target)
     convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)

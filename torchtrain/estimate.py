@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torchtrain.cli import command, run_and_exit
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, run_and_exit
-from torchtrain.outputs import require_file, require_picture, writing
+from torchtrain.files import require_file, require_picture, writing
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Print the estimate; returns the exit code of the process."""
     return run(parse(argv, "torchtrain.estimate", __doc__))
@@ -25,12 +25,12 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or look for a better layout of it."""
+    from torchtrain.models.model_config import resolve_model_section
     from torchtrain.planning.report import draw, table
     from torchtrain.planning.request import gpu_of, shape_of
     from torchtrain.planning.summary import estimate
-    from torchtrain.shape import resolve_model
 
-    config, options = replace(config, model=resolve_model(config.model)), config.estimate
+    config, options = replace(config, model=resolve_model_section(config.model)), config.estimate
     if options.search:
         return find_layout(config)
     if options.picture:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.schema import require_local
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.generation import Sampling, generate
-from torchtrain.log import door, is_first_rank, run_and_exit
-from torchtrain.outputs import require_folder
-from torchtrain.trained_model import load_model
+from torchtrain.files import require_folder
+from torchtrain.inference.generation import Sampling, generate
+from torchtrain.inference.trained_model import load_model
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -46,7 +46,7 @@ except ImportError as error:
 HARNESS_OPTIONS = ("lm_eval.config", "lm_eval._cli", "lm_eval.api.registry", "lm_eval.api.model", "lm_eval.evaluator")
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Run the harness; returns the exit code of the process."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
+from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, is_first_rank, logger, run_and_exit
-from torchtrain.outputs import writing
-from torchtrain.reading import MISSING, patiently
+from torchtrain.files import MISSING, with_retries, writing
+from torchtrain.logging import logger
 
 if TYPE_CHECKING:
-    from torchtrain.generation import Sampling
-    from torchtrain.trained_model import TrainedModel
+    from torchtrain.inference.generation import Sampling
+    from torchtrain.inference.trained_model import TrainedModel
 
 NEW_TOKENS = 128  # at most, by default
 
@@ -68,7 +68,7 @@ class Options:
             require(may_write, f"{given} cannot be written, or lies in a folder that does not exist; name another one")
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Generate what the options ask for, which the first rank writes; returns the exit code of the process."""
     is_first = is_first_rank()
@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     )
     # Here and not above: --help and a refused option need no torch.
     from torchtrain.distributed.process_group import destroy_process_group
-    from torchtrain.generation import Sampling
-    from torchtrain.trained_model import load_model
+    from torchtrain.inference.generation import Sampling
+    from torchtrain.inference.trained_model import load_model
 
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
     # A lone surrogate, which JSON can spell and Python makes of an argument's bytes that are no UTF-8.
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
 def read_prompts(file: Path) -> list[str]:
     """The prompts in ``file``; ConfigError names the line that is none."""
     try:
-        content = patiently(file.read_bytes, file).decode("utf-8-sig")  # with or without a byte order mark
+        content = with_retries(file.read_bytes, file).decode("utf-8-sig")  # with or without a byte order mark
     except (*MISSING, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts_file {file} cannot be read: {error}") from None
     # Not splitlines: U+2028 and others that it takes for ends of lines may stand in JSON, and in a prompt.
@@ -167,7 +167,7 @@ def complete(
     show: Callable[[str], None] | None,
 ) -> list[dict[str, Any]]:
     """The result of each prompt, as an object of the output file. ``show`` gets the first one's text while it comes."""
-    from torchtrain.generation import generate
+    from torchtrain.inference.generation import generate
 
     made: list[list[int]] = [[] for _ in prompts]
     shown = 0

@@ -13,18 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtrain.log import door, logger, run_and_exit
+from torchtrain.cli import command, run_and_exit
+from torchtrain.logging import logger
 
 # Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
 SHARED_ENDINGS = (2, 74, 75)
 SHARED_ENDING_SECONDS = 5
 # Once its ranks have ended, a torchrun that cannot reach the rendezvous node waits for it for ever. It is ended after
 # this time, in which another node's first rank can finish its last work.
-LONELY_SECONDS = 120
+RENDEZVOUS_LOST_SECONDS = 120
 SHUTDOWN_SECONDS = 30  # as torchrun's own
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Run torchrun; returns the exit code of the process."""
     # Here and not above: an error in the import, as of a limit on address space, is one message of the command.
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # With restarts it may wait for nodes that join again. On macOS Python has waitid since 3.13.
     if arguments.max_restarts == 0 and hasattr(os, "waitid"):
-        threading.Thread(target=end_when_lonely, daemon=True).start()
+        threading.Thread(target=exit_if_rendezvous_lost, daemon=True).start()
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(SHARED_ENDING_SECONDS)
         return failure.exitcode
     except SignalException as error:
-        end_ranks_left(error.sigval.value)
+        terminate_remaining_ranks(error.sigval.value)
         return 128 + error.sigval.value
     except OSError as error:
         # Of a path, such as a full /tmp or a --log-dir that is a file; else of the network.
@@ -85,7 +86,7 @@ def _is_a_failure(record: logging.LogRecord) -> bool:
     return code is None or int(code[1]) not in SHARED_ENDINGS
 
 
-def end_ranks_left(number: int) -> None:
+def terminate_remaining_ranks(number: int) -> None:
     """Pass the signal on to ranks that torchrun was just starting when it came, and so does not know of."""
     ranks = []
     for children in Path("/proc/self/task").glob("*/children"):  # none where there is no such file: only on Linux
@@ -100,10 +101,10 @@ def end_ranks_left(number: int) -> None:
             time.sleep(0.1)
 
 
-def end_when_lonely() -> None:
-    """End this process when it has had ranks, and for ``LONELY_SECONDS`` none, or one whose end torchrun ignores."""
+def exit_if_rendezvous_lost() -> None:
+    """End this process when its ranks have ended and torchrun has not noticed for ``RENDEZVOUS_LOST_SECONDS``."""
     last_seen = None
-    while last_seen is None or time.monotonic() < last_seen + LONELY_SECONDS:
+    while last_seen is None or time.monotonic() < last_seen + RENDEZVOUS_LOST_SECONDS:
         time.sleep(1)
         try:
             # WNOWAIT leaves the exit code to torchrun, which asks for it ten times a second unless it hangs.

@@ -9,15 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtrain.cli import command, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
-from torchtrain.log import door, logger, run_and_exit
-from torchtrain.outputs import require_folder
+from torchtrain.files import require_folder
+from torchtrain.logging import logger
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Prepare, or verify what is prepared; returns the exit code of the process."""
     config = parse(argv, "torchtrain.prepare", __doc__)
@@ -32,7 +33,7 @@ def run(config: JobConfig) -> int:
     """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
     # Here and not above: --help and a refused option need no datasets.
     from torchtrain.datasets.prepared import verify
-    from torchtrain.datasets.preparing import prepare
+    from torchtrain.datasets.tokenize_dataset import prepare
 
     require_one_process("prepare")
     if not config.prepare.output:

@@ -4,13 +4,14 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import limit_error
-from torchtrain.log import door, is_first_rank, logger, run_and_exit
+from torchtrain.logging import logger
 
 
-@door
+@command
 def main(argv: Sequence[str]) -> int:
     """Run the trainer; returns the exit code of the process."""
     config = parse(argv, print_errors=is_first_rank())

@@ -16,58 +16,64 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.attention.backends import choose_attention_backend
+from torchtrain.checkpoint.export import check_export, export_hf, needs_export
 from torchtrain.checkpoint.hf import check_same_shape
 from torchtrain.checkpoint.history import newest_config, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.start import find_start
+from torchtrain.checkpoint.resume_point import find_resume_point
 from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
-from torchtrain.config.schema import JobConfig, Model, Source, Training
+from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.loader import Batch, Loader
+from torchtrain.datasets.loader import Batch, DataLoader
 from torchtrain.datasets.sources import with_revisions
+from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
-from torchtrain.distributed.agreement import of_first_rank, of_first_rank_untimed
-from torchtrain.distributed.mesh import Degrees, Mesh, resolve_degrees
+from torchtrain.distributed.agreement import broadcast_from_rank0, broadcast_from_rank0_untimed
+from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.distributed.process_group import (
     all_reduce,
     destroy_process_group,
+    gloo_group,
     init_process_group,
     pick_device,
     rank,
     set_timeout,
-    side_group,
     world_size,
 )
 from torchtrain.errors import ConfigError, DataError, FaultError, StoppedError
-from torchtrain.export import check_export, export_hf, needs_export
-from torchtrain.faults.hangs import REPORT_SECONDS, HangWatch, enable_flight_recorder
-from torchtrain.faults.stopping import StopRequest
-from torchtrain.faults.update_guard import SpikeWindow, UpdateGuard
-from torchtrain.float8 import compute_scales, gathers_float8
-from torchtrain.initialization import layout_independent_init
-from torchtrain.log import BestEffort, logger
-from torchtrain.loss import IGNORE_INDEX, TokenLoss, exact_nats
-from torchtrain.lr_schedule import LRSchedule
-from torchtrain.metrics.beginning import describe
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
+from torchtrain.files import atomic_write, require_folder
+from torchtrain.inference.trained_model import saved_config, with_longest_context
+from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
+from torchtrain.metrics.run_description import describe
+from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, set_aside_other_run
+from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.optimizers.averages import Averages
+from torchtrain.models.loss import IGNORE_INDEX, TokenLoss, exact_nats
+from torchtrain.models.model_config import (
+    build_model_config,
+    document_start,
+    given,
+    longest_context,
+    resolve_model_section,
+)
 from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer, update
-from torchtrain.outputs import require_folder, written_whole
-from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
+from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
+from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.profiling import Profiler
-from torchtrain.shape import document_start, given, longest_context, model_shape, resolve_model
-from torchtrain.tokenizers import Tokenizer, load_tokenizer
-from torchtrain.trained_model import saved_config, with_longest_context
-from torchtrain.validation import Validator
+from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_size
 
 
 class Trainer:
@@ -88,12 +94,12 @@ class Trainer:
 
         # Resolve and validate the config. No process group exists yet: a mistake costs seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
-        config = with_longest_context(replace(config, model=resolve_model(config.model)))
-        self.parallel_dims = dims = resolve_degrees(config.parallelism, world_size())
+        config = with_longest_context(replace(config, model=resolve_model_section(config.model)))
+        self.parallel_dims = dims = resolve_parallel_dims(config.parallelism, world_size())
         config = resolve_batch_size(config, dims)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.model_config = replace(
-            model_shape(config.model, self.tokenizer, config.training.seq_len), **asdict(config.mup)
+            build_model_config(config.model, self.tokenizer, config.training.seq_len), **asdict(config.mup)
         )
         validate(config, device, dims, self.model_config)
         document_start_id = document_start(config, self.tokenizer)
@@ -106,7 +112,7 @@ class Trainer:
             use_deterministic_kernels()
         init_process_group(device, config.comm.init_timeout_seconds)
         self.mesh = mesh = Mesh(device, dims)
-        self.gloo_group = side_group(device, config.comm.init_timeout_seconds)
+        self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
 
         # Data.
         self.config = config = with_dataset_revisions(config)
@@ -121,15 +127,17 @@ class Trainer:
         # Model: meta device, parallelize, to_empty; then initial weights, or those of a checkpoint.
         self.model = build_parallel_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
-        resume_point = find_start(config.checkpoint, folder / "checkpoint", config_toml, self.dataloader.identity)
+        resume_point = find_resume_point(
+            config.checkpoint, folder / "checkpoint", config_toml, self.dataloader.identity
+        )
         self.init_or_load_weights(resume_point.step)
 
         # Optimizer. Built after to_empty, which replaces parameters.
         self.optimizer = build_optimizer(self.model.parts, config.optimizer, mesh, self.model_config)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
-        self.ema = Averages(self.model.parts, config.ema) if config.ema.enable else None
-        self.spikes = SpikeWindow(config.faults, device)
+        self.ema = EMA(self.model.parts, config.ema) if config.ema.enable else None
+        self.spikes = SpikeDetector(config.faults, device)
 
         # Checkpoints: everything that the next step depends on.
         self.checkpointer = CheckpointManager(
@@ -141,7 +149,7 @@ class Trainer:
         if rank() == 0:
             with BestEffort("renaming files of another run"):
                 set_aside_other_run(folder, self.checkpointer.claim.run, resumed=self.step > 0)
-            with BestEffort("config.toml"), written_whole(folder / "config.toml") as file:
+            with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
                 file.write(config_toml.encode())
         describe(config, self.model_config, device, dims)
 
@@ -151,7 +159,7 @@ class Trainer:
             folder,
             device=device,
             loss_group=mesh.loss.get_group(),
-            side_group=self.gloo_group,
+            gloo_group=self.gloo_group,
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
@@ -160,10 +168,10 @@ class Trainer:
             config_toml=config_toml,
             run=self.checkpointer.claim.run,
         )
-        self.watchdog = HangWatch(
+        self.watchdog = Watchdog(
             folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
         )
-        self.guard = UpdateGuard(
+        self.guard = NonFiniteGuard(
             config.faults, self.stop, self.spikes, self.metrics.record_event, self.checkpointer.clock
         )
         microbatches = Microbatches(mesh, device, config.training.local_batch_size, document_start_id)
@@ -199,7 +207,7 @@ class Trainer:
             # Not only by the hook: DCP steps the optimizer before it loads the weights.
             model_state.after_load = rescale
             if self.ema is not None:
-                self.ema.after_exchange = rescale
+                self.ema.after_swap = rescale
         states: dict[str, Stateful | None] = {
             "model": model_state,
             "optimizer": OptimizerState(model.parts, self.optimizer),
@@ -226,7 +234,7 @@ class Trainer:
                 )
             return
         folder = find_weights(Path(initial))
-        saved = of_first_rank(lambda: saved_config(folder))
+        saved = broadcast_from_rank0(lambda: saved_config(folder))
         check_initial_weights(saved, config, self.model_config, folder)
         load_weights(parts, folder, self.model_config)
         logger.info("starts from the weights in %s", initial)
@@ -330,7 +338,7 @@ class Trainer:
         if not (self.config.validation.enable and self.step):
             return False
         file = Path(self.config.job.dump_folder) / "metrics.jsonl"
-        return not of_first_rank(lambda: has_validation(file, self.step), self.gloo_group)
+        return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     def misses_export(self) -> bool:
         """Whether ``hf/`` is asked for and does not hold the weights of the current step."""
@@ -358,7 +366,7 @@ class Trainer:
         """A context in which the model has its averaged weights."""
         assert self.ema is not None
         self.checkpointer.before_update()
-        return self.ema.exchanged()
+        return self.ema.swapped_in()
 
     def shorten_timeouts(self) -> None:
         """After the first step, which may compile, and connects ranks, a hang is noticed sooner."""
@@ -402,13 +410,13 @@ class TrainStep:
     microbatches: Microbatches
     optimizer: torch.optim.Optimizer
     schedule: LRSchedule
-    guard: UpdateGuard
+    guard: NonFiniteGuard
     _: KW_ONLY
     max_norm: float
     """The gradient is scaled down to this L2 norm where its own is larger."""
     before_update: Callable[[], None]
     """Called just before the optimizer step."""
-    ema: Averages | None = None
+    ema: EMA | None = None
     hooks: list[StepHook] = field(default_factory=list)
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
@@ -449,7 +457,7 @@ class TrainStep:
 
     def clip_and_update(self, step: int, loss: TokenLoss) -> Tensor:
         """Clip the gradient and update the parameters, unless the guard skips it; returns the norm before clipping."""
-        tied_replicas = self.share_tied_gradient()
+        tied_replicas = self.sync_tied_embedding_grads()
         for hook in self.hooks:
             hook.after_gradients()
         grad_norm = clip_grad_norm(self.model.parts, self.max_norm, tied_replicas, exact=self.model.sums is not None)
@@ -465,24 +473,24 @@ class TrainStep:
         self.optimizer.zero_grad()
         return grad_norm
 
-    def share_tied_gradient(self) -> Sequence[nn.Parameter]:
+    def sync_tied_embedding_grads(self) -> Sequence[nn.Parameter]:
         """Sum the gradient of a tied embedding over the two pipeline stages that hold it.
 
         Returns parameters that another pipeline stage holds, too: their gradient counts once in the norm.
         """
         if self.model.pipeline is None:
             return ()
-        self.model.pipeline.share_tied_gradient()
+        self.model.pipeline.sync_tied_embedding_grads()
         return self.model.pipeline.copies
 
 
-def resolve_batch_size(config: JobConfig, dims: Degrees) -> JobConfig:
+def resolve_batch_size(config: JobConfig, dims: ParallelDims) -> JobConfig:
     """``config`` with ``training.global_batch_size`` as a number."""
     size = resolve_global_batch_size(config, dims)
     return replace(config, training=replace(config.training, global_batch_size=size))
 
 
-def validate(config: JobConfig, device: torch.device, dims: Degrees, model: TransformerConfig) -> None:
+def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: TransformerConfig) -> None:
     """Raise ConfigError where this device or layout cannot do what ``config`` asks, or a package or file is missing."""
     check_writers(config.metrics)
     initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
@@ -490,7 +498,7 @@ def validate(config: JobConfig, device: torch.device, dims: Degrees, model: Tran
         find_weights(Path(initial))
     check_layout(config, device, dims, model)
     check_export(config, model)
-    if not config.job.config_file and config.model == Model() and config.training == Training():
+    if not config.job.config_file and config.model == ModelConfig() and config.training == TrainingConfig():
         raise ConfigError(
             f"nothing says what to train: name a config by --job.config_file, such as {', '.join(train_configs())}, or "
             "set options of [model] and [training]. ./run_llama_train.sh takes train_configs/debug_model.toml"
@@ -510,7 +518,7 @@ def with_dataset_revisions(config: JobConfig) -> JobConfig:
 
     Collective.
     """
-    ask, folder = of_first_rank_untimed, Path(config.job.dump_folder) / "checkpoint"
+    ask, folder = broadcast_from_rank0_untimed, Path(config.job.dump_folder) / "checkpoint"
     held_out = config.validation.all if config.validation.enable else ()
     if not any(source.name for source in (*config.data.all, *held_out)):
         return config
@@ -523,8 +531,8 @@ def with_dataset_revisions(config: JobConfig) -> JobConfig:
 
 
 def build_loaders(
-    config: JobConfig, tokenizer: Tokenizer, dims: Degrees, device: torch.device
-) -> tuple[Loader, dict[str, Loader]]:
+    config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, device: torch.device
+) -> tuple[DataLoader, dict[str, DataLoader]]:
     """The loader of ``[data]`` and, by label, those of ``[validation]``, for the rows of this rank. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
@@ -536,13 +544,15 @@ def build_loaders(
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
-        ask=of_first_rank_untimed,
+        ask=broadcast_from_rank0_untimed,
     )
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
         fields = asdict(source)  # one source, with the loader's options of [data]
-        once = replace(config.data, **{key: fields[key] for key in asdict(Source())}, sources=(), when_exhausted="stop")
+        once = replace(
+            config.data, **{key: fields[key] for key in asdict(SourceConfig())}, sources=(), when_exhausted="stop"
+        )
         validation_loaders[source.label] = open_loader(once, section=section, drop_last=False, count_bytes=True)
     return open_loader(config.data), validation_loaders
 
@@ -567,7 +577,7 @@ def check_initial_weights(saved: JobConfig, config: JobConfig, model: Transforme
             "(model.shape.max_position_embeddings)"
         )
     section = replace(saved.model, vocab_size=saved.model.vocab_size or model.vocab_size)  # None: of its tokenizer
-    check_same_shape(model_shape(section, None, model.max_seq_len), model, folder, may_differ)
+    check_same_shape(build_model_config(section, None, model.max_seq_len), model, folder, may_differ)
 
 
 def warn_of_zero_rate(schedule: LRSchedule, steps: int) -> None:

@@ -17,16 +17,26 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.hf_tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
-from torchtrain.distributed.agreement import of_first_rank
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.initialization import block_held
-from torchtrain.log import logger
+from torchtrain.files import (
+    BLOCK_BYTES,
+    MISSING,
+    PARTIAL_SUFFIX,
+    fsync_folder,
+    partial_folder,
+    partial_path,
+    printable,
+    read_file,
+    require_regular,
+    with_retries,
+)
+from torchtrain.logging import logger
 from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
+from torchtrain.models.initialization import block_held
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.outputs import PARTIAL_SUFFIX, fsync_folder, partial_folder, partial_path
-from torchtrain.reading import BLOCK_BYTES, MISSING, patiently, printable, read_file, require_regular
-from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
@@ -169,8 +179,8 @@ def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> N
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        patiently(lambda: require_regular(path), path)
-        patiently(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
+        with_retries(lambda: require_regular(path), path)
+        with_retries(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
@@ -233,12 +243,12 @@ def save_hf(
 
     files, sharded = files_by_size(sizes), dist.get_world_size() > 1
     with ExitStack() as stack:  # of the first rank: also Ctrl-C leaves no partial folder
-        partial = of_first_rank(lambda: stack.enter_context(partial_folder(folder)))
+        partial = broadcast_from_rank0(lambda: stack.enter_context(partial_folder(folder)))
         old = partial_path(folder)
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
         try:
             save_tensors(cast, value, writer, folder)
-            of_first_rank(complete)
+            broadcast_from_rank0(complete)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; make room, or let this user write there") from error
 

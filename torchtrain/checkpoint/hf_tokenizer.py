@@ -13,11 +13,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from torchtrain.errors import CheckpointError
-from torchtrain.log import logger
-from torchtrain.models.families import CONFIG_FILE
-from torchtrain.reading import MISSING, read_file
-from torchtrain.tokenizers import (
+from torchtrain.datasets.tokenizers import (
     LLAMA3_PATTERN,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -25,6 +21,10 @@ from torchtrain.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
+from torchtrain.errors import CheckpointError
+from torchtrain.files import MISSING, read_file
+from torchtrain.logging import logger
+from torchtrain.models.families import CONFIG_FILE
 
 GENERATION_CONFIG = "generation_config.json"
 _PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it when it is imported

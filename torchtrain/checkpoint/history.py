@@ -10,16 +10,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.contract import options_in
 from torchtrain.checkpoint.manifest import read_manifest, read_verified, verify_sizes
+from torchtrain.checkpoint.resume_compatibility import options_in
 from torchtrain.checkpoint.storage import CONFIG
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.log import logger
-from torchtrain.outputs import dangling
-from torchtrain.reading import MISSING, names_in, patiently, printable
+from torchtrain.files import MISSING, dangling, names_in, printable, with_retries
+from torchtrain.logging import logger
 
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # On its way to another name: see ``withdraw``.
@@ -46,7 +45,7 @@ def versions(folder: Path) -> dict[int, tuple[int, int]]:
     for step in saved_steps(folder):
         path = step_folder(folder, step)
         with contextlib.suppress(*MISSING):
-            status = patiently(lambda: os.stat(path), path)  # noqa: B023
+            status = with_retries(lambda: os.stat(path), path)  # noqa: B023
             found[step] = (status.st_ino, status.st_mtime_ns)
     return found
 
@@ -100,7 +99,7 @@ class History:
             since = itertools.takewhile(begun_there, (step for step in steps if step > load_step))
             return [*since, *(step for step in steps if step == load_step)]
 
-        return of_first_rank(find, self.group)
+        return broadcast_from_rank0(find, self.group)
 
     def first_good(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
         """The first of ``steps`` that is not damaged, by ``check`` and ``use``, and what is wrong with those before it.
@@ -125,12 +124,14 @@ class History:
         ``damaged``: what is wrong with each of the ``candidates`` for ``load_step``.
         """
         if load_step != -1:
-            saved = ", ".join(map(str, of_first_rank(lambda: saved_steps(self.folder), self.group))) or "none"
+            saved = ", ".join(map(str, broadcast_from_rank0(lambda: saved_steps(self.folder), self.group))) or "none"
             missing = f"{step_folder(self.folder, load_step)} does not exist (steps in that folder: {saved})"
             raise CheckpointError(
                 f"checkpoint.load_step = {load_step} cannot be loaded: {damaged.get(load_step, missing)}"
             )
-        names = of_first_rank(lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group)
+        names = broadcast_from_rank0(
+            lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group
+        )
         if not names:
             return
         why = f"; {damaged[max(damaged)]}" if damaged else ""
@@ -156,9 +157,9 @@ class History:
                 raise DamagedError(f"{folder} is that of another run")
             verify_sizes(folder, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
 
-        of_all_ranks(check_share, self.group)
+        gather_from_all_ranks(check_share, self.group)
 
-    def set_aside(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
+    def quarantine(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
         """Rename the checkpoints that are ``damaged``, with a warning: when an older one has been loaded.
 
         ``check``: see ``withdraw``.
@@ -168,7 +169,7 @@ class History:
             for step, problem in damaged.items():
                 folder = step_folder(self.folder, step)
                 try:
-                    name = set_aside(withdraw(folder, check), folder, "damaged").name
+                    name = quarantine(withdraw(folder, check), folder, "damaged").name
                 except OSError as error:
                     logger.warning(
                         f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}"
@@ -176,7 +177,7 @@ class History:
                 else:
                     logger.warning(f"checkpoint of step {step} is damaged, and renamed to {name}: {problem}")
 
-        of_first_rank(rename, self.group)
+        broadcast_from_rank0(rename, self.group)
 
 
 def withdraw(folder: Path, check: Callable[[], None]) -> Path:
@@ -213,10 +214,10 @@ def restore(folder: Path) -> None:
             continue  # it was alive
         except OSError:  # there is another one of this name
             with contextlib.suppress(OSError):
-                set_aside(moving, final, "superseded")
+                quarantine(moving, final, "superseded")
 
 
-def set_aside(moving: Path, folder: Path, why: str) -> Path:
+def quarantine(moving: Path, folder: Path, why: str) -> Path:
     """Rename ``moving``, which was ``folder``, to ``<folder>.<why>`` (``.<why>-2``, ... where that exists).
 
     Returns the new path.

@@ -15,24 +15,24 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.history import History, saved_steps, set_aside, step_folder, withdraw
+from torchtrain.checkpoint.history import History, quarantine, saved_steps, step_folder, withdraw
 from torchtrain.checkpoint.manifest import MANIFEST, Manifest
+from torchtrain.checkpoint.resume_point import ResumePoint, check_resume
 from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.start import Start, check_resume
 from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
-from torchtrain.config.schema import Checkpoint
+from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
-from torchtrain.log import logger
-from torchtrain.outputs import PARTIAL_SUFFIX, discard
+from torchtrain.files import PARTIAL_SUFFIX, discard
+from torchtrain.logging import logger
 
 SECONDS_AFTER_ERROR = 30.0
 POLL_SECONDS = 1.0
 
 
 class Stop(Protocol):
-    """Whether the run was asked to stop (``faults/stopping.py``)."""
+    """Whether the run was asked to stop (``fault_tolerance/stop_request.py``)."""
 
     @property
     def pending(self) -> bool:
@@ -43,7 +43,7 @@ class Stop(Protocol):
 
 
 class SaveClock:
-    """Whether so many minutes have passed since the last save. Ranks agree on it once a step (``UpdateGuard``)."""
+    """Whether so many minutes have passed since the last save. Ranks agree on it once a step (``NonFiniteGuard``)."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds = 60 * minutes if minutes else math.inf
@@ -86,11 +86,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     start renames and deletes only checkpoints that were there when it claimed the folder, or that it has saved.
     """
 
-    config: Checkpoint
+    config: CheckpointConfig
     folder: Path
     states: Mapping[str, Stateful]
     config_toml: str  # the resolved config, kept in every checkpoint
-    start: Start
+    start: ResumePoint
     stop: Stop | None = None  # whether the run was asked to stop; None: it never is
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return History(self.folder, self.group, self.claim.run)
 
     def _set_aside(self, history: History, damaged: Mapping[int, str]) -> None:
-        history.set_aside({step: why for step, why in damaged.items() if step in self._own}, self._check_claim)
+        history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_claim)
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Write the checkpoint of ``step`` into the states; only into those in ``only``, if any are.
@@ -297,7 +297,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         folder = step_folder(self.folder, step)
         try:
-            self._make_room(step)
+            self._retire_newer_checkpoints(step)
             self._check_claim()
             self._own.add(step)
             rename()
@@ -308,9 +308,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise
         if self._replaced is not None:
             with suppress(OSError):  # else the next start does it
-                self._log_superseded(step, set_aside(self._replaced, folder, "superseded"))
+                self._log_superseded(step, quarantine(self._replaced, folder, "superseded"))
 
-    def _make_room(self, step: int) -> None:
+    def _retire_newer_checkpoints(self, step: int) -> None:
         """Rename what the checkpoint of ``step`` replaces: later steps, left by a rollback or an earlier resume.
 
         Those that this process has saved before ``step`` stay. That of ``step`` itself is out of the way, but gets its
@@ -327,7 +327,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 if later == step:
                     self._replaced = moving
                 else:
-                    self._log_superseded(later, set_aside(moving, folder, "superseded"))
+                    self._log_superseded(later, quarantine(moving, folder, "superseded"))
             elif later == step:
                 self._check_claim()  # that of a newer start?
                 raise CheckpointError(

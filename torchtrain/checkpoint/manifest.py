@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from torchtrain.errors import DamagedError
-from torchtrain.reading import MISSING, hash_of, is_own_file, patiently, printable, read_file
+from torchtrain.files import MISSING, hash_of, is_own_file, printable, read_file, with_retries
 
 T = TypeVar("T")
 
@@ -117,9 +117,9 @@ def verify_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
     """
     for record in records:
         path = folder / record.name
-        if not found(path, lambda: patiently(lambda: is_own_file(path), path)):  # noqa: B023
+        if not found(path, lambda: with_retries(lambda: is_own_file(path), path)):  # noqa: B023
             raise DamagedError(f"{path} is no file of its own folder")
-        size_bytes = found(path, lambda: patiently(lambda: path.stat().st_size, path))  # noqa: B023
+        size_bytes = found(path, lambda: with_retries(lambda: path.stat().st_size, path))  # noqa: B023
         if size_bytes != record.size_bytes:
             raise DamagedError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
 
@@ -135,7 +135,7 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
         verify_sizes(folder, [record])
         path, start = folder / record.name, 0
         for size_bytes, expected in record.pieces or [(record.size_bytes, record.xxh3_128)]:
-            digest = found(path, lambda: patiently(partial(hash_of, path, start, size_bytes), path))  # noqa: B023
+            digest = found(path, lambda: with_retries(partial(hash_of, path, start, size_bytes), path))  # noqa: B023
             if digest != expected:
                 raise changed(path)
             start += size_bytes

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
-from torchtrain.datasets.loader import Loader
-from torchtrain.distributed.agreement import of_all_ranks
+from torchtrain.datasets.loader import DataLoader
+from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import (
     CheckpointError,
@@ -36,7 +36,7 @@ from torchtrain.errors import (
     SupersededError,
     TorchtrainError,
 )
-from torchtrain.initialization import full_name
+from torchtrain.models.initialization import full_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 
 # A checkpoint may lack these, and is loaded without them: it is of a run without exact sums, averaged weights, or a
@@ -161,7 +161,7 @@ def load_tensors(
         StorageError: the file system fails again and again.
     """
     # Read here first: DCP would take an error for another format. Only errors are sent, not the large metadata.
-    of_all_ranks(lambda: reader.read_metadata() and None, group)
+    gather_from_all_ranks(lambda: reader.read_metadata() and None, group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
     place = "loader.rows"  # the only one whose shape is not the model's
@@ -231,7 +231,7 @@ def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
 class LoaderState(Stateful):
     """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
 
-    def __init__(self, loader: Loader, mesh: Mesh):
+    def __init__(self, loader: DataLoader, mesh: Mesh):
         self.loader = loader
         self.mesh = mesh
 
@@ -241,4 +241,4 @@ class LoaderState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         rows = state_dict["rows"].to_local().cpu()
-        of_all_ranks(lambda: self.loader.load_state_dict({"rows": rows}))
+        gather_from_all_ranks(lambda: self.loader.load_state_dict({"rows": rows}))

@@ -51,8 +51,7 @@ from torchtrain.checkpoint.manifest import (
     write_manifest,
 )
 from torchtrain.errors import CheckpointError, DamagedError
-from torchtrain.outputs import PARTIAL_SUFFIX, fsync_folder
-from torchtrain.reading import BLOCK_BYTES, patiently, printable
+from torchtrain.files import BLOCK_BYTES, PARTIAL_SUFFIX, fsync_folder, printable, with_retries
 
 METADATA = ".metadata"
 CONFIG = "config.toml"
@@ -385,7 +384,7 @@ class VerifiedReader(FileSystemReader):
                 verify(self.folder, [self._files[name]])
                 self._verified.add(name)
             # A file system that fails is asked again for what is still missing.
-            found(path, lambda: patiently(partial(self._read, path, items, planner), path))  # noqa: B023
+            found(path, lambda: with_retries(partial(self._read, path, items, planner), path))  # noqa: B023
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -10,13 +10,13 @@ from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
 from torchtrain.checkpoint.manifest import MANIFEST, read_manifest
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
-from torchtrain.distributed.agreement import of_all_ranks, of_first_rank
+from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, DamagedError
+from torchtrain.files import printable
 from torchtrain.models.families import CONFIG_FILE
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.reading import printable
-from torchtrain.tokenizers import JsonTokenizer, Tokenizer
 
 
 def require_one_kind(folder: Path, weights: str) -> None:
@@ -97,17 +97,17 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerCon
         CheckpointError: a file is missing or damaged, a parameter is not in it, or not finite.
     """
     # Its run may still save: each rank may have found another newest checkpoint.
-    folder = of_first_rank(lambda: folder)
+    folder = broadcast_from_rank0(lambda: folder)
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if is_hf_folder(folder):
         require_one_kind(folder, weights)
-        found = of_first_rank(lambda: find_tensors(folder, model))
-        of_all_ranks(lambda: read_into(tensors, found))
+        found = broadcast_from_rank0(lambda: find_tensors(folder, model))
+        gather_from_all_ranks(lambda: read_into(tensors, found))
     else:
         try:
             load_weight_tensors(tensors, weights, VerifiedReader(folder))
         except DamagedError as error:
             raise CheckpointError(f"{error}; give another step-N folder") from error
-    for names in of_all_ranks(lambda: [name for name, t in tensors.items() if not local(t).isfinite().all()]):
+    for names in gather_from_all_ranks(lambda: [name for name, t in tensors.items() if not local(t).isfinite().all()]):
         if names:
             raise CheckpointError(f"{folder} has numbers that are not finite, in {', '.join(names[:5])}; take another")

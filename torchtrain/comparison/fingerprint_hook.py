@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtrain.comparison.fingerprint_recorder import Fingerprints, modules_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
-from torchtrain.fingerprints.record import Fingerprints, modules_of
-from torchtrain.initialization import full_name
-from torchtrain.log import BestEffort
-from torchtrain.loss import TokenLoss
+from torchtrain.logging import BestEffort
+from torchtrain.models.initialization import full_name
+from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.trainer import StepHook

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from torchtrain.checkpoint.hf import check_same_shape
-from torchtrain.comparison.runs import RunFolder, Said, summed_up
+from torchtrain.comparison.fingerprint_findings import Step, walk
+from torchtrain.comparison.fingerprint_recorder import Fingerprints
+from torchtrain.comparison.runs import Finding, RunFolder, summed_up
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import Degrees, Mesh
+from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.fingerprints.judge import Step, walk
-from torchtrain.fingerprints.record import Fingerprints
-from torchtrain.loss import cross_entropy_sum
+from torchtrain.inference.trained_model import load_model
 from torchtrain.models.families import hf_name, read_hf_config
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.meta import meta_rows_to_ours
-from torchtrain.trained_model import load_model
+from torchtrain.models.loss import cross_entropy_sum
 
 
 def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:
@@ -55,13 +55,13 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     step = fingerprint_of(ours, ours, str, batch)
     finding, before = walk(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
     if finding is None:
-        return {"computed": summed_up([Said(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
-    said = [Said(str(finding), False, finding._asdict())]
+        return {"computed": summed_up([Finding(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
+    said = [Finding(str(finding), False, finding._asdict())]
     for kind, heads in {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}.items():
         if finding.key.endswith(f"{kind}.weight"):
             other = theirs.get_parameter(hf_name(finding.key))
             if torch.allclose(meta_rows_to_ours(other, heads), ours.get_parameter(finding.key)):
-                said.append(Said("its rows are in the order of Meta's files, not in that of Hugging Face's"))
+                said.append(Finding("its rows are in the order of Meta's files, not in that of Hugging Face's"))
     return {"computed": summed_up(said)}
 
 
@@ -74,7 +74,7 @@ def fingerprint_of(model: nn.Module, ours: Transformer, name_of: Callable[[str],
         if name.endswith(".weight") and name != "output.weight"
     }
     rows, seq = batch.tokens.shape
-    prints = Fingerprints(ours.config, Mesh(torch.device("cpu"), Degrees()), "float32", rows, torch.arange(seq))
+    prints = Fingerprints(ours.config, Mesh(torch.device("cpu"), ParallelDims()), "float32", rows, torch.arange(seq))
     prints.begin(batch.tokens, parameters)
     with prints.watching({model: modules}):
         logits = model(batch.tokens)

@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.contract import Difference, Kind, differences
 from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.comparison.fingerprint_findings import Step, read, walk
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
-from torchtrain.distributed.mesh import resolve_degrees
+from torchtrain.datasets.tokenizers import load_tokenizer
+from torchtrain.distributed.mesh import resolve_parallel_dims
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.fingerprints.judge import Step, read, walk
-from torchtrain.lr_schedule import LRSchedule
+from torchtrain.files import names_in, read_file
+from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
-from torchtrain.reading import names_in, read_file
-from torchtrain.shape import model_shape
-from torchtrain.tokenizers import load_tokenizer
+from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.validate import resolve_global_batch_size
 
 KINDS = {
     Kind.IMPOSSIBLE: "changes the run",
@@ -42,7 +42,7 @@ CURVES = ("loss", "grad_norm", "lr")
 JUMP = 10  # times as far apart as ever before
 
 
-class Said(NamedTuple):
+class Finding(NamedTuple):
     """A line of an answer. ``alike``: whether it says that the runs are; ``found``: a difference, for programs."""
 
     line: str
@@ -85,14 +85,14 @@ def open_run(path: Path) -> RunFolder:
     return run
 
 
-def summed_up(answer: Iterable[Said]) -> dict[str, Any]:
+def summed_up(answer: Iterable[Finding]) -> dict[str, Any]:
     """``alike``: None where there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
-    told: list[Said] = []
+    told: list[Finding] = []
     try:
         for said in answer:
             told.append(said)
     except TorchtrainError as error:  # damaged files, or none: the other questions are asked
-        told.append(Said(str(error)))
+        told.append(Finding(str(error)))
     verdicts = [said.alike for said in told if said.alike is not None]
     found = [said.found for said in told if said.found]
     return {"alike": all(verdicts) if verdicts else None, "lines": [said.line for said in told], "found": found}
@@ -113,28 +113,28 @@ def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
     return differences(*map(to_toml, configs))
 
 
-def configs(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Options by what they mean for a run, and where the two ran."""
     found = changed_options(a, b)
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
         if listed:
-            yield Said(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
+            yield Finding(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
     for key in ("ranks", "device", "device_name", "torch", "code"):
         if a.start.get(key) != b.start.get(key):
-            yield Said(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B", True)
+            yield Finding(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B", True)
     if not found:
-        yield Said("options are the same", True)
+        yield Finding("options are the same", True)
 
 
 def with_batch_size(run: RunFolder) -> JobConfig:
     """The config of ``run`` with its ``training.global_batch_size``: -1 is another number on other ranks."""
-    degrees = resolve_degrees(run.config.parallelism, run.start["ranks"])
+    degrees = resolve_parallel_dims(run.config.parallelism, run.start["ranks"])
     training = replace(run.config.training, global_batch_size=resolve_global_batch_size(run.config, degrees))
     return replace(run.config, training=training)
 
 
-def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
     logged = {key: steps for key in CURVES if (steps := steps_of_both(a, b, key))}
     if not logged:
@@ -147,7 +147,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
             worst = max(apart.values())
-            yield Said(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+            yield Finding(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
             continue
         earlier = [apart[step] for step in steps if step < beyond]
         most = max(earlier, default=0.0)
@@ -155,7 +155,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Said]:
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
         line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
-        yield Said(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
+        yield Finding(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
 
 
 def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
@@ -180,25 +180,25 @@ def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, li
     return {step: [step_folder(folder, step) for folder in folders] for step in steps}
 
 
-def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """From the newest step that both have saved back to the first at which the checkpoints differ."""
     steps = in_both(a, b, "checkpoint", "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
-    first: list[Said] = []
+    first: list[Finding] = []
     for step, folders in reversed(steps.items()):
         try:
             found = list(saved_differences(a, folders, step))
         except CheckpointError as error:
-            yield Said(f"step {step}: {error}")
+            yield Finding(f"step {step}: {error}")
             continue
         bad = {name: how for name, how, alike in found if not alike}
         if not bad:
             how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
-            yield Said(f"step {step}: alike, {how}", True)
+            yield Finding(f"step {step}: alike, {how}", True)
             break
-        first = [Said(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
-        first += [Said(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
+        first = [Finding(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
+        first += [Finding(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
     yield from first
 
 
@@ -224,7 +224,7 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
     rate = sum(map(schedule.rate, range(1, step + 1))) / max(1, step)  # the mean: the last one may be 0
     betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
     model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
-    for name in parameter_shapes(model_shape(model, None, run.config.training.seq_len)):
+    for name in parameter_shapes(build_model_config(model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
         if not weights or weights[0][0].shape != weights[0][1].shape:
@@ -254,7 +254,7 @@ def size(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
+def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
     missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
     before, compared = 0.0, {}
@@ -262,23 +262,23 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Said]:
         try:
             ours, theirs = map(read, folders)
         except TorchtrainError as error:
-            yield Said(f"step {step}: {error}")
+            yield Finding(f"step {step}: {error}")
             continue
         found = []
         pairs = enumerate(zip_longest(ours.rows, theirs.rows))
         row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
         if row is not None:
-            found.append(Said(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
+            found.append(Finding(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
         finding, before = walk(ours, theirs, step, before)
         if finding is not None:
-            found.append(Said(str(finding), False, finding._asdict()))
+            found.append(Finding(str(finding), False, finding._asdict()))
         if found:
             yield from found
             return
         compared[step] = len(ours.tensors)
     if compared:
         how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
-        yield Said(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
+        yield Finding(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
 
 
 def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> str:

@@ -21,7 +21,7 @@ import tomli_w
 
 from torchtrain.config.schema import JobConfig, require_local
 from torchtrain.errors import ConfigError
-from torchtrain.reading import MISSING, printable, read_file
+from torchtrain.files import MISSING, printable, read_file
 
 Section = TypeVar("Section")
 

@@ -90,7 +90,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Job(Section, name="job"):
+class JobSection(Section, name="job"):
     config_file: LocalPath = ""
     """TOML file to read the options from; options on the command line win over it."""
     dump_folder: LocalPath = ""
@@ -102,7 +102,7 @@ class Job(Section, name="job"):
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScalingConfig:
     type: Literal["none", "llama3", "linear", "yarn"] | None = None
     """How RoPE is scaled for sequences longer than those first trained on. None: as the flavor has it, or llama3 if
     another of these options is set."""
@@ -123,7 +123,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelOverrides:
     """The model's shape, where it differs from that of model.flavor or model.hf_folder."""
 
     dim: int | None = None
@@ -142,7 +142,7 @@ class Shape:
     """Epsilon of the norms."""
     rope_theta: float | None = None
     """Base of RoPE's wavelengths."""
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """[model.shape.rope_scaling]"""
     tied_embeddings: bool | None = None
     """Use the embedding as the output layer, too."""
@@ -156,7 +156,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Model(Section, name="model"):
+class ModelConfig(Section, name="model"):
     name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
     """Family of the model."""
     flavor: str = "debugmodel"
@@ -170,12 +170,12 @@ class Model(Section, name="model"):
     tokenizer_path: LocalPath = ""
     """Hugging Face tokenizer.json, SentencePiece model, Llama 3's tiktoken rank file (tokenizer.model), or a folder
     with one of them. Empty: that of hf_folder, or the small one in the package."""
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelOverrides = field(default_factory=ModelOverrides)
     """[model.shape]: what is not as the flavor has it, such as dim = 768 or n_layers = 12."""
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroupConfig:
     lr_factor: NotNegative = 1.0
     """Factor of the learning rate of these parameters."""
     weight_decay: NotNegative | None = None
@@ -183,7 +183,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
-class Optimizer(Section, name="optimizer"):
+class OptimizerConfig(Section, name="optimizer"):
     name: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the blocks' matrices; other parameters always use AdamW (docs/optimizers.md)."""
     lr: NotNegative = 3e-4
@@ -207,16 +207,16 @@ class Optimizer(Section, name="optimizer"):
     """Newton-Schulz iterations by which Muon makes a matrix orthogonal."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
-    matrices: ParameterGroup = field(default_factory=ParameterGroup)
+    matrices: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
     """[optimizer.matrices]: the blocks' matrices."""
-    embeddings: ParameterGroup = field(default_factory=ParameterGroup)
+    embeddings: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
     """[optimizer.embeddings]: embedding and output."""
-    vectors: ParameterGroup = field(default_factory=ParameterGroup)
+    vectors: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
     """[optimizer.vectors]: norms and biases."""
 
 
 @dataclass(frozen=True)
-class Ema(Section, name="ema"):
+class EMAConfig(Section, name="ema"):
     enable: bool = False
     """Keep averaged weights, an exponential moving average of the parameters: 4 bytes for each parameter."""
     decay: Decay = 0.999
@@ -228,7 +228,7 @@ class Ema(Section, name="ema"):
 
 
 @dataclass(frozen=True)
-class Mup(Section, name="mup"):
+class MupConfig(Section, name="mup"):
     """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
 
     base_dim: Count | None = None
@@ -239,7 +239,7 @@ class Mup(Section, name="mup"):
 
 
 @dataclass(frozen=True)
-class LRScheduler(Section, name="lr_scheduler"):
+class LRSchedulerConfig(Section, name="lr_scheduler"):
     warmup_steps: CountOrZero = 200
     """Steps of linear warm-up; the whole schedule, if that is shorter."""
     total_steps: Count | None = None
@@ -255,7 +255,7 @@ class LRScheduler(Section, name="lr_scheduler"):
 
 
 @dataclass(frozen=True)
-class Training(Section, name="training"):
+class TrainingConfig(Section, name="training"):
     local_batch_size: Count = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: CountOrOpen = -1
@@ -295,7 +295,7 @@ class Training(Section, name="training"):
 
 
 @dataclass(frozen=True)
-class Source(Section):
+class SourceConfig(Section):
     path: LocalPath | tuple[LocalPath, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
     them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
@@ -346,8 +346,8 @@ class Source(Section):
 
 
 @dataclass(frozen=True)
-class Sources(Source):
-    sources: tuple[Source, ...] = ()
+class SourcesConfig(SourceConfig):
+    sources: tuple[SourceConfig, ...] = ()
     """Several sources, each a table [[....sources]] with the keys above."""
 
     def __post_init__(self) -> None:
@@ -360,13 +360,13 @@ class Sources(Source):
             require(bool(source.path or source.name), f"[[sources]] number {number + 1} has neither path nor name")
 
     @property
-    def all(self) -> tuple[Source, ...]:
+    def all(self) -> tuple[SourceConfig, ...]:
         """The several, or the one."""
         return self.sources or (self,)
 
 
 @dataclass(frozen=True)
-class Data(Sources, name="data"):
+class DataConfig(SourcesConfig, name="data"):
     """Without path, name or sources, the text is the source code of the Python standard library."""
 
     when_exhausted: Literal["repeat", "stop"] = "repeat"
@@ -385,7 +385,7 @@ class Data(Sources, name="data"):
 
 
 @dataclass(frozen=True)
-class Validation(Sources, name="validation"):
+class ValidationConfig(SourcesConfig, name="validation"):
     enable: bool = False
     """Compute the loss on held-out data. With several sources, of each and of all together."""
     interval: Count = 500
@@ -410,7 +410,7 @@ class Validation(Sources, name="validation"):
 
 
 @dataclass(frozen=True)
-class Prepare(Section, name="prepare"):
+class PrepareConfig(Section, name="prepare"):
     """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
 
     output: LocalPath = ""
@@ -422,7 +422,7 @@ class Prepare(Section, name="prepare"):
 
 
 @dataclass(frozen=True)
-class Parallelism(Section, name="parallelism"):
+class ParallelismConfig(Section, name="parallelism"):
     data_parallel_replicate_degree: Count = 1
     """Copies of the (sharded) model: HSDP's replicate axis."""
     data_parallel_shard_degree: CountOrOpen = -1
@@ -459,7 +459,7 @@ class Parallelism(Section, name="parallelism"):
 
 
 @dataclass(frozen=True)
-class ActivationCheckpoint(Section, name="activation_checkpoint"):
+class ActivationCheckpointConfig(Section, name="activation_checkpoint"):
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """Recompute activations in backward: none of them, those of some ops or layers, or all of each block; with
     memory_budget the compiler chooses what fits (compile.enable only)."""
@@ -478,13 +478,13 @@ class ActivationCheckpoint(Section, name="activation_checkpoint"):
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileConfig:
     enable: bool = False
     """Compile each transformer block, and the loss, with torch.compile."""
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8Config:
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
     """Compute the blocks' linear layers in float8, with one scale for a tensor (faster) or one for each row (more
     exact). Needs a GPU of compute capability 8.9 or more and pip install 'torchtrain[float8]'. Master weights,
@@ -494,7 +494,7 @@ class Float8:
 
 
 @dataclass(frozen=True)
-class Checkpoint(Section, name="checkpoint"):
+class CheckpointConfig(Section, name="checkpoint"):
     enable: bool = True
     """Save checkpoints, and resume from the newest."""
     interval: Count = 500
@@ -533,7 +533,7 @@ class Checkpoint(Section, name="checkpoint"):
 
 
 @dataclass(frozen=True)
-class Faults(Section, name="faults"):
+class FaultsConfig(Section, name="faults"):
     on_bad_numbers: Literal["skip", "rollback", "stop"] = "skip"
     """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: load
     the newest good checkpoint from before it, and go on with the next data. stop: end the run with an error."""
@@ -562,7 +562,7 @@ class Faults(Section, name="faults"):
 
 
 @dataclass(frozen=True)
-class Metrics(Section, name="metrics"):
+class MetricsConfig(Section, name="metrics"):
     log_freq: Count = 10
     """Steps between lines in the log, in metrics.jsonl and in TensorBoard."""
     enable_tensorboard: bool = True
@@ -578,7 +578,7 @@ class Metrics(Section, name="metrics"):
 
 
 @dataclass(frozen=True)
-class Profiling(Section, name="profiling"):
+class ProfilingConfig(Section, name="profiling"):
     enable_profiling: bool = False
     """Write a torch.profiler trace of every rank to traces/."""
     profile_freq: Annotated[int, at_least(3)] = 10
@@ -588,14 +588,14 @@ class Profiling(Section, name="profiling"):
 
 
 @dataclass(frozen=True)
-class Debug(Section, name="debug"):
+class DebugConfig(Section, name="debug"):
     fingerprint_steps: tuple[Count, ...] = ()
     """Steps whose tensors are described in fingerprints/, for python -m torchtrain.compare (docs/compare.md). They take
     longer, and memory for a second copy of the parameters."""
 
 
 @dataclass(frozen=True)
-class Comm(Section, name="comm"):
+class CommConfig(Section, name="comm"):
     init_timeout_seconds: Timeout = 300
     """Time-out of collectives up to the end of the first step, which may compile and load."""
     train_timeout_seconds: Timeout = 100
@@ -604,7 +604,7 @@ class Comm(Section, name="comm"):
 
 
 @dataclass(frozen=True)
-class Estimate(Section, name="estimate"):
+class EstimateConfig(Section, name="estimate"):
     """For python -m torchtrain.estimate alone, which tells what a run needs and how fast it goes, without a GPU."""
 
     world_size: CountOrZero = 0
@@ -633,27 +633,27 @@ class Estimate(Section, name="estimate"):
 class JobConfig:
     """All sections."""
 
-    job: Job = field(default_factory=Job)
-    model: Model = field(default_factory=Model)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    ema: Ema = field(default_factory=Ema)
-    mup: Mup = field(default_factory=Mup)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    training: Training = field(default_factory=Training)
-    data: Data = field(default_factory=Data)
-    validation: Validation = field(default_factory=Validation)
-    prepare: Prepare = field(default_factory=Prepare)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    faults: Faults = field(default_factory=Faults)
-    metrics: Metrics = field(default_factory=Metrics)
-    profiling: Profiling = field(default_factory=Profiling)
-    debug: Debug = field(default_factory=Debug)
-    comm: Comm = field(default_factory=Comm)
-    estimate: Estimate = field(default_factory=Estimate)
+    job: JobSection = field(default_factory=JobSection)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    mup: MupConfig = field(default_factory=MupConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
 
     def __post_init__(self) -> None:
         require(

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from torchtrain.config.schema import Data
+from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.hub import Ask, alone
-from torchtrain.datasets.loader import Loader
+from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.order import Mixture, stream_seed, streams_of
-from torchtrain.datasets.packing import Stream, TextStream, WindowStream
+from torchtrain.datasets.packing import PackedTextStream, Stream, TokenWindowStream
 from torchtrain.datasets.prepared import PreparedTokens
 from torchtrain.datasets.sources import open_prepared, open_text
 from torchtrain.datasets.text import StreamedText
-from torchtrain.reading import patiently
-from torchtrain.tokenizers import Tokenizer
+from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.files import with_retries
 
 
 def build_loader(
-    config: Data,
+    config: DataConfig,
     tokenizer: Tokenizer,
     *,
     seq_len: int,
@@ -31,7 +31,7 @@ def build_loader(
     drop_last: bool = True,
     count_bytes: bool = False,
     ask: Ask = alone,
-) -> Loader:
+) -> DataLoader:
     """A loader of the data of ``config``, before its first batch.
 
     Row ``r`` of the global batch of a step depends on ``config``, ``seq_len``, ``global_batch_size``, ``seed``, the
@@ -58,21 +58,21 @@ def build_loader(
         verify_bytes = config.verify_gib * 2**30
         prepared = partial(open_prepared, source, key, tokenizer.content_hash, verify_bytes)
         first = Path(*source.paths[:1])
-        opened = patiently(prepared, first) or open_text(source, key, streamed_lanes, ask, verify_bytes)
+        opened = with_retries(prepared, first) or open_text(source, key, streamed_lanes, ask, verify_bytes)
         identities.append(opened.identity)
         if isinstance(opened, PreparedTokens):
-            streams.append([WindowStream(opened, tokenizer, seq_len, seed_of_source, repeat)] * len(rows))
+            streams.append([TokenWindowStream(opened, tokenizer, seq_len, seed_of_source, repeat)] * len(rows))
             continue
         lanes = streamed_lanes if isinstance(opened, StreamedText) else global_batch_size
         rows_of_lane = global_batch_size // lanes
         assert rows.start % rows_of_lane == rows.stop % rows_of_lane == 0  # limits/layout.py refuses it
         by_lane = {
-            lane: TextStream(opened, tokenizer, lane, lanes, seed_of_source, repeat)
+            lane: PackedTextStream(opened, tokenizer, lane, lanes, seed_of_source, repeat)
             for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)
         }
         streams.append([by_lane[row // rows_of_lane] for row in rows])
     option = f"{section}.{'sources' if config.sources else 'name' if config.name else 'path'}"
-    return Loader(
+    return DataLoader(
         streams,
         Mixture([source.weight for source in config.all]),
         rows,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import datasets
 
-from torchtrain.outputs import written_whole
-from torchtrain.reading import MISSING, hash_of, patiently, read_file
+from torchtrain.files import MISSING, atomic_write, hash_of, read_file, with_retries
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,16 @@ class Record:
             return None
 
     def write(self, copy: Path) -> None:
-        with written_whole(_beside(copy), flush=True) as file:
+        with atomic_write(_beside(copy), flush=True) as file:
             file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def fits(self, copy: Path, verify_bytes: float) -> bool:
         """Whether ``copy`` is as it was written: by its size, and up to ``verify_bytes`` by its hash."""
         try:
-            if patiently(copy.stat, copy).st_size != self.bytes:
+            if with_retries(copy.stat, copy).st_size != self.bytes:
                 return False
             hashed = self.hash and self.bytes <= verify_bytes
-            return not hashed or patiently(partial(hash_of, copy), copy) == self.hash
+            return not hashed or with_retries(partial(hash_of, copy), copy) == self.hash
         except MISSING:
             return False
 

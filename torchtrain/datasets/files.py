@@ -32,9 +32,16 @@ from torchtrain.datasets.formats import (
 )
 from torchtrain.datasets.text import LocalText, read_again
 from torchtrain.errors import DataError
-from torchtrain.log import logger
-from torchtrain.outputs import open_lock_file, written_whole
-from torchtrain.reading import BLOCK_BYTES, MAY_PASS, hash_of, patiently, unreadable
+from torchtrain.files import (
+    BLOCK_BYTES,
+    TRANSIENT_ERRNOS,
+    atomic_write,
+    hash_of,
+    open_lock_file,
+    unreadable,
+    with_retries,
+)
+from torchtrain.logging import logger
 
 _CONVERSION = 2  # its version: raise it when the same files give other documents
 _ROWS = 1000  # that are converted at once
@@ -107,7 +114,7 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
         dataset = datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
         number = getattr(error, "errno", None)
-        if number in MAY_PASS:
+        if number in TRANSIENT_ERRNOS:
             raise  # whoever opens the data tries again
         if number:
             raise DataError(
@@ -161,7 +168,7 @@ def _convert(
             else:
                 yield from _documents_of(file, column, lambda place, file=file: count(f"{file}: {place}"))  # type: ignore[misc]
 
-    with written_whole(path, flush=True) as output:
+    with atomic_write(path, flush=True) as output:
         with pyarrow.ipc.new_stream(output, schema) as writer:
             source = texts()
             while rows := list(itertools.islice(source, _ROWS)):
@@ -200,7 +207,7 @@ def _documents_of(file: Path, column: str, on_malformed: OnMalformed = ignore) -
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
     except Exception as error:  # Each format's reader has its own errors for a damaged file.
-        if isinstance(error, OSError) and error.errno in MAY_PASS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             raise OSError(error.errno, error.strerror, str(file)) from error
         if isinstance(error, OSError) and error.errno:
             raise unreadable(file, error, attempts=1) from error
@@ -239,7 +246,7 @@ def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
     """Size of each of ``files``, and a hash of all, as in ``identity_of``."""
     digest, sizes = xxhash.xxh3_128(), []
     for path in files:
-        size, digest = patiently(partial(_with_file, digest, path, whole), path)
+        size, digest = with_retries(partial(_with_file, digest, path, whole), path)
         sizes.append(size)
     return sizes, digest.hexdigest()[:16]
 

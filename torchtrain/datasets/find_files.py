@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtrain.datasets.formats import COMPRESSIONS, KINDS, SUFFIXES, kind_of
 from torchtrain.errors import DataError
-from torchtrain.reading import MISSING, names_in, read_file
+from torchtrain.files import MISSING, names_in, read_file
 
 
 def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:

@@ -24,7 +24,7 @@ from datasets.utils.file_utils import xgetsize
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
-from torchtrain.config.schema import Source
+from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import text
 from torchtrain.datasets.copies import Record, copies_folder
 from torchtrain.datasets.files import identity_and_key, identity_of
@@ -39,8 +39,8 @@ from torchtrain.datasets.formats import (
 )
 from torchtrain.datasets.text import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
-from torchtrain.log import logger
-from torchtrain.reading import MAY_PASS, hash_of, patiently
+from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
+from torchtrain.logging import logger
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def alone(question: Callable[[], T]) -> T:
     return question()
 
 
-def find_revision(source: Source, label: str) -> str | None:
+def find_revision(source: SourceConfig, label: str) -> str | None:
     """The commit that the dataset stands at now; None for one that lies in a local folder.
 
     Raises:
@@ -71,7 +71,7 @@ def find_revision(source: Source, label: str) -> str | None:
     return cast(str, patiently_asked(ask, label).sha)
 
 
-def open_downloaded(source: Source, label: str, ask: Ask = alone, verify_bytes: float = math.inf) -> LocalText:
+def open_downloaded(source: SourceConfig, label: str, ask: Ask = alone, verify_bytes: float = math.inf) -> LocalText:
     """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another.
 
     ``verify_bytes``: files of a local folder, and the converted copy, are hashed in full up to this size.
@@ -102,7 +102,7 @@ def open_downloaded(source: Source, label: str, ask: Ask = alone, verify_bytes: 
 
     pickled = ask(partial(patiently_asked, download, label))
     try:
-        dataset = patiently(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
+        dataset = with_retries(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
     except FileNotFoundError:
         dataset = pickle.loads(patiently_asked(download, label))
     _require_intact(_copies(dataset), label, verify_bytes)
@@ -160,7 +160,7 @@ def _decode_rows(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None
 
 
 def open_streamed(
-    source: Source, lanes: int, label: str, ask: Ask = alone, verify_bytes: float = math.inf
+    source: SourceConfig, lanes: int, label: str, ask: Ask = alone, verify_bytes: float = math.inf
 ) -> StreamedText:
     """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``.
 
@@ -178,7 +178,7 @@ def open_streamed(
     return StreamedText(readers, lanes, label, identity)
 
 
-def _local_files(source: Source, label: str) -> list[Path]:
+def _local_files(source: SourceConfig, label: str) -> list[Path]:
     """The files of a dataset in a local folder; none for one of the hub."""
     if not Path(source.name).exists():
         return []
@@ -224,7 +224,7 @@ def _may_pass(chain: Sequence[BaseException]) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return status in (408, 425, 429) or status >= 500
-        if isinstance(error, OSError) and error.errno in MAY_PASS:
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return True
     # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
     kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}
@@ -238,7 +238,7 @@ def _retry_after(error: BaseException) -> float:
     return 0.0
 
 
-def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
+def _list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
     """Address and size in bytes of each file."""
     _fetch_card(source)
     data_files = _builder(source).config.data_files or {}
@@ -258,12 +258,12 @@ def _list_files(source: Source, label: str) -> list[tuple[str, int]]:
     return files
 
 
-def _builder(source: Source, cache: str | None = None) -> datasets.DatasetBuilder:
+def _builder(source: SourceConfig, cache: str | None = None) -> datasets.DatasetBuilder:
     subset = source.subset or None
     return datasets.load_dataset_builder(source.name, subset, revision=source.revision, cache_dir=cache)
 
 
-def _fetch_card(source: Source) -> None:
+def _fetch_card(source: SourceConfig) -> None:
     """Download the dataset's README into the cache: the library ``datasets`` takes a failed download for no README."""
     if Path(source.name).exists():
         return

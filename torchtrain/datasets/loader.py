@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.packing import Stream
 from torchtrain.errors import DataError
-from torchtrain.loss import IGNORE_INDEX
+from torchtrain.models.loss import IGNORE_INDEX
 
 # While any rank's batch is late, the ranks ask each other this often.
 ROUND_SECONDS = 1.0
@@ -41,7 +41,7 @@ _Read = tuple[Batch, npt.NDArray[np.int64]]
 
 
 @dataclass(eq=False)
-class Loader(Iterator[Batch]):
+class DataLoader(Iterator[Batch]):
     """An iterator of batches. Made by ``build_loader``.
 
     It is endless if the data are repeated. Otherwise it ends, on all ranks at the same step, before the first batch

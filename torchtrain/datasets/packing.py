@@ -12,8 +12,8 @@ import numpy.typing as npt
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.prepared import PreparedTokens
 from torchtrain.datasets.text import TextSource, text_bytes
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
-from torchtrain.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -
     return counted * (size / total) if total else np.full(len(tokens), size / len(tokens))
 
 
-class TextStream:
+class PackedTextStream:
     """Packs the documents of one lane, each as bos, tokens, eos; where bos and eos are one token, it is there once.
 
     Lane 1 of 2, over a source of 4 units:
@@ -122,7 +122,7 @@ class TextStream:
             self._number, self._document = self._number + self._lanes, 0
 
 
-class WindowStream:
+class TokenWindowStream:
     """Reads windows of prepared data, in another permutation each epoch.
 
     The turn alone says which window is next. So one stream serves all rows, and its state is empty.
@@ -169,7 +169,7 @@ class WindowStream:
         return (order * self._seq_len).tolist()
 
 
-Stream = TextStream | WindowStream
+Stream = PackedTextStream | TokenWindowStream
 """Windows for one or more rows of the batch.
 
 ``fill(windows, turns, sizes)`` writes the next tokens into each window, and returns how many, fewer than fit only at

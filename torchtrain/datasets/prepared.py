@@ -21,7 +21,7 @@ import xxhash
 
 from torchtrain.datasets.text import read_again
 from torchtrain.errors import DataError
-from torchtrain.reading import MISSING, hash_of, patiently, read_file
+from torchtrain.files import MISSING, hash_of, read_file, with_retries
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
@@ -100,7 +100,7 @@ class PreparedTokens:
         self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
         for path, shard in zip(self._paths, manifest.shards, strict=True):
             expected = shard.tokens * manifest.dtype.itemsize
-            size = patiently(lambda: path.stat().st_size if path.exists() else None, path)  # noqa: B023
+            size = with_retries(lambda: path.stat().st_size if path.exists() else None, path)  # noqa: B023
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
@@ -192,6 +192,6 @@ def damaged_file(folder: Path, shard: Shard) -> str | None:
     """Name of a file of ``shard`` that is missing or has another hash; None if all is well."""
     for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
         path = folder / f"{shard.name}.{suffix}"
-        if not path.exists() or patiently(functools.partial(hash_of, path), path) != expected:
+        if not path.exists() or with_retries(functools.partial(hash_of, path), path) != expected:
             return path.name
     return None

@@ -6,21 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torchtrain.config.schema import Source, Sources
+from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.files import open_files, open_standard_library
 from torchtrain.datasets.formats import kind_of
 from torchtrain.datasets.hub import Ask, alone, find_revision, open_downloaded, open_streamed
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, PreparedTokens
 from torchtrain.datasets.text import TextSource
 from torchtrain.errors import DataError
-from torchtrain.log import logger
-from torchtrain.reading import names_in, patiently
+from torchtrain.files import names_in, with_retries
+from torchtrain.logging import logger
 
-One = TypeVar("One", bound=Source)
-Several = TypeVar("Several", bound=Sources)
+One = TypeVar("One", bound=SourceConfig)
+Several = TypeVar("Several", bound=SourcesConfig)
 
 
-def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: float) -> PreparedTokens | None:
+def open_prepared(source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float) -> PreparedTokens | None:
     """The folder that ``source`` names, if it holds prepared data."""
     label = f"{key}.path = {source.path!r}"
     if len(source.paths) == 1 and Path(source.paths[0], MANIFEST).exists():
@@ -41,7 +41,7 @@ def open_prepared(source: Source, key: str, tokenizer_hash: str, verify_bytes: f
     return None
 
 
-def with_revisions(config: Several, saved: Sources | None, key: str, ask: Ask) -> Several:
+def with_revisions(config: Several, saved: SourcesConfig | None, key: str, ask: Ask) -> Several:
     """``config`` with the revision of each dataset of the hub: its own, that in ``saved``, or else the newest."""
 
     def pin(source: One, key: str) -> One:
@@ -56,11 +56,13 @@ def with_revisions(config: Several, saved: Sources | None, key: str, ask: Ask) -
     return replace(pin(config, key), sources=sources)
 
 
-def label_of(source: Source, key: str) -> str:
+def label_of(source: SourceConfig, key: str) -> str:
     return f"{key}.name = {source.name!r} (subset {source.subset!r}, split {source.split!r})"
 
 
-def open_text(source: Source, key: str, lanes: int, ask: Ask = alone, verify_bytes: float = math.inf) -> TextSource:
+def open_text(
+    source: SourceConfig, key: str, lanes: int, ask: Ask = alone, verify_bytes: float = math.inf
+) -> TextSource:
     """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side.
 
     ``verify_bytes``: local files, and a converted copy, are hashed in full up to this size.
@@ -75,7 +77,7 @@ def open_text(source: Source, key: str, lanes: int, ask: Ask = alone, verify_byt
             split=source.split,
             skip_not_utf8=source.skip_not_utf8,
         )
-        return patiently(opening, Path(source.paths[0]))
+        return with_retries(opening, Path(source.paths[0]))
     if not source.name:
         return open_standard_library()
     label = label_of(source, key)

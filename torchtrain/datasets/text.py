@@ -12,8 +12,8 @@ import datasets
 
 from torchtrain.datasets.formats import OnMalformed, ignore
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.log import logger
-from torchtrain.reading import MISSING, patiently
+from torchtrain.files import MISSING, with_retries
+from torchtrain.logging import logger
 
 T = TypeVar("T")
 Documents = Callable[[int, OnMalformed], Iterator[str | None]]
@@ -30,7 +30,7 @@ def text_bytes(text: str) -> int:
 def read_again(read: Callable[[], T], path: Path) -> T:
     """``read()`` of a file that was there when the run began; tried again for minutes while the file system fails."""
     try:
-        return patiently(read, path, RETRY_SECONDS)
+        return with_retries(read, path, RETRY_SECONDS)
     except MISSING as error:
         raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
 

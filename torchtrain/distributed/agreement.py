@@ -17,15 +17,15 @@ T = TypeVar("T")
 ROUND_SECONDS = 1.0  # between broadcasts while there is no answer yet
 
 
-def of_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def broadcast_from_rank0(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What ``ask()`` gives on the first rank, on all ranks. A TorchtrainError there is raised on all. Collective."""
     answers = [_answer(ask) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(answers, group=group, group_src=0)
     return _value(answers[0])
 
 
-def of_first_rank_untimed(ask: Callable[[], T]) -> T:
-    """As ``of_first_rank``, where ``ask()`` may take longer than the time-out of collectives."""
+def broadcast_from_rank0_untimed(ask: Callable[[], T]) -> T:
+    """As ``broadcast_from_rank0``, where ``ask()`` may take longer than the time-out of collectives."""
     future: Future[Any] = Future()
 
     def answer() -> None:
@@ -46,7 +46,7 @@ def of_first_rank_untimed(ask: Callable[[], T]) -> T:
     return value
 
 
-def of_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_from_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """What ``ask()`` gives on each rank. A TorchtrainError of any of them is raised on all. Collective."""
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, _answer(ask), group=group)

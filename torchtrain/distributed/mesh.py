@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import Parallelism
+from torchtrain.config.schema import ParallelismConfig
 from torchtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """Ranks along each axis, outermost first; their product is the world size."""
 
     pipeline: int = 1
@@ -46,7 +46,7 @@ class Degrees:
         return rank // (self.context * self.tensor) % self.batch
 
 
-def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
+def resolve_parallel_dims(config: ParallelismConfig, world_size: int) -> ParallelDims:
     """The degrees with -1 filled in; ConfigError where they do not multiply to ``world_size``."""
     keys = {
         "pipeline_parallel_degree": config.pipeline_parallel_degree,
@@ -56,7 +56,7 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
         "tensor_parallel_degree": config.tensor_parallel_degree,
     }
     others = math.prod(degree for degree in keys.values() if degree != -1)
-    degrees = Degrees(*(max(1, world_size // others) if degree == -1 else degree for degree in keys.values()))
+    degrees = ParallelDims(*(max(1, world_size // others) if degree == -1 else degree for degree in keys.values()))
     product = math.prod(astuple(degrees))
     if product != world_size:
         given = " x ".join(f"{key} = {degree}" for key, degree in keys.items() if degree != 1)
@@ -71,7 +71,7 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
 class Mesh:
     """The device mesh of all ranks, and parts of it."""
 
-    def __init__(self, device: torch.device, degrees: Degrees):
+    def __init__(self, device: torch.device, degrees: ParallelDims):
         self.degrees = degrees
         self.world = init_device_mesh(
             device.type, astuple(degrees), mesh_dim_names=tuple(field.name for field in fields(degrees))

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
 from torchtrain.environment import require_ranks, require_threads
 from torchtrain.errors import ConfigError, StorageError
-from torchtrain.log import logger
+from torchtrain.logging import logger
 from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
 
 LAST_BARRIER_SECONDS = 3600  # the first rank may still upload metrics while the others wait for it
@@ -24,15 +24,15 @@ LEAVE_SECONDS = 60  # from the barrier at the end until all ranks have destroyed
 def world_size() -> int:
     """Number of ranks that torchrun started; 1 without it. ConfigError where something else started several."""
     require_ranks()
-    return of_torchrun("WORLD_SIZE", 1)
+    return env_int("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """This process among those that torchrun started; 0 without it."""
-    return of_torchrun("RANK", 0)
+    return env_int("RANK", 0)
 
 
-def of_torchrun(variable: str, default: int) -> int:
+def env_int(variable: str, default: int) -> int:
     """A number that torchrun sets in the environment, or ``default``; ConfigError where it is not a number."""
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
@@ -47,7 +47,7 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError("job.device = 'cuda' needs a GPU that torch can use, and there is none; try 'auto' or 'cpu'")
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    local_rank = of_torchrun("LOCAL_RANK", 0)
+    local_rank = env_int("LOCAL_RANK", 0)
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; "
@@ -114,7 +114,7 @@ def destroy_process_group() -> None:
         logger.warning("a rank ended before the others were ready to: %s", str(error).splitlines()[0])
 
 
-def side_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
+def gloo_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
     """A gloo group for small messages, used from the main thread alone; on CPUs the default group. Collective."""
     world = dist.group.WORLD
     assert world is not None

@@ -22,12 +22,12 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from torchtrain.config.schema import Metrics
-from torchtrain.datasets.loader import Batch, Loader
-from torchtrain.log import BestEffort, logger
-from torchtrain.loss import TokenLoss
+from torchtrain.config.schema import MetricsConfig
+from torchtrain.datasets.loader import Batch, DataLoader
+from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import Writers
+from torchtrain.models.loss import TokenLoss
 
 GIB = 2**30
 
@@ -54,12 +54,12 @@ def where(device: torch.device) -> dict[str, str]:
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Collects numbers on each rank; every ``log_freq`` steps they are reduced over all ranks, and rank 0 writes."""
 
-    config: Metrics
+    config: MetricsConfig
     folder: Path
     _: KW_ONLY
     device: torch.device
     loss_group: dist.ProcessGroup
-    side_group: dist.ProcessGroup
+    gloo_group: dist.ProcessGroup
     tokens_per_step: int  # of the global batch
     flops_per_token: int
     peak_flops: float | None  # of one device; None where unknown
@@ -73,7 +73,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and ranks > 1:
-            self.stragglers = StragglerWatch(config, self.device, self.side_group, self.record_event)
+            self.stragglers = StragglerWatch(config, self.device, self.gloo_group, self.record_event)
         self.writers: Writers | None = None
 
     def __enter__(self) -> "MetricsRecorder":
@@ -92,7 +92,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self.writers is not None:
             self.writers.close()
 
-    def time_waiting(self, loader: Loader) -> Iterator[Batch]:
+    def time_waiting(self, loader: DataLoader) -> Iterator[Batch]:
         """The batches of ``loader``; the time it waited for each counts as waiting for data."""
         for batch in loader:
             self.data_wait_seconds += loader.wait_seconds

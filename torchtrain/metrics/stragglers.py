@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.config.schema import Metrics
-from torchtrain.log import logger
+from torchtrain.config.schema import MetricsConfig
+from torchtrain.logging import logger
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
@@ -34,7 +34,7 @@ class StragglerWatch:
     times the median.
     """
 
-    config: Metrics
+    config: MetricsConfig
     device: torch.device
     group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
     report: Callable[[int, str, dict[str, Any]], None]

@@ -15,10 +15,10 @@ from typing import Any
 
 import tomli
 
-from torchtrain.config.schema import Metrics, flat
+from torchtrain.config.schema import MetricsConfig, flat
 from torchtrain.errors import ConfigError
-from torchtrain.log import BestEffort, logger
-from torchtrain.reading import names_in
+from torchtrain.files import names_in
+from torchtrain.logging import BestEffort, logger
 
 # The groups of curves; a number that is not listed goes to "other".
 GROUPS = {
@@ -47,7 +47,7 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check_writers(config: Metrics) -> None:
+def check_writers(config: MetricsConfig) -> None:
     """ConfigError where the config asks for a writer that is not installed."""
     if config.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
@@ -176,7 +176,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """The same in Weights & Biases. One run there for one dump folder: a resumed run goes on in it."""
 
-    def __init__(self, folder: Path, config: Metrics, config_toml: str):
+    def __init__(self, folder: Path, config: MetricsConfig, config_toml: str):
         import wandb
 
         name = folder.resolve().name
@@ -208,7 +208,7 @@ class Writers:
     its lines are dropped until it works again.
     """
 
-    def __init__(self, config: Metrics, folder: Path, config_toml: str, start_step: int):
+    def __init__(self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int):
         self.open: dict[str, Callable[[], Writer]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
         if config.enable_tensorboard:
             self.open["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", config_toml, start_step)

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.files import MISSING, read_file
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
-from torchtrain.reading import MISSING, read_file
 
 CONFIG_FILE = "config.json"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtrain.config.schema import Optimizer
+from torchtrain.config.schema import OptimizerConfig
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.initialization import full_name
+from torchtrain.models.initialization import full_name
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.muon import Muon
@@ -24,7 +24,7 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "embeddings" if full_name(name) in EMBEDDINGS else "matrices"
 
 
-def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) -> float:
+def mup_lr_scale(name: str, group: str, rule: str, model: TransformerConfig) -> float:
     """Factor on a parameter's learning rate, by width and depth over the base model's; its decay is divided by it.
 
     muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rates of the blocks' matrices are divided by width, Muon's
@@ -33,7 +33,7 @@ def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) 
     CompleteP's 1 / depth of each residual branch (https://arxiv.org/abs/2505.01618) is in wo and w2: so tied
     embeddings and exported models need no multipliers.
     """
-    width, depth = model.over_base
+    width, depth = model.mup_ratios
     if name == "norm.weight":
         return 1 / width
     if group != "matrices":
@@ -43,18 +43,21 @@ def transfer_factor(name: str, group: str, rule: str, model: TransformerConfig) 
 
 
 def build_optimizer(
-    parts: Sequence[nn.Module], config: Optimizer, mesh: Mesh | None = None, model: TransformerConfig | None = None
+    parts: Sequence[nn.Module],
+    config: OptimizerConfig,
+    mesh: Mesh | None = None,
+    model: TransformerConfig | None = None,
 ) -> torch.optim.Optimizer:
     """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
 
-    ``model``: their config, for ``transfer_factor``; None: no factors.
+    ``model``: their config, for ``mup_lr_scale``; None: no factors.
 
     Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
     by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
     """
     rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
     decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
-    members: dict[tuple[str, float], list[Tensor]] = {}  # by group and ``transfer_factor``
+    members: dict[tuple[str, float], list[Tensor]] = {}  # by group and ``mup_lr_scale``
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
@@ -64,7 +67,7 @@ def build_optimizer(
                 )
             if parameter.requires_grad:
                 group = group_of(name, parameter)
-                factor = transfer_factor(full_name(name), group, rules[group], model) if model is not None else 1.0
+                factor = mup_lr_scale(full_name(name), group, rules[group], model) if model is not None else 1.0
                 members.setdefault((group, factor), []).append(parameter)
     groups: list[dict[str, Any]] = []
     for (name, factor), parameters in members.items():

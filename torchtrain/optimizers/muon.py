@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.config.schema import Optimizer
-from torchtrain.cpu_products import apply_float32_products
+from torchtrain.config.schema import OptimizerConfig
+from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.devices import device_kind
-from torchtrain.distributed.mesh import Degrees, Mesh, local
+from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration x <- A x + B (x x^T) x + C (x x^T)^2 x
 EPSILON = 1e-7
@@ -38,7 +38,7 @@ def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
     return x.T if is_tall else x
 
 
-def block_of(matrix: Tensor, degrees: Degrees, rank: int) -> tuple[slice, slice]:
+def block_of(matrix: Tensor, degrees: ParallelDims, rank: int) -> tuple[slice, slice]:
     """Rows and columns that ``rank`` of a pipeline stage holds of a parameter; the last parts may be smaller.
 
     Tensor parallelism splits first, then FSDP by rows what that leaves.
@@ -88,9 +88,9 @@ def deal(matrices: Sequence[Tensor], ranks: int, itemsize: int) -> list[Bucket]:
 class Muon:
     """The rule "muon" of groups of ``optimizer``, whose parameters are DTensors on ``mesh``; None: plain tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Optimizer, mesh: Mesh | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, mesh: Mesh | None) -> None:
         self.optimizer, self.config = optimizer, config
-        self.degrees = degrees = mesh.degrees if mesh is not None else Degrees()
+        self.degrees = degrees = mesh.degrees if mesh is not None else ParallelDims()
         self.group = mesh.stage.get_group() if mesh is not None else None
         self.ranks = degrees.replicate * degrees.fsdp * degrees.tensor
         self.rank = dist.get_rank(self.group) if mesh is not None else 0
@@ -103,7 +103,7 @@ class Muon:
         device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.options)).device
         auto = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
         dtype = getattr(torch, auto if config.muon_dtype == "auto" else config.muon_dtype)
-        apply_float32_products(dtype, device)
+        apply_float32_matmul(dtype, device)
         self.nothing = torch.empty(0, dtype=dtype, device=device)
         assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.options)
         self.buckets = deal(list(self.options), self.ranks, dtype.itemsize)

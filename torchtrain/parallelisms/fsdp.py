@@ -6,16 +6,20 @@ from itertools import pairwise
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtrain.config.schema import Parallelism, Training
+from torchtrain.config.schema import ParallelismConfig, TrainingConfig
+from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
 from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.llama.model import Transformer
-from torchtrain.parallelisms.reductions.exact_sums import ExactReduceScatter, ExactSums
-from torchtrain.parallelisms.reductions.stand_ins import AllToAllReduceScatter, NoReduceScatter
+from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
 
 
 def apply_fsdp(
-    model: Transformer, meshes: Mesh, training: Training, parallelism: Parallelism, sums: ExactSums | None = None
+    model: Transformer,
+    meshes: Mesh,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    sums: ExactSums | None = None,
 ) -> None:
     """Shard each block and then the root over ``meshes.fsdp``: 1-D (shard), or 2-D (replicate, shard) for HSDP.
 
@@ -62,7 +66,7 @@ def apply_fsdp(
             block.set_modules_to_forward_prefetch([following])
 
 
-def reduce_dtype(training: Training) -> torch.dtype:
+def reduce_dtype(training: TrainingConfig) -> torch.dtype:
     """In which gradients are reduced over ranks."""
     return torch.int64 if training.sums == "exact" else getattr(torch, training.mixed_precision_reduce)
 

@@ -11,13 +11,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.loss import OutputLoss
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.loss import OutputLoss
+from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.fsdp import reduce_dtype, set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
-from torchtrain.parallelisms.reductions.exact_sums import ExactSums
 from torchtrain.parallelisms.tensor_parallel import reduce_norm_gradients
 
 

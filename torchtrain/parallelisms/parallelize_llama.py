@@ -4,18 +4,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtrain.attention.backends import apply_attention_backend
-from torchtrain.compilation import apply_compile, enable_async_tensor_parallel
 from torchtrain.config.schema import JobConfig
-from torchtrain.cpu_products import apply_float32_products
+from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.float8 import apply_float8
-from torchtrain.initialization import full_name
+from torchtrain.models.initialization import full_name
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from torchtrain.parallelisms.attention_backend import apply_attention_backend
+from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
+from torchtrain.parallelisms.exact_sums import ExactSums
+from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.fsdp import apply_fsdp
-from torchtrain.parallelisms.reductions.exact_sums import ExactSums
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
 
@@ -23,7 +23,7 @@ def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: E
     """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
     training, parallelism = config.training, config.parallelism
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
-    apply_float32_products(dtype, device)
+    apply_float32_matmul(dtype, device)
     apply_attention_backend(model, training.attention_backend, dtype, device)
     apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:

@@ -16,16 +16,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import Parallelism, Training
+from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.loss import OutputLoss, exact_nats
 from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.parallelisms.fsdp import set_accumulation
-from torchtrain.parallelisms.limits.pipeline import plan_stages, resolve_microbatches
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
+from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_microbatches
 
 
-def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: Parallelism) -> dict[int, Transformer]:
+def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Transformer]:
     """This rank's stages, on the meta device, by their number in the whole pipeline; without one, the whole model."""
     layers = plan_stages(model, parallelism)
     rank, degree, last = mesh.pipeline.get_local_rank(), mesh.degrees.pipeline, len(layers) - 1
@@ -60,7 +60,7 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class ReducingStage(Stage):
+class GradReducingStage(Stage):
     """A stage that reduces the gradients of each microbatch into their shards.
 
     torch's keeps whole gradients until the last one: before each backward it switches the reduction off.
@@ -97,8 +97,8 @@ class Pipeline:
         mesh: Mesh,
         device: torch.device,
         loss: OutputLoss,
-        training: Training,
-        parallelism: Parallelism,
+        training: TrainingConfig,
+        parallelism: ParallelismConfig,
     ):
         """``stages``: from ``build_stages``, parallelized, on their device."""
         self.mesh = mesh.pipeline
@@ -126,7 +126,7 @@ class Pipeline:
         self.hidden, last_hidden = (
             torch.empty(rows, n, model.dim, dtype=dtype, device="meta", requires_grad=True) for n in (between, seq)
         )
-        stage_type = ReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else Stage
+        stage_type = GradReducingStage if parallelism.fsdp_gradient_accumulation == "sharded" else Stage
         self.pipeline_stages = [
             stage_type(
                 stage,
@@ -155,7 +155,7 @@ class Pipeline:
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         for stage in self.pipeline_stages:
-            if isinstance(stage, ReducingStage):
+            if isinstance(stage, GradReducingStage):
                 stage.is_last_run = is_last
         inputs = (tokens,) if self.first is not None else ()
         target = labels if self.last is not None else None
@@ -206,7 +206,7 @@ class Pipeline:
         """This rank's parameters that the first stage holds, too: a norm must not count them twice."""
         return [self.last.get_parameter("output.weight")] if self.tied and self.last is not None else []
 
-    def share_tied_gradient(self) -> None:
+    def sync_tied_embedding_grads(self) -> None:
         """Give the first and the last stage the sum of their gradients of the tied matrix. Call it once a step."""
         holder = self.first or self.last
         if not self.tied or holder is None:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
-from torchtrain.attention.documents import compiled_create_block_mask
+from torchtrain.models.document_mask import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.planning.ledger import Ledger
 from torchtrain.planning.operations import PRODUCTS, VIEWS, nbytes

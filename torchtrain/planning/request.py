@@ -6,14 +6,14 @@ from math import prod
 import torch
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.limits.layout import check_layout, resolve_global_batch_size
+from torchtrain.models.model_config import build_model_config, document_start
+from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_size
 from torchtrain.planning.hardware import GPUS, Gpu
-from torchtrain.shape import document_start, model_shape
-from torchtrain.tokenizers import load_tokenizer, tokenizer_file
 
 
 def gpu_of(config: JobConfig) -> Gpu:
@@ -32,7 +32,7 @@ def shape_of(config: JobConfig) -> TransformerConfig:
     if tokenizer_file(path).is_file():
         tokenizer = load_tokenizer(path)
         document_start(config, tokenizer)
-    return model_shape(config.model, tokenizer, config.training.seq_len)
+    return build_model_config(config.model, tokenizer, config.training.seq_len)
 
 
 def world_size_of(config: JobConfig) -> int:
@@ -48,9 +48,9 @@ def world_size_of(config: JobConfig) -> int:
     return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
 
 
-def refuse(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Degrees:
+def refuse(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> ParallelDims:
     """The degrees; ConfigError for what the trainer would refuse on this GPU."""
-    degrees = resolve_degrees(config.parallelism, world_size_of(config))
+    degrees = resolve_parallel_dims(config.parallelism, world_size_of(config))
     resolve_global_batch_size(config, degrees)
     with planned_for_gpu(gpu.capability):
         check_layout(config, torch.device("cuda"), degrees, shape)

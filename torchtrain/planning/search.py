@@ -8,22 +8,22 @@ from itertools import product
 from typing import Literal
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import Degrees, resolve_degrees
+from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
-from torchtrain.parallelisms.limits.pipeline import STAGES_PER_RANK, plan_stages
+from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK, plan_stages
+from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.report import ranking_table
+from torchtrain.planning.representative_ranks import first_of_each_kind
 from torchtrain.planning.request import gpu_of, refuse, shape_of, world_size_of
-from torchtrain.planning.stand_ins import first_of_each_kind
 from torchtrain.planning.summary import MICROBATCHES, estimate
 
 BEST = 10  # layouts that are shown
 # The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
 ALLOWANCE = 1.15
-SECONDS = 80  # of CPU time to rehearse for, up to 64 GPUs; five times as much beyond
+SECONDS = 80  # of CPU time to simulate for, up to 64 GPUs; five times as much beyond
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
@@ -40,7 +40,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
     """
     gpu, shape, size = gpu_of(config), shape_of(config), world_size_of(config)
     if config.training.global_batch_size == -1:
-        batch = resolve_global_batch_size(config, resolve_degrees(config.parallelism, size))
+        batch = resolve_global_batch_size(config, resolve_parallel_dims(config.parallelism, size))
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     own, guesses = [], []
     with suppress(ConfigError):
@@ -48,7 +48,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
         own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
     for layout in layouts(config, shape):
         with suppress(ConfigError):
-            guesses.append((*guess(layout, shape, refuse(layout, shape, gpu), gpu), layout))
+            guesses.append((*analytic_estimate(layout, shape, refuse(layout, shape, gpu), gpu), layout))
     if not (own or guesses):
         refuse(config, shape, gpu)  # says what is wrong with all of them, as far as it is with this one
     before_work()
@@ -115,8 +115,10 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
                 )
 
 
-def guess(config: JobConfig, shape: TransformerConfig, degrees: Degrees, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of a step and GiB by closed forms, to know what to rehearse first."""
+def analytic_estimate(
+    config: JobConfig, shape: TransformerConfig, degrees: ParallelDims, gpu: Gpu
+) -> tuple[float, float]:
+    """Seconds of a step and GiB by closed forms, to know what to simulate first."""
     efficiency, global_batch_size = Efficiency(), resolve_global_batch_size(config, degrees)
     mode, piped = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len

@@ -8,18 +8,18 @@ from math import prod
 from typing import Any
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import Degrees
+from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.limits.layout import resolve_global_batch_size
-from torchtrain.parallelisms.limits.pipeline import plan_stages
+from torchtrain.parallelisms.pipeline_schedule import plan_stages
+from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
-from torchtrain.planning.fake_run import RankRecord, ranks_of_each_kind, rehearse
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.representative_ranks import first_of_each_kind, stand_in
 from torchtrain.planning.request import refuse
-from torchtrain.planning.stand_ins import first_of_each_kind, stand_in
+from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.planning.timing import Clock, replay
 
 INTERVAL = 0.15  # of throughput, either way: docs/estimate.md compares with published runs
@@ -109,7 +109,7 @@ class Estimate:
     """``Figures`` of a run on ``gpu``."""
 
     gpu: Gpu
-    degrees: Degrees
+    degrees: ParallelDims
     figures: Figures
     global_tokens: int
     steps: int
@@ -248,7 +248,7 @@ def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
 
 
 def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
-    """Refuse what the trainer refuses; then rehearse one rank of each kind, and time them together.
+    """Refuse what the trainer refuses; then simulate one rank of each kind, and time them together.
 
     Unless all layers are asked for, or a picture, which is of all, ``LAYERS`` are rehearsed in the smallest pipeline
     stage, then one more in each, and the figures are extended from these. For a search, of the ranks in the middle of a
@@ -264,11 +264,11 @@ def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
     def figures(stages: tuple[int, ...]) -> Figures:
         run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
         model = replace(shape, n_layers=sum(stages))
-        ranks, firsts = ranks_of_each_kind(degrees), list(range(degrees.pipeline))
+        ranks, firsts = representative_ranks(degrees), list(range(degrees.pipeline))
         if options.search:
             firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
         records = {
-            first: rehearse(run, model, degrees, ranks[first], capability=gpu.capability, max_microbatches=MICROBATCHES)
+            first: simulate(run, model, degrees, ranks[first], capability=gpu.capability, max_microbatches=MICROBATCHES)
             for first in sorted(set(firsts))
         }
         rehearsed[:] = records.values()

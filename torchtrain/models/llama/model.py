@@ -71,7 +71,7 @@ class TransformerConfig:
             raise ValueError(f"head_dim = {self.head_size} must be even, and at least 2: RoPE pairs channels")
 
     @property
-    def over_base(self) -> tuple[float, float]:
+    def mup_ratios(self) -> tuple[float, float]:
         """dim and n_layers, each divided by that of the base model (muP); 1.0 where there is none."""
         return self.dim / (self.base_dim or self.dim), self.n_layers / (self.base_layers or self.n_layers)
 
@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         With a base model (muP) they are those of the table in docs/recipes.md.
         """
         self.tie_weights()
-        width, depth = self.config.over_base
+        width, depth = self.config.mup_ratios
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 gain = 1 / width if name == "norm.weight" else 1.0

@@ -1,0 +1,68 @@
+"""Small sources of every kind, and loaders over them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenizers import load_tokenizer
+
+TOKENIZER = load_tokenizer()
+DOCUMENTS = [f"document {n} " + " ".join(str(n * k % 997) for k in range(n % 7 * 5)) + " end\n" for n in range(60)]
+
+
+def write_jsonl(path: Path, documents: list[Any]) -> str:
+    path.write_text("".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(documents)))
+    return str(path)
+
+
+def write_hub_folder(path: Path, documents: list[str], *, files: int, kind: str = "jsonl") -> str:
+    """A folder that ``datasets`` takes for a dataset of the hub: streamed from there in the same way."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.mkdir()
+    for number in range(files):
+        share = documents[number::files]
+        if kind == "parquet":
+            table = pyarrow.table({"text": share, "n": list(range(len(share)))})
+            pyarrow.parquet.write_table(table, path / f"train-{number}.parquet", row_group_size=7)
+        else:
+            write_jsonl(path / f"train-{number}.jsonl", share)
+    return str(path)
+
+
+def write_prepared(path: Path, source: str) -> str:
+    prepare(SourceConfig(path=source), "data", "", path, processes=1)
+    return str(path)
+
+
+def make_loader(
+    config: DataConfig,
+    rows: range = range(8),
+    *,
+    batch: int = 8,
+    seq_len: int = 32,
+    seed: int = 0,
+    drop_last: bool = True,
+) -> DataLoader:
+    return build_loader(
+        config,
+        TOKENIZER,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        rows=rows,
+        seed=seed,
+        device=torch.device("cpu"),
+        drop_last=drop_last,
+    )
+
+
+def take(batches: DataLoader, steps: int) -> torch.Tensor:
+    """Tokens of the next steps, (steps, rows, seq_len)."""
+    return torch.stack([next(batches).tokens for _ in range(steps)])

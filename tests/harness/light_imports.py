@@ -1,0 +1,130 @@
+"""What tests of transformers' models call on ranks, which import this module and need not import transformers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import build, config_of, train
+from torch import Tensor
+
+from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.states import ModelState
+from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
+from torchtrain.inference.generation import Sampling, generate
+from torchtrain.models.initialization import layout_independent_init
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama import model as llama
+from torchtrain.parallelisms import tensor_parallel
+from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+
+
+def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
+    save_hf(ModelState([model], model.config.tied_embeddings).state_dict(), folder, model.config, dtype, "")
+
+
+def shard(shape: TransformerConfig, parallelism: ParallelismConfig) -> Transformer:
+    mesh = Mesh(torch.device("cpu"), resolve_parallel_dims(parallelism, dist.get_world_size()))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    parallelize_llama(
+        model,
+        mesh,
+        JobConfig(
+            training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+        ),
+    )
+    model.to_empty(device="cpu")
+    model.init_buffers()
+    return model
+
+
+def load_and_export_sharded(
+    source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig
+) -> int:
+    model = shard(shape, parallelism)
+    load_weights([model], source, shape)
+    export(model, target)
+    return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+def build_without_a_plan_for(name: str) -> None:
+    parallelize = tensor_parallel.parallelize_module
+
+    def forgetful(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
+        return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
+
+    tensor_parallel.parallelize_module = forgetful
+    told = r"layers.0.attention.wo.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    try:
+        with pytest.raises(AssertionError, match=told):
+            build(config_of(parallelism={"tensor_parallel_degree": 2}))
+    finally:
+        tensor_parallel.parallelize_module = parallelize
+
+
+def greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
+    mesh = Mesh(torch.device("cpu"), ParallelDims(tensor=ranks))
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks > 1:
+        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
+    model.to_empty(device="cpu")
+    with layout_independent_init([model], 3), torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
+    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
+
+
+@dataclass
+class Rope:
+    """What ``apply_rope`` was called with: dtypes of its input, tables and result."""
+
+    dtypes: set[tuple[torch.dtype, ...]] = field(default_factory=set)
+    calls: int = 0
+    tables_rounded: bool = False
+    """Whether a table has the values of a bfloat16 one, whatever its dtype."""
+    error: float = 0.0
+    """Largest error of a result, beside that in float64, relative to it."""
+
+
+@contextmanager
+def recorded_rope() -> Iterator[Rope]:
+    seen, original = Rope(), llama.apply_rope
+
+    def recorded(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = original(x, cos, sin)
+        seen.calls += 1
+        seen.dtypes.add((x.dtype, cos.dtype, sin.dtype, out.dtype))
+        seen.tables_rounded |= bool((sin == sin.bfloat16()).all())
+        with torch.no_grad():
+            first, second = x.double().chunk(2, dim=-1)
+            c, s = cos.double(), sin.double()
+            exact = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+            error = (out.double() - exact).abs() / exact.abs().clamp(min=1e-3)
+            seen.error = max(seen.error, error.max().item())
+        return out
+
+    with patch.object(llama, "apply_rope", recorded):
+        yield seen
+
+
+def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> Rope:
+    config = config_of(
+        training={"mixed_precision_param": "bfloat16"},
+        parallelism=parallelism,
+        activation_checkpoint={"mode": checkpointing},
+    )
+    with recorded_rope() as seen:
+        train(config, steps=1)
+    return seen

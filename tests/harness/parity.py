@@ -1,0 +1,194 @@
+"""Runs of a tiny model that tests compare: the same config and seed on different layouts, through the real joinery."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtrain import trainer as trainer_module
+from torchtrain.checkpoint.states import OptimizerState
+from torchtrain.comparison.fingerprint_hook import FingerprintHook
+from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtrain.datasets.loader import Batch
+from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
+from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.models.initialization import full_name
+from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.loss import TokenLoss
+from torchtrain.optimizers.ema import EMA
+from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.trainer import TrainStep, initialize
+
+TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
+GLOBAL_BATCH = 8
+STEPS = 3  # the third is after an update that had moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What one rank saw: loss and gradient norm of all by step, and its parameters, in full, at start and end."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    first: dict[str, Tensor]
+    last: dict[str, Tensor]
+    moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The optimizer's state at the end, where sums are exact."""
+    z_losses: list[float] = dataclasses.field(default_factory=list)
+    averaged_loss: float = 0.0
+    """With the averaged weights, of the last batch."""
+    averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def config_of(**changes: dict[str, Any]) -> JobConfig:
+    """A float32 config for ``TINY``; ``changes`` by section."""
+    config = JobConfig(
+        training=TrainingConfig(
+            local_batch_size=2, seq_len=TINY.max_seq_len, mixed_precision_param="float32", steps=10, seed=5
+        ),
+        optimizer=OptimizerConfig(lr=3e-3),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=3),
+        checkpoint=CheckpointConfig(enable=False),
+    )
+    sections = {name: replace(getattr(config, name), **values) for name, values in changes.items()}
+    return replace(config, **sections)
+
+
+def full_weights(parts: Sequence[Transformer]) -> dict[str, Tensor]:
+    """The parameters of ``parts``, each put together from all ranks that hold some of it."""
+
+    def full(tensor: Tensor) -> Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    return {full_name(name): full(parameter) for part in parts for name, parameter in part.named_parameters()}
+
+
+def global_batch(step: int, vocab_size: int, seq_len: int) -> Tensor:
+    """Tokens (GLOBAL_BATCH, seq_len + 1), the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, vocab_size, (GLOBAL_BATCH, seq_len + 1), generator=generator)
+
+
+def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
+    """This rank's share of a model, initialized, as the joinery makes it."""
+    device = torch.device("cpu")
+    model = build_parallel_model(
+        shape,
+        Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
+        device,
+        config,
+    )
+    initialize(model.parts, config.training.seed, device)
+    return model
+
+
+def train(
+    config: JobConfig,
+    shape: TransformerConfig = TINY,
+    steps: int = STEPS,
+    document_start: int | None = None,
+    batch: Callable[[int, int, int], Tensor] = global_batch,
+) -> Curve:
+    """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
+    model = build(config, shape)
+    first = full_weights(model.parts)
+    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    averages = EMA(model.parts, config.ema) if config.ema.enable else None
+    train_step = TrainStep(
+        model,
+        Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
+        optimizer,
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
+        admit_all(config),
+        max_norm=config.training.max_norm,
+        before_update=lambda: None,
+        ema=averages,
+    )
+    if config.debug.fingerprint_steps:
+        sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
+        train_step.hooks.append(FingerprintHook(sized, model))
+    degrees = model.mesh.degrees
+    losses, grad_norms, z_losses = [], [], []
+    for step in range(1, steps + 1):
+        windows = batch(step, shape.vocab_size, config.training.seq_len)
+        labels = windows[:, 1:].clone()
+        for row in range(len(windows)):
+            labels[row, : row + step % 3] = -100
+        rows = len(windows) // degrees.batch
+        start = degrees.batch_rank(dist.get_rank()) * rows
+        mine = slice(start, start + rows)
+        loss, grad_norm = train_step(step, Batch(windows[mine, :-1], labels[mine]))
+        losses.append(global_mean(loss, model.mesh))
+        grad_norms.append(grad_norm.item())
+        if loss.z is not None:
+            z_losses.append(global_mean(loss._replace(total=loss.z), model.mesh))
+    moments = {}
+    if model.sums is not None:
+        state = OptimizerState(model.parts, optimizer).state_dict()
+        moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    last = full_weights(model.parts)
+    averaged_loss, averaged = 0.0, {}
+    if averages is not None:
+        with averages.swapped_in():
+            averaged = full_weights(model.parts)
+            batch_of_rank = Batch(windows[mine, :-1], labels[mine])
+            total = sum((model.forward(part) for part in train_step.microbatches(batch_of_rank)), torch.zeros(()))
+            averaged_loss = global_mean(loss._replace(total=total), model.mesh)
+        for name, tensor in full_weights(model.parts).items():
+            assert torch.equal(tensor, last[name]), f"{name} is another one after the averages were in its place"
+    return Curve(losses, grad_norms, first, last, moments, z_losses, averaged_loss, averaged)
+
+
+@contextmanager
+def joinery_of(shape: TransformerConfig) -> Iterator[None]:
+    """Within, the joinery takes this process group for one of torchrun's, and ``shape`` for the model's flavor."""
+    ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with (
+        patch.dict(os.environ, ranks),
+        patch.object(trainer_module, "init_process_group"),  # the pool has done it
+        patch("torchtrain.models.model_config.flavor_config", lambda *_: shape),
+    ):
+        yield
+
+
+class NoStop:
+    """In place of a StopRequest, which takes over the signals of its process and opens sockets."""
+
+    pending = False
+    agreed = False
+
+
+def admit_all(config: JobConfig) -> NonFiniteGuard:
+    """The guard of a run in which nothing goes wrong."""
+    window = SpikeDetector(config.faults, torch.device("cpu"))
+    return NonFiniteGuard(config.faults, cast(StopRequest, NoStop()), window, lambda *_: None)
+
+
+def global_mean(loss: TokenLoss, mesh: Mesh) -> float:
+    sums = torch.stack((loss.total.double(), loss.tokens.double()))
+    dist.all_reduce(sums, group=mesh.loss.get_group())
+    return (sums[0] / sums[1]).item()
+
+
+def assert_same_run(curves: list[Curve], reference: Curve, rel: float = 1e-5) -> None:
+    """All ranks started from bitwise the same weights as ``reference`` and went the same way, to rounding."""
+    assert set().union(*(curve.first for curve in curves)) == reference.first.keys()
+    for curve in curves:
+        for name, weights in curve.first.items():
+            assert torch.equal(weights, reference.first[name]), name
+        # All ranks act on the same numbers, to the bit: one that clips otherwise is on another path.
+        assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
+        torch.testing.assert_close(curve.losses, reference.losses, rtol=rel, atol=0)
+        torch.testing.assert_close(curve.grad_norms, reference.grad_norms, rtol=rel, atol=0)

@@ -1,0 +1,186 @@
+"""Reading weights of any format that we know, one tensor at a time, and writing them in another."""
+
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.checkpoint.history import read_config
+from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
+from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
+from torchtrain.config.parse import from_text, to_toml
+from torchtrain.config.schema import JobConfig, TrainingConfig
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.distributed.process_group import init_process_group
+from torchtrain.environment import require_one_process
+from torchtrain.errors import CheckpointError
+from torchtrain.files import partial_folder, read_file, require_folder
+from torchtrain.logging import logger
+from torchtrain.models.families import read_hf_config
+from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
+from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.model_config import build_model_config, to_model_section
+
+
+def convert(
+    source_folder: Path,
+    target: Path,
+    to: str,
+    dtype_name: str,
+    tokenizer_path: str = "",
+    weights: str = "trained",
+    average: int = 1,
+) -> None:
+    """Write ``target`` in the format ``to`` (hf or torchtrain); it appears when it is complete.
+
+    ``weights``, of our own checkpoints: trained, or ema for the averaged ones; ``average``: the mean of so many.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the target exists.
+        ConfigError: torchrun has started several processes; a weight is not finite in the dtype.
+    """
+    require_one_process("convert")
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
+    init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
+    try:
+        source = open_source(source_folder, tokenizer_path, weights, average)
+        require_folder(target.parent, str(target))
+        if to == "hf":
+            save_hf(
+                source.shapes, target, source.model, dtype_name, source.tokenizer_path, bos=source.bos, read=source.read
+            )
+        else:
+            dtype = getattr(torch, dtype_name)
+            shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
+            names = {name: name.removeprefix("model.") for name in shapes}
+            with partial_folder(target) as partial:
+                writer = VerifiedWriter(target, source.config_toml(), partial=partial)
+                value = lambda name: finite(source.read(names[name]).to(dtype), names[name])  # noqa: E731
+                save_tensors(shapes, value, writer, target)
+    finally:
+        dist.destroy_process_group()
+    logger.info("wrote %s", target)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to be read by our names. ``shapes``: meta tensors; ``read``: one of them, of that shape.
+
+    ``bos``: see ``begins_with_bos``.
+    """
+
+    model: TransformerConfig
+    shapes: Mapping[str, Tensor]
+    read: Callable[[str], Tensor]
+    tokenizer_path: str
+    bos: bool = True
+
+    def config_toml(self) -> str:
+        """A config that makes this model."""
+        model = to_model_section(self.model, self.tokenizer_path)
+        return to_toml(JobConfig(model=model, training=TrainingConfig(seq_len=self.model.max_seq_len)))
+
+
+def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Weights:
+    """See what ``path`` is, and open it."""
+    is_hf = is_hf_folder(path)
+    if not is_hf and not (path / "params.json").is_file():
+        return own_source(find_checkpoints(path, average), tokenizer_path, weights)
+    require_one_kind(path, weights if average == 1 else f"--average {average}")
+    return hf_source(path, tokenizer_path) if is_hf else meta_source(path, tokenizer_path)
+
+
+def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
+    """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
+    config = from_text(read_config(folders[-1]), str(folders[-1] / CONFIG), only_model=True)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+    if not tokenizer_path:
+        tokenizer_path = config.model.tokenizer_path
+        check_tokenizer(folders[-1], tokenizer, tokenizer_path)
+    shape = build_model_config(config.model, tokenizer, config.training.seq_len)
+    readers = [VerifiedReader(folder) for folder in folders]
+    shapes = parameter_shapes(shape)
+
+    def read_of(reader: VerifiedReader, name: str) -> Tensor:
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        load_weight_tensors({name: tensor}, weights, reader)
+        return tensor
+
+    for reader in readers:
+        read_of(reader, "norm.weight")  # what lacks these weights is refused before anything is written
+
+    def read(name: str) -> Tensor:
+        total = read_of(readers[0], name)
+        for reader in readers[1:]:
+            total = total.double() + read_of(reader, name)
+        return (total / len(readers)).to(shapes[name].dtype)
+
+    return Weights(shape, shapes, read, tokenizer_path, begins_with_bos(folders[-1], tokenizer))
+
+
+def hf_source(folder: Path, tokenizer_path: str) -> Weights:
+    """A Hugging Face folder."""
+    shape = read_hf_config(folder)
+    shapes = parameter_shapes(shape)
+    found = find_tensors(folder, shape)
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(shapes[name], device="cpu")
+        read_into({name: tensor}, found)
+        return tensor
+
+    return Weights(shape, shapes, read, source_tokenizer(folder, tokenizer_path), bos=False)
+
+
+def meta_source(folder: Path, tokenizer_path: str) -> Weights:
+    """A folder as Meta gives it out: the files each hold a tensor-parallel part of every matrix."""
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    if not paths:
+        raise CheckpointError(f"{folder} has a params.json but no consolidated.*.pth beside it")
+    tokenizer_path = source_tokenizer(folder, tokenizer_path)
+    vocab_size = load_tokenizer(tokenizer_path).vocab_size
+    at = folder / "params.json"
+    try:
+        shape = config_from_meta(json.loads(read_file(at)), vocab_size)
+        files = []
+        for at in paths:  # for the message
+            files.append(torch.load(at, mmap=True, weights_only=True, map_location="cpu"))
+    except (RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{at} is damaged, or not of Meta's format ({error!r:.200}): fetch it again") from error
+
+    def read(name: str) -> Tensor:
+        pieces = [file[name] for file in files]
+        module = name.removesuffix(".weight").split(".", 2)[-1] if name.startswith("layers.") else name.split(".")[0]
+        whole: Tensor = pieces[0]
+        if len(files) > 1 and whole.ndim == 2:
+            # Llama 2 splits the embedding by columns, Llama 3 by rows.
+            by_columns = module in META_SPLIT_BY_COLUMNS or (module == "tok_embeddings" and whole.shape[1] != shape.dim)
+            whole = torch.cat(pieces, dim=1 if by_columns else 0)
+        if module in ("attention.wq", "attention.wk"):
+            whole = meta_rows_to_ours(whole, shape.n_heads if module == "attention.wq" else shape.n_kv_heads)
+        if whole.shape != shapes[name].shape:
+            raise CheckpointError(f"{name} in {folder} has shape {tuple(whole.shape)}, not {tuple(shapes[name].shape)}")
+        return whole
+
+    shapes = parameter_shapes(shape)
+    for path, file in zip(paths, files, strict=True):
+        if missing := [name for name in shapes if name not in file]:
+            raise CheckpointError(f"{path} lacks {', '.join(missing[:5])}")
+    return Weights(shape, shapes, read, tokenizer_path)
+
+
+def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
+    """The tokenizer of the model in ``folder``, unless another is asked for."""
+    path = tokenizer_path or str(folder)
+    if not tokenizer_file(path).is_file():
+        raise CheckpointError(f"{path} has no tokenizer, and the model needs it; give it by --tokenizer_path")
+    load_tokenizer(path)  # one that is refused is refused before anything is written
+    return path

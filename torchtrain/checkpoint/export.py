@@ -1,0 +1,75 @@
+"""The weights of a run that has done all its steps, as transformers loads them: ``hf/`` in its dump folder."""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+
+from torchtrain.checkpoint.hf import require_exportable, save_hf
+from torchtrain.checkpoint.history import step_folder
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.manifest import MANIFEST
+from torchtrain.checkpoint.states import STATES
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.process_group import set_timeout
+from torchtrain.errors import ConfigError
+from torchtrain.files import MISSING, read_file, require_folder
+from torchtrain.logging import BestEffort, logger
+from torchtrain.models.llama import TransformerConfig
+
+NOTE = "made_from.json"  # in hf/
+EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
+
+
+def check_export(config: JobConfig, model: TransformerConfig) -> None:
+    """Raise ConfigError where ``hf/`` cannot be written at the end of the run, or ``model`` not be exported."""
+    if not config.checkpoint.last_save_in_hf:
+        return
+    folder = Path(config.job.dump_folder) / "hf"
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is a link, and checkpoint.last_save_in_hf writes a folder of that name: remove or rename the "
+            "link, or name another job.dump_folder"
+        )
+    if folder.exists():
+        require_folder(folder, f"{folder}, in whose place checkpoint.last_save_in_hf writes the export,")
+    require_exportable(model, config.checkpoint.export_dtype)
+
+
+def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
+    """Whether ``hf/`` is missing, or made from another checkpoint than that of ``step``, or with other options.
+
+    Collective over ``group``.
+    """
+
+    def is_another() -> bool:
+        try:
+            note = read_file(Path(config.job.dump_folder) / "hf" / NOTE)
+            return bool(json.loads(note) != _origin(config, step))
+        except (*MISSING, ValueError):
+            return True
+
+    checkpoint = config.checkpoint
+    return checkpoint.last_save_in_hf and (not checkpoint.enable or broadcast_from_rank0(is_another, group))
+
+
+def _origin(config: JobConfig, step: int) -> dict[str, str]:
+    """What ``hf/`` is made from: a checkpoint, by the hash of its manifest, and options."""
+    manifest = read_file(step_folder(Path(config.job.dump_folder) / "checkpoint", step) / MANIFEST)
+    checkpoint = config.checkpoint
+    options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
+    return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}
+
+
+def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model: TransformerConfig) -> None:
+    """Write the weights after ``step``, which ``checkpoint`` has saved, to ``hf/``. Collective."""
+    folder = Path(config.job.dump_folder) / "hf"
+    set_timeout(EXPORT_SECONDS)
+    weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
+    save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
+    if dist.get_rank() == 0 and config.checkpoint.enable:
+        with BestEffort(str(folder / NOTE)):  # without it the next start exports again
+            (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")
+    logger.info("wrote %s", folder)

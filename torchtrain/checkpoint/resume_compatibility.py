@@ -1,0 +1,180 @@
+"""What a changed config means for a run that resumes.
+
+Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones split or speed up the same run. Others
+*change the run* from here on. With *impossible* ones the checkpoint does not fit the run.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any
+
+import tomli
+
+from torchtrain.config.parse import to_dict
+from torchtrain.config.schema import JobConfig, flat
+from torchtrain.errors import CheckpointError
+from torchtrain.files import printable
+
+
+class Kind(Enum):
+    HARMLESS = "harmless"
+    LAYOUT = "layout"
+    CHANGES = "changes the run"
+    IMPOSSIBLE = "impossible"
+
+
+# By section, and by option where that is of another kind than its section. What is not here changes the run.
+KINDS = {
+    Kind.HARMLESS: {
+        *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
+        # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
+        *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
+        "model.shape.max_position_embeddings",  # only said of exports
+    },
+    Kind.LAYOUT: {
+        *("parallelism", "activation_checkpoint", "compile", "optimizer.implementation", "ema.offload"),
+        "training.local_batch_size",  # only says how the global batch is divided
+        *("training.loss_chunk_tokens", "training.attention_backend"),
+        *("training.enable_cpu_offload", "training.deterministic"),
+    },
+    Kind.CHANGES: {
+        *("optimizer", "ema", "mup", "lr_scheduler", "training", "data", "float8"),
+        "model.tokenizer_path",  # a copy in another folder is the same tokenizer
+    },
+    # Another optimizer has other states; the place in the data is kept by row, and by stream.
+    Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
+}
+
+TOTAL_STEPS = "lr_scheduler.total_steps"
+
+SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
+"""Options that name files or folders: a change is harmless where the content is the same as before."""
+
+
+def kind_of(key: str) -> Kind:
+    """Kind of an option such as ``optimizer.lr``."""
+    found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
+    return next(found, Kind.CHANGES)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option whose value differs between the checkpoint and this run; None: not set."""
+
+    key: str
+    saved: Any
+    current: Any
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.key)
+
+    def __str__(self) -> str:
+        return f"{printable(self.key)} = {self.current!r} (checkpoint: {self.saved!r})"
+
+
+def differences(saved_toml: str, current_toml: str) -> list[Difference]:
+    """Options in which two resolved configs differ, in the order of their names."""
+    saved, current = options_in(saved_toml), options_in(current_toml)
+    return [
+        Difference(key, saved.get(key), current.get(key))
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def options_in(text: str) -> dict[str, Any]:
+    """The options in ``text`` by full name, with defaults, also those that depend on other options."""
+    options = {**flat(to_dict(JobConfig())), **flat(tomli.loads(text))}  # an older config lacks newer options
+    for source in options.get("data.sources", ()):
+        source.pop("revision", None)  # as data.revision
+    total = options.setdefault(TOTAL_STEPS, options["training.steps"])
+    if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
+        del options[TOTAL_STEPS]  # after the warm-up, which is whole, nothing depends on it
+    return options
+
+
+def check_resume_compatibility(
+    saved_toml: str,
+    current_toml: str,
+    allow_changes: Iterable[str],
+    saved_data: Mapping[str, str] = MappingProxyType({}),
+    current_data: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """What to log about the config of a run that resumes: one line for each kind of difference.
+
+    ``saved_data`` and ``current_data``: the identity of data and tokenizer by option; older checkpoints lack it.
+
+    Raises:
+        CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
+    """
+    found: Mapping[Kind, list[Difference]] = {kind: [] for kind in Kind}
+    for difference in differences(saved_toml, current_toml):
+        key = difference.key
+        elsewhere = key in SAME_ELSEWHERE and _agree(saved_data.get(key, ""), current_data.get(key))
+        found[Kind.HARMLESS if elsewhere else difference.kind].append(difference)
+    changed = {difference.key for difference in found[Kind.CHANGES]}
+    for key, saved in saved_data.items():
+        current = current_data.get(key, saved)  # another option names the data now: a difference of the config
+        if not _agree(saved, current) and (key not in changed or key == "model.tokenizer_path"):
+            found[Kind.CHANGES].append(Difference(key, saved, current))
+    if found[Kind.IMPOSSIBLE]:
+        raise CheckpointError(
+            f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
+            "start a new run in another job.dump_folder (from these weights: checkpoint.initial_load_path)"
+        )
+    allowed = list(allow_changes)
+    refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
+    if refused:
+        keys = list(dict.fromkeys(difference.key for difference in refused))
+        allow = f"checkpoint.allow_changes = {allowed + keys}"
+        # The user has changed training.steps, and may never have heard of lr_scheduler.total_steps.
+        extended = TOTAL_STEPS in keys and TOTAL_STEPS not in flat(tomli.loads(current_toml))
+        others = [difference for difference in refused if not (extended and difference.key == TOTAL_STEPS)]
+        told = []
+        if others:
+            told.append(
+                f"{_joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
+                f"the config: {allow}"
+            )
+        if extended:
+            told.append(_another_length(saved_toml, current_toml, allow))
+        raise CheckpointError(f"resuming would not go on with the same run: {'. Also, '.join(told)}")
+    return [
+        f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]
+    ]
+
+
+def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
+    """That training.steps changes the schedule, and the two ways to go on."""
+    saved, current = options_in(saved_toml), options_in(current_toml)
+    length = flat(tomli.loads(saved_toml)).get(TOTAL_STEPS, saved["training.steps"])
+    constant = saved["lr_scheduler.decay_type"] == "constant"
+    floor = "optimizer.lr" if constant else f"lr_scheduler.min_lr_factor = {saved['lr_scheduler.min_lr_factor']}"
+    return (
+        f"training.steps = {current['training.steps']} is also the length of the learning-rate schedule, since "
+        f"{TOTAL_STEPS} is not set, and the checkpoint's schedule has {length} steps. Either keep that schedule, by "
+        f"{TOTAL_STEPS} = {length}: later steps have its last rate ({floor}). Or take the longer or shorter one from "
+        f"here on, by {allow}"
+    )
+
+
+def _agree(saved: str, current: str | None) -> bool:
+    """Whether two identities are equal in what both state of each source.
+
+    One of them may lack the hash of all content, which comes last: it depends on data.verify_gib.
+    """
+    if current is None:
+        return False
+    for a, b in zip_longest(saved.split("; "), current.split("; "), fillvalue=""):
+        shorter, longer = sorted((a, b), key=len)
+        if longer != shorter and not (shorter and longer.startswith(f"{shorter}, ")):
+            return False
+    return True
+
+
+def _joined(found: Iterable[Difference]) -> str:
+    return "; ".join(map(str, found))

@@ -1,0 +1,125 @@
+"""Loads a trained model for use: from a run's checkpoint, of whatever layout, or a Hugging Face folder."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from torchtrain.checkpoint.hf import is_hf_folder
+from torchtrain.checkpoint.hf_tokenizer import find_eos_ids
+from torchtrain.checkpoint.history import newest_config, read_config, saved_steps
+from torchtrain.checkpoint.states import STATES
+from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights
+from torchtrain.config.parse import from_text
+from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.cpu.matmul import apply_float32_matmul
+from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from torchtrain.distributed.mesh import Mesh, ParallelDims
+from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.families import read_hf_config
+from torchtrain.models.llama import Transformer
+from torchtrain.models.model_config import build_model_config, longest_context, to_model_section
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+from torchtrain.parallelisms.validate import check_layout
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """``model.config.max_seq_len`` is its longest context (see ``longest_context``).
+
+    ``bos``: see ``begins_with_bos``. ``eos_ids``: each of them ends a text.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+    bos: bool
+    eos_ids: frozenset[int]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of ``text``, begun as the texts are that the model was trained on."""
+        return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
+
+
+def saved_config(folder: Path) -> JobConfig:
+    """A config that makes the model whose weights are in ``folder``, as ``find_weights`` gave it."""
+    if is_hf_folder(folder):
+        shape = read_hf_config(folder)
+        return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+        )
+    return from_text(read_config(folder), str(folder / CONFIG), only_model=True)
+
+
+def with_longest_context(config: JobConfig) -> JobConfig:
+    """``config`` with the longest context of the weights that its run starts from, unless it is set.
+
+    Raises:
+        CheckpointError: these weights are missing.
+    """
+    shape, checkpoint = config.model.shape, config.checkpoint
+    own = Path(config.job.dump_folder) / "checkpoint"
+    if shape.max_position_embeddings is not None:
+        return config
+    if checkpoint.enable and saved_steps(own):  # a run that resumes does without its initial weights
+        saved = newest_config(own, checkpoint.load_step)
+        found = saved.model.shape.max_position_embeddings if saved else None
+    elif checkpoint.initial_load_path:
+        found = longest_context(saved_config(find_weights(Path(checkpoint.initial_load_path))))
+    else:
+        return config
+    return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))
+
+
+def load_model(
+    path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
+) -> TrainedModel:
+    """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
+
+    ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
+    config and that in the folder. ``weights``: trained, or ema for the averaged ones. Under torchrun
+    the ranks share the model by tensor parallelism.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: the ranks cannot share the model.
+    """
+    if weights not in STATES:
+        raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype = {dtype!r} is not known; there are auto, bfloat16, float16 and float32")
+    folder = find_weights(path)
+    config = saved_config(folder)
+    tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
+    if not (tokenizer_path or is_hf_folder(folder)):
+        check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
+    bos = begins_with_bos(folder, tokenizer)
+    configs = folder if is_hf_folder(folder) else tokenizer_file(tokenizer_path or config.model.tokenizer_path).parent
+    eos_ids = frozenset(find_eos_ids(tokenizer, configs, bos=bos))
+    shape = build_model_config(config.model, tokenizer, longest_context(config))
+    place = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+    # A step of generation has one token: nothing that sequence parallelism could split.
+    layout, ranks = (
+        JobConfig(parallelism=ParallelismConfig(enable_sequence_parallel=False)),
+        ParallelDims(tensor=world_size()),
+    )
+    check_layout(layout, place, ranks, shape)
+    init_process_group(place, CommConfig().init_timeout_seconds)
+    apply_float32_matmul(getattr(torch, dtype), place)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if ranks.tensor > 1:
+        apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
+    model.to_empty(device=place)
+    model.tie_weights()  # to_empty has made two parameters of a shared one
+    model.init_buffers()
+    load_weights([model], folder, shape, weights=weights)
+    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place, bos, eos_ids)

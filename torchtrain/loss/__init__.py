@@ -1,5 +1,0 @@
-"""The loss that is trained on."""
-
-from torchtrain.loss.output_loss import IGNORE_INDEX, OutputLoss, TokenLoss, cross_entropy_sum, exact_nats, token_losses
-
-__all__ = ["IGNORE_INDEX", "OutputLoss", "TokenLoss", "cross_entropy_sum", "exact_nats", "token_losses"]

@@ -1,0 +1,74 @@
+"""torch.profiler traces and CUDA memory snapshots, as often as the config says."""
+
+import pickle
+import warnings
+from pathlib import Path
+
+import torch
+
+from torchtrain.config.schema import ProfilingConfig
+from torchtrain.logging import BestEffort, logger
+
+MAX_SNAPSHOT_ENTRIES = 100_000
+
+
+class Profiler:
+    """Call ``step`` after each training step; writes ``folder/step-N/rank-R.*``. Does nothing unless switched on."""
+
+    def __init__(self, config: ProfilingConfig, folder: Path, rank: int, device: torch.device, start_step: int):
+        self.config = config
+        self.folder = folder
+        self.rank = rank
+        self.step_number = start_step
+        self.snapshots = config.enable_memory_snapshot and device.type == "cuda"
+        self.profile: torch.profiler.profile | None = None
+        if config.enable_memory_snapshot and not self.snapshots:
+            logger.info("profiling.enable_memory_snapshot has no effect on %s: it needs CUDA", device.type)
+        if config.enable_profiling:
+            # It advises acc_events, which would keep the events of all traces in memory.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            schedule = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
+            self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write_trace)
+        self.best_effort = BestEffort("profiling")
+
+    def __enter__(self) -> "Profiler":
+        if self.profile is not None:
+            self.profile.__enter__()  # type: ignore[no-untyped-call]
+        if self.snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_SNAPSHOT_ENTRIES)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.snapshots:
+            cause = error and error.__cause__  # a pipeline's stage raises an error of its own
+            if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
+                self._write_snapshot("out-of-memory")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.profile is not None:
+            self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
+            self.profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def step(self, number: int) -> None:
+        """Call it after training step ``number``, which after a rollback is a lower one than before."""
+        self.step_number = number
+        if self.profile is not None:
+            self.profile.step()
+        if self.snapshots and self.step_number % self.config.profile_freq == 0:
+            self._write_snapshot("memory")
+
+    def _path(self, ending: str) -> Path:
+        path = self.folder / f"step-{self.step_number}" / f"rank-{self.rank}.{ending}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _write_trace(self, profile: torch.profiler.profile) -> None:
+        with self.best_effort:
+            path = self._path("trace.json.gz")
+            profile.export_chrome_trace(str(path))
+            logger.info("wrote the profile of step %d to %s", self.step_number, path)
+
+    def _write_snapshot(self, name: str) -> None:
+        with self.best_effort:
+            path = self._path(f"{name}.pickle")
+            path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+            logger.info("wrote a memory snapshot to %s; open it with https://pytorch.org/memory_viz", path)

@@ -1,0 +1,12 @@
+"""The loss that is trained on."""
+
+from torchtrain.models.loss.output_loss import (
+    IGNORE_INDEX,
+    OutputLoss,
+    TokenLoss,
+    cross_entropy_sum,
+    exact_nats,
+    token_losses,
+)
+
+__all__ = ["IGNORE_INDEX", "OutputLoss", "TokenLoss", "cross_entropy_sum", "exact_nats", "token_losses"]

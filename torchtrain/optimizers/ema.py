@@ -1,0 +1,91 @@
+"""Averaged weights: an exponential moving average of the parameters, which often predicts better than they do."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
+
+from torchtrain.config.schema import EMAConfig
+from torchtrain.distributed.mesh import local
+from torchtrain.models.initialization import full_name
+from torchtrain.pinned_memory import in_buckets, pinned_like
+
+BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory
+
+
+class EMA(Stateful):
+    """float32 averages of the parameters of ``parts``, split as these are. They begin with the parameters' values."""
+
+    def __init__(self, parts: Sequence[nn.Module], config: EMAConfig):
+        self.parts, self.config = parts, config
+        self.parameters = {full_name(name): p for part in parts for name, p in part.named_parameters()}
+        self.averages = {
+            name: parameter.detach().to("cpu" if config.offload else parameter.device, copy=True)
+            for name, parameter in self.parameters.items()
+        }
+        self.after_swap: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def update(self, step: int, refused: Tensor) -> None:
+        """Call it after the update of ``step``. ``refused``: float32 scalar, 1 where there was none: averages stay.
+
+        The averages go to the parameters by 1 - decay^interval of the way. In early steps the decay is lower,
+        (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+        """
+        if step % self.config.interval:
+            return
+        rate = 1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval
+        averages = {name: local(average) for name, average in self.averages.items()}
+        parameters = {name: local(parameter) for name, parameter in self.parameters.items()}
+        share = rate * (1 - refused.to(next(iter(averages.values())).device))
+        for names in in_buckets(parameters, BUCKET_BYTES):
+            bucket = {name: parameters[name] for name in names}
+            if parameters[names[0]].device != averages[names[0]].device:
+                bucket = copied_to_host(bucket)
+            for name, parameter in bucket.items():
+                # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
+                averages[name] += (parameter - averages[name]).mul_(share)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within, the model has the averages, and the parameters lie in their place: nothing is held twice."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self.parameters.items():
+            own, average = local(parameter), local(self.averages[name])
+            kept = own.clone()
+            own.copy_(average)
+            average.copy_(kept)
+        for module in chain.from_iterable(part.modules() for part in self.parts):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is gathered is the other weights
+        self.after_swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The averages have been written in place; without any, they begin anew with the parameters."""
+        for name in self.parameters.keys() - state_dict.keys():
+            local(self.averages[name]).copy_(local(self.parameters[name]))
+
+
+def copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of CUDA tensors in pinned memory; the host waits for the device once."""
+    copies = pinned_like(tensors)
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return copies

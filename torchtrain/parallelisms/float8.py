@@ -1,0 +1,42 @@
+"""The blocks' linear layers in float8, by torchao (https://github.com/pytorch/ao, torchao.float8)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchtrain.config.schema import Float8Config
+from torchtrain.models.llama.model import Transformer
+
+
+def apply_float8(model: Transformer, config: Float8Config, *, shards: int, emulate: bool = False) -> None:
+    """Swap the linear layers of the blocks, on the meta device; names and shapes of parameters stay.
+
+    ``shards``: ranks that FSDP splits a parameter over. ``emulate`` computes float8's values in a wider dtype, slowly,
+    on devices without it.
+    """
+    if config.recipe == "none":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe: Any = replace(
+        Float8LinearConfig.from_recipe_name(config.recipe),
+        enable_fsdp_float8_all_gather=gathers_float8(config, shards),
+        emulate=emulate,
+    )
+    for block in model.layers.values():
+        convert_to_float8_training(block, config=recipe)
+
+
+def gathers_float8(config: Float8Config, shards: int) -> bool:
+    """Whether FSDP gathers the blocks' weights in float8."""
+    return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
+
+
+def compute_scales(parts: Sequence[nn.Module], *_: Any) -> None:
+    """Compute the scales of all float8 weights by one all-reduce, not by one for each. Call it when weights changed."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    for part in parts:
+        precompute_float8_dynamic_scale_for_fsdp(part)

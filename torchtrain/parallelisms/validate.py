@@ -1,0 +1,217 @@
+"""What a device or a layout cannot do is refused here, before any process group starts."""
+
+import importlib.util
+
+import torch
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.order import streams_of
+from torchtrain.devices import compute_capability
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.errors import ConfigError
+from torchtrain.models.llama.model import TransformerBlock, TransformerConfig
+from torchtrain.parallelisms.float8 import gathers_float8
+from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_microbatches
+
+MOST_TOKENS = 2**25
+"""Limit for a rank in a step: twice what Llama 3 had on all ranks together (https://arxiv.org/abs/2407.21783)."""
+FLOAT8_MULTIPLE = 16  # of both sides of a matrix, activations among them: what the float8 kernels ask for
+
+
+def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig) -> None:
+    """ConfigError, with the rule and a way out, where ``device`` or ``degrees`` cannot do what ``config`` asks."""
+    parallelism = config.parallelism
+    if config.training.enable_cpu_offload and device.type == "cpu":
+        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
+    _check_tensor(model, degrees.tensor)
+    _check_sequence(degrees, config.training.seq_len, parallelism.enable_sequence_parallel)
+    if parallelism.enable_async_tensor_parallel:
+        _check_async_tensor(config, degrees, device)
+    tokens = config.training.local_batch_size * config.training.seq_len // degrees.context
+    if degrees.pipeline > 1:
+        plan_stages(model, parallelism)
+        tokens //= resolve_microbatches(parallelism, config.training)
+        if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+            _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
+    _check_streams(config, degrees)
+    if config.float8.recipe != "none":
+        _check_float8(config, device, degrees, model, tokens)
+    if config.activation_checkpoint.mode == "memory_budget":
+        _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
+
+
+def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
+    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
+    local, ranks, wanted = config.training.local_batch_size, degrees.batch, config.training.global_batch_size
+    at_once = local * ranks
+    if wanted == -1:
+        return at_once
+    tokens = wanted // ranks * config.training.seq_len
+    if tokens > MOST_TOKENS:
+        raise ConfigError(
+            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step; "
+            f"the limit is {MOST_TOKENS}. It counts sequences of training.seq_len tokens, not tokens: try "
+            f"{max(1, wanted // config.training.seq_len)}"
+        )
+    if wanted % at_once:
+        raise ConfigError(
+            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times {ranks} "
+            f"data-parallel ranks = {at_once}; try {_near(wanted, at_once)}, or a local_batch_size that fits"
+        )
+    return wanted
+
+
+def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
+    """Rows that share a stream must be of one rank."""
+    data, validation = config.data, config.validation
+    sources = (*data.all, *(validation.all if validation.enable else ()))
+    streamed = [source.name for source in sources if source.name and not source.download]
+    if not streamed:
+        return
+    global_batch_size = resolve_global_batch_size(config, degrees)
+    streams = streams_of(data.streams, global_batch_size)
+    if streams % degrees.batch:
+        raise ConfigError(
+            f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch of "
+            f"{global_batch_size} up to data.streams = {data.streams}; {degrees.batch} data-parallel ranks must divide "
+            "that: raise data.streams, or download or prepare the data"
+        )
+
+
+def _check_tensor(model: TransformerConfig, degree: int) -> None:
+    widths = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
+    for name, width in widths.items():
+        if width % degree:
+            fitting = [n for n in range(1, degree) if all(w % n == 0 for w in widths.values())]
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {degree} must divide the model's {name} = {width}; "
+                f"try {' or '.join(map(str, fitting[-2:]))}"
+            )
+
+
+def _check_sequence(degrees: ParallelDims, seq_len: int, sequence_parallel: bool) -> None:
+    context, tensor = degrees.context, degrees.tensor
+    if context > 1 and seq_len % (2 * context):
+        raise ConfigError(
+            f"training.seq_len = {seq_len} must be a multiple of 2 * parallelism.context_parallel_degree = "
+            f"{2 * context}: each rank takes two parts of a sequence; try {_near(seq_len, 2 * context)}"
+        )
+    if tensor > 1 and sequence_parallel and seq_len // context % tensor:
+        step = tensor * context * (2 if context > 1 else 1)
+        of = f" / context_parallel_degree = {seq_len // context}" if context > 1 else ""
+        raise ConfigError(
+            f"training.seq_len = {seq_len}{of} must be a multiple of parallelism.tensor_parallel_degree = {tensor} "
+            f"with sequence parallelism; try {_near(seq_len, step)}, or set enable_sequence_parallel = false"
+        )
+
+
+def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
+    schedule = config.parallelism.pipeline_parallel_schedule
+    given = f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes"
+    if config.compile.enable:
+        raise ConfigError(
+            f"{given}, which compiled blocks do not support; switch compile.enable off, or take Interleaved1F1B"
+        )
+    if has_flex_attention:
+        raise ConfigError(
+            f"{given}, which flex_attention, the kernel for data.document_mask on a GPU, does not support; take the "
+            "schedule Interleaved1F1B, or switch data.document_mask off"
+        )
+    if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_option == "op":
+        raise ConfigError(
+            f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
+            "or selective_option '2', or the schedule Interleaved1F1B"
+        )
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"{given}, and parallelism.fsdp_reshard_after_forward = 'always' frees its parameters before, which then "
+            "get no gradient; take 'default' or 'never', or the schedule Interleaved1F1B"
+        )
+    if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
+        raise ConfigError(
+            f"{given}, which a loss in chunks does not support in torch {torch.__version__}; set "
+            "training.loss_chunk_tokens = 0, or take torch 2.13 or later, or the schedule Interleaved1F1B"
+        )
+
+
+def _check_memory_budget(
+    config: JobConfig, device: torch.device, degrees: ParallelDims, has_grouped_queries: bool
+) -> None:
+    given = "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler"
+    if not config.compile.enable:
+        raise ConfigError(f"{given}; set compile.enable = true, or another mode, such as 'selective'")
+    # Its counter of operations asks flash attention for as many key/value heads as heads. It knows no flex_attention.
+    has_flash_attention = device.type == "cuda" and not config.data.document_mask
+    if has_flash_attention and has_grouped_queries and torch.__version__ < "2.12":
+        raise ConfigError(
+            f"{given}, which fails on a GPU with torch {torch.__version__} where a model has fewer n_kv_heads than "
+            "n_heads; take torch 2.12 or later, or another mode, such as 'selective'"
+        )
+    if degrees.tensor > 1 and "2.12" <= torch.__version__ < "2.13":
+        raise ConfigError(
+            f"{given}, which fails with torch {torch.__version__} under tensor parallelism; take torch 2.13 or later, "
+            "or another mode, such as 'selective'"
+        )
+
+
+def _near(value: int, step: int) -> str:
+    """The multiples of ``step`` next to ``value``."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.device) -> None:
+    needs = {
+        "a GPU": device.type == "cuda",
+        "compile.enable": config.compile.enable,
+        "parallelism.tensor_parallel_degree above 1": degrees.tensor > 1,
+        "parallelism.enable_sequence_parallel": config.parallelism.enable_sequence_parallel,
+    }
+    missing = [need for need, there in needs.items() if not there]
+    if missing:
+        raise ConfigError(
+            f"parallelism.enable_async_tensor_parallel needs {' and '.join(missing)}: it lets the compiler overlap "
+            "CUDA kernels; add what is missing or switch it off"
+        )
+
+
+def _check_float8(
+    config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig, tokens: int
+) -> None:
+    """``tokens``: of a forward on a rank."""
+    given = f"float8.recipe = {config.float8.recipe!r}"
+    if device.type != "cuda" or compute_capability(device) < (8, 9):
+        name = "one of {}.{}".format(*compute_capability(device)) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
+        )
+    if not importlib.util.find_spec("torchao"):
+        raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
+    if degrees.tensor > 1:
+        raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {degrees.tensor} do not go together yet")
+    if tokens % FLOAT8_MULTIPLE:
+        raise ConfigError(
+            f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, of the sequences "
+            "in a microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
+        )
+    gathers = gathers_float8(config.float8, degrees.fsdp)
+    whole = "or set float8.enable_fsdp_float8_all_gather = false"
+    if gathers and config.training.enable_cpu_offload:
+        raise ConfigError(
+            f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
+            f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
+        )
+    with torch.device("meta"):
+        block = TransformerBlock(model)
+    for name in block.PRODUCTS:
+        rows, columns = block.get_parameter(f"{name}.weight").shape
+        if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+            raise ConfigError(
+                f"{given} needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
+                f"{columns}; set 'none', or change the model's shape"
+            )
+        if gathers and rows % degrees.fsdp:
+            raise ConfigError(
+                f"{given} gathers float8 from {degrees.fsdp} shards, which must divide the rows of each matrix, and "
+                f"{name} has {rows}; take other degrees of [parallelism], {whole}"
+            )
