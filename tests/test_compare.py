@@ -137,7 +137,7 @@ FAULTS = {
         options=("--parallelism.tensor_parallel_degree", "2"),
     ),
     "loss divided by the local tokens": Fault(
-        "steps/train_step.py",
+        "trainer.py",
         "all_reduce(global_tokens, group=self.model.mesh.batch.get_group())",
         "pass",
         "step 1, output.weight gradient: in B 2 times what it is in A",
@@ -151,13 +151,13 @@ FAULTS = {
         reference="documents",
     ),
     "dropped microbatch": Fault(
-        "steps/train_step.py",
+        "trainer.py",
         "            tokens += (",
         "            if i == 1:\n                continue\n            tokens += (",
         "step 1, tok_embeddings output: B: 75% of it is there: rows 1 to 1 of 4 are missing",
     ),
     "tied gradient not shared": Fault(
-        "steps/train_step.py",
+        "trainer.py",
         "self.model.pipeline.sync_tied_embedding_grads()",
         "pass",
         f"step 1, tok_embeddings.weight gradient: {COPIES_DIFFER}",
@@ -172,7 +172,7 @@ FAULTS = {
         "step 1, layers.0.attention_norm.weight update: ",
     ),
     "rate off by one step": Fault(
-        "steps/train_step.py",
+        "trainer.py",
         "self.schedule.apply(self.optimizer, step)",
         "self.schedule.apply(self.optimizer, step + 1)",
         "step 1, tok_embeddings.weight update: in B 2 times what it is in A",
