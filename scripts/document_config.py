@@ -113,10 +113,10 @@ run has the rates of one that was never stopped.
 }
 
 TABLES = {  # a KeyError here: say where the new table stands
-    "Shape": "`[model.shape]`: what is not as the flavor has it.",
-    "RopeScaling": "`[model.shape.rope_scaling]`.",
-    "ParameterGroup": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
-    "Source": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
+    "ModelOverrides": "`[model.shape]`: what is not as the flavor has it.",
+    "RopeScalingConfig": "`[model.shape.rope_scaling]`.",
+    "ParameterGroupConfig": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
+    "SourceConfig": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
 }
 
 

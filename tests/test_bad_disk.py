@@ -30,7 +30,7 @@ from json_tokenizers import save_tokenizer
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
-from torchtrain import convert, generate, reading
+from torchtrain import convert, files, generate
 from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT, ResumePoint, find_resume_point
@@ -113,7 +113,7 @@ def save_two(folder: Path) -> None:
 def quick_pauses() -> Iterator[None]:
     """Between two attempts to read a tenth of the time."""
     brief = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
-    with patch.object(reading, "time", brief):
+    with patch.object(files, "time", brief):
         yield
 
 

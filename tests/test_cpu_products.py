@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import _scoped_library
 
-from torchtrain import cpu_matmul, trained_model
 from torchtrain.config.schema import JobConfig, OptimizerConfig, TrainingConfig
+from torchtrain.cpu import matmul as cpu_matmul
 from torchtrain.cpu.matmul import apply_float32_matmul, replace_matmuls
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Mesh, ParallelDims
+from torchtrain.inference import trained_model
 from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer

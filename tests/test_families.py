@@ -127,25 +127,25 @@ def test_import_and_export_compute_what_transformers_does(tmp_path: Path, name: 
 
 
 def test_the_config_names_families_flavors_and_fields_as_they_are() -> None:
-    assert set(typing.get_args(typing.get_type_hints(schema.Model)["name"])) == families.FAMILIES.keys()
+    assert set(typing.get_args(typing.get_type_hints(schema.ModelConfig)["name"])) == families.FAMILIES.keys()
     listed = "; ".join(f"{name}: {', '.join(family.flavors)}" for name, family in families.FAMILIES.items())
     assert listed in " ".join((Path(schema.__file__).read_text()).split())
-    others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(schema.Mup))}
-    assert {field.name for field in fields(schema.Shape)} == {
+    others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(schema.MupConfig))}
+    assert {field.name for field in fields(schema.ModelOverrides)} == {
         field.name for field in fields(TransformerConfig)
     } - others
-    assert [field.name for field in fields(schema.RopeScaling)] == [field.name for field in fields(RopeScaling)]
+    assert [field.name for field in fields(schema.RopeScalingConfig)] == [field.name for field in fields(RopeScaling)]
     for name, family in families.FAMILIES.items():
         shape = families.flavor_config(name, "debugmodel")
         (architecture,) = families.hf_config(shape, "float32", None, None)["architectures"]
         assert getattr(transformers, architecture).config_class.model_type == family.model_type
 
 
-def section(**values: Any) -> schema.Model:
-    return schema.Model(**values)
+def section(**values: Any) -> schema.ModelConfig:
+    return schema.ModelConfig(**values)
 
 
-def shape_of(model: schema.Model) -> TransformerConfig:
+def shape_of(model: schema.ModelConfig) -> TransformerConfig:
     return build_model_config(model, load_tokenizer(), 128)
 
 
@@ -153,15 +153,20 @@ def test_a_shape_overrides_its_flavor() -> None:
     flavor = replace(families.flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
     assert shape_of(section()) == flavor
     changes = {"dim": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
-    found = shape_of(section(shape=schema.Shape(**changes)))
+    found = shape_of(section(shape=schema.ModelOverrides(**changes)))
     assert found == replace(flavor, **changes)
     assert found.head_size == 64
-    yarn = schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0, original_max_seq_len=64), qk_norm=True)
+    yarn = schema.ModelOverrides(
+        rope_scaling=schema.RopeScalingConfig("yarn", factor=2.0, original_max_seq_len=64), qk_norm=True
+    )
     found = shape_of(section(vocab_size=4224, shape=yarn))
     scaling = RopeScaling("yarn", factor=2.0, original_max_seq_len=64)
     assert found == replace(flavor, rope_scaling=scaling, qk_norm=True, vocab_size=4224)
-    assert shape_of(section(shape=schema.Shape(rope_scaling=schema.RopeScaling("none")))).rope_scaling is None
-    more = schema.Shape(rope_scaling=schema.RopeScaling(factor=32.0))
+    assert (
+        shape_of(section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("none")))).rope_scaling
+        is None
+    )
+    more = schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=32.0))
     assert shape_of(section(shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
     assert shape_of(section(name="llama2", shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
 
@@ -179,32 +184,35 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
     ("model", "told"),
     [
         (section(vocab_size=4000), "model.vocab_size = 4000 must be at least 4096, the number of the tokenizer's ids"),
-        (section(shape=schema.Shape(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
-        (section(shape=schema.Shape(n_heads=12)), "n_heads = 12 must divide dim = 256, unless head_dim is set"),
-        (section(shape=schema.Shape(head_dim=9)), "head_dim = 9 must be even"),
-        (section(shape=schema.Shape(n_layers=0)), "n_layers = 0 must be above 0"),
-        (section(shape=schema.Shape(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
+        (section(shape=schema.ModelOverrides(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
         (
-            section(shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=-1.0))),
+            section(shape=schema.ModelOverrides(n_heads=12)),
+            "n_heads = 12 must divide dim = 256, unless head_dim is set",
+        ),
+        (section(shape=schema.ModelOverrides(head_dim=9)), "head_dim = 9 must be even"),
+        (section(shape=schema.ModelOverrides(n_layers=0)), "n_layers = 0 must be above 0"),
+        (section(shape=schema.ModelOverrides(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
+        (
+            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=-1.0))),
             "rope_scaling.factor = -1.0 must be a number above 0",
         ),
         (
-            section(shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=float("inf")))),
+            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("yarn", factor=float("inf")))),
             "rope_scaling.factor = inf must be a number above 0, and finite",
         ),
         (
-            section(shape=schema.Shape(rope_scaling=schema.RopeScaling(low_freq_factor=4.0))),
+            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(low_freq_factor=4.0))),
             "rope_scaling.low_freq_factor = 4.0 must be below high_freq_factor = 4.0",
         ),
         (
-            section(shape=schema.Shape(rope_theta=1.0, rope_scaling=schema.RopeScaling("yarn"))),
+            section(shape=schema.ModelOverrides(rope_theta=1.0, rope_scaling=schema.RopeScalingConfig("yarn"))),
             "rope_theta = 1.0 must be above 1: yarn divides by its logarithm",
         ),
-        (section(flavor="", shape=schema.Shape(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
-        (section(name="qwen3", shape=schema.Shape(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
+        (section(flavor="", shape=schema.ModelOverrides(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
+        (section(name="qwen3", shape=schema.ModelOverrides(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(model: schema.Model, told: str) -> None:
+def test_a_shape_that_cannot_be_is_refused(model: schema.ModelConfig, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         shape_of(model)
 
@@ -216,15 +224,19 @@ def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
     assert (found.hf_folder, found.tokenizer_path) == ("", str(tmp_path))
     assert found == to_model_section(shape, str(tmp_path))
     changed = resolve_model_section(
-        section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=schema.Shape(n_layers=5))
+        section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=schema.ModelOverrides(n_layers=5))
     )
     assert (changed.vocab_size, changed.tokenizer_path, changed.shape.n_layers) == (400, "t", 5)
     assert changed.shape.dim == found.shape.dim == 32
-    longer = section(hf_folder=str(tmp_path), shape=schema.Shape(rope_scaling=schema.RopeScaling("yarn", factor=2.0)))
-    assert resolve_model_section(longer).shape.rope_scaling == schema.RopeScaling("yarn", factor=2.0)
+    longer = section(
+        hf_folder=str(tmp_path), shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("yarn", factor=2.0))
+    )
+    assert resolve_model_section(longer).shape.rope_scaling == schema.RopeScalingConfig("yarn", factor=2.0)
     random_model("yarn").save_pretrained(tmp_path / "yarn")
-    more = section(hf_folder=str(tmp_path / "yarn"), shape=schema.Shape(rope_scaling=schema.RopeScaling(factor=8.0)))
-    assert resolve_model_section(more).shape.rope_scaling == schema.RopeScaling(
+    more = section(
+        hf_folder=str(tmp_path / "yarn"), shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=8.0))
+    )
+    assert resolve_model_section(more).shape.rope_scaling == schema.RopeScalingConfig(
         "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
     )
     with pytest.raises(CheckpointError, match=r"nowhere/config.json describes no model that can be read here"):

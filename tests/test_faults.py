@@ -293,7 +293,7 @@ def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, u
 @contextmanager
 def slow_export() -> Any:
     """Rank 0 is still exporting when it is asked to stop; the file ``ends`` in the run's folder ends the export."""
-    from torchtrain import export
+    from torchtrain.checkpoint import export
 
     save = export.save_hf
 
@@ -600,10 +600,10 @@ def full_disk_of_rank_1_from_step_3_to_6() -> None:
 
     original = CheckpointManager.maybe_save
 
-    def limited(manager: CheckpointManager, step: int, last: bool = False) -> None:
+    def limited(manager: CheckpointManager, step: int, last: bool = False, required: bool = True) -> None:
         full = os.environ["RANK"] == "1" and 3 <= step <= 6
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        original(manager, step, last)
+        original(manager, step, last, required)
         manager.wait()
 
     CheckpointManager.maybe_save = limited  # type: ignore[method-assign]
@@ -668,8 +668,8 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     ("hook", "waits", "options"),
     [
         (stop_before_update, r"all_reduce at clipping\.py", ()),
-        (stop_before_batch, r"all_reduce at train_step\.py", ()),
-        (stop_in_a_block, r"(\w+ at model|all_to_all_single at stand_ins)\.py", ()),
+        (stop_before_batch, r"all_reduce at trainer\.py", ()),
+        (stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
     ],
     ids=["step", "batch", "shards", "pipeline"],

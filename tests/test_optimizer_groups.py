@@ -58,7 +58,7 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
             other.grad = one.grad.clone()
         schedule.apply(optimizer, step)
         for group, (factor, _) in zip(reference.param_groups, expected.values(), strict=True):
-            group["lr"] = 1e-2 * (1 - step / 4) * factor
+            group["lr"] = 1e-2 * (1 - (step - 1) / 4) * factor
         update(optimizer, torch.tensor(0.0))
         reference.step()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: 
 
 
 def waits_in_its_tensors() -> None:
-    from torchtrain import conversion
+    from torchtrain.checkpoint import conversion
 
     def wait(*_: object) -> None:
         time.sleep(600)

@@ -372,7 +372,7 @@ def transfers_of_offloaded_averages(parameters: int) -> dict[str, int]:
         patch.object(fake_cuda.Stream, "synchronize", synchronize),
     ):
         model = nn.ParameterList(torch.empty(64, 8, device="cuda") for _ in range(parameters))
-        kept = ema.Averages([model], EMAConfig(enable=True, offload=True))
+        kept = ema.EMA([model], EMAConfig(enable=True, offload=True))
         with Transfers() as transfers:
             kept.update(1, torch.zeros((), device="cuda"))
     return {**counts, **transfers.counts}
@@ -417,7 +417,7 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 
 def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
     report = debug(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
-    assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 40 bytes"]
+    assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 48 bytes"]
 
 
 def one_more_on_the_last_rank() -> AbstractContextManager[Any]:

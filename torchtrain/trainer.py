@@ -91,6 +91,7 @@ class Trainer:
     def __init__(self, config: JobConfig) -> None:
         # First: the wall-clock limit is that of the process, and what follows may take minutes.
         self.stop = StopRequest(config.faults)
+        as_given = config
 
         # Resolve and validate the config. No process group exists yet: a mistake costs seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
@@ -117,6 +118,7 @@ class Trainer:
         # Data.
         self.config = config = with_dataset_revisions(config)
         self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device)
+        require_choice(as_given)
         require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")  # what is rejected above leaves nothing
         if config.checkpoint.enable and os.path.lexists(folder / "checkpoint"):
             require_folder(folder / "checkpoint", str(folder / "checkpoint"))
@@ -498,6 +500,10 @@ def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model:
         find_weights(Path(initial))
     check_layout(config, device, dims, model)
     check_export(config, model)
+
+
+def require_choice(config: JobConfig) -> None:
+    """Raise ConfigError where nothing says what to train: nobody wants a run of the defaults alone."""
     if not config.job.config_file and config.model == ModelConfig() and config.training == TrainingConfig():
         raise ConfigError(
             f"nothing says what to train: name a config by --job.config_file, such as {', '.join(train_configs())}, or "

@@ -73,6 +73,7 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         options |= {"backend": "nccl", "device_id": device}
         # gloo then connects two ranks when they first exchange a message.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    env_int("RANK", 0)  # an error where RANK is not a number, before torch reads it
     raise_file_limit(world_size())
     require_threads(THREADS_OF_A_RANK + torch.get_num_threads())
     check_interface()
