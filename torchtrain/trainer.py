@@ -1,7 +1,7 @@
-"""The trainer: a training run from its config to its last checkpoint, read from top to bottom.
+"""The trainer: a training run from its config to its final checkpoint, readable from top to bottom.
 
-``Trainer.__init__`` builds every component in a fixed order, ``Trainer.train`` is the training loop, and ``TrainStep``
-is one optimizer step. Components know nothing of each other's order; this file is the only place that has it.
+``Trainer.__init__`` builds all components in a fixed order, ``Trainer.train`` runs the training loop, and ``TrainStep``
+performs one optimizer step. Only this file determines the order of the components; they do not depend on it themselves.
 """
 
 import gc
@@ -77,23 +77,24 @@ from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_
 
 
 class Trainer:
-    """Trains a model as ``config`` says. Every rank makes one; all methods are collective.
+    """Trains the model described by ``config``. Every rank creates a Trainer; all methods are collective.
 
     Raises:
-        ConfigError, DataError: the config, or data that it names, cannot be trained on.
-        CheckpointError: there are checkpoints, and none can be resumed from.
-        StorageError: a file system, the network or another rank does not answer.
+        ConfigError, DataError: the config is invalid, or its data cannot be used for training.
+        CheckpointError: checkpoints exist, but none of them can be resumed from.
+        StorageError: a file system, the network or another rank does not respond.
     """
 
     step: int
-    """The last optimizer step that is complete; of a new run 0."""
+    """The last completed optimizer step; 0 in a new run."""
 
     def __init__(self, config: JobConfig) -> None:
-        # First: the wall-clock limit is that of the process, and what follows may take minutes.
+        # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
         self.stop = StopRequest(config.faults)
         as_given = config
 
-        # Resolve and validate the config. No process group exists yet: a mistake costs seconds, on any number of ranks.
+        # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
+        # within seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
         config = with_longest_context(replace(config, model=resolve_model_section(config.model)))
         self.parallel_dims = dims = resolve_parallel_dims(config.parallelism, world_size())
@@ -106,7 +107,7 @@ class Trainer:
         document_start_id = document_start(config, self.tokenizer)
         choose_attention_backend(config.training.attention_backend, device)
 
-        # Process groups. The device mesh names every axis along which ranks communicate.
+        # Process groups. The device mesh names each dimension along which ranks communicate.
         folder = Path(config.job.dump_folder)
         enable_flight_recorder(folder / "hangs")
         if config.training.deterministic:
@@ -119,14 +120,15 @@ class Trainer:
         self.config = config = with_dataset_revisions(config)
         self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device)
         require_choice(as_given)
-        require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")  # what is rejected above leaves nothing
+        # After the checks above, so that a rejected run leaves no folder behind.
+        require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")
         if config.checkpoint.enable and os.path.lexists(folder / "checkpoint"):
             require_folder(folder / "checkpoint", str(folder / "checkpoint"))
         if world_size() > 1:
             for loader in (self.dataloader, *self.validation_loaders.values()):
                 loader.connect(self.gloo_group)
 
-        # Model: meta device, parallelize, to_empty; then initial weights, or those of a checkpoint.
+        # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
         self.model = build_parallel_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
         resume_point = find_resume_point(
@@ -134,19 +136,19 @@ class Trainer:
         )
         self.init_or_load_weights(resume_point.step)
 
-        # Optimizer. Built after to_empty, which replaces parameters.
+        # Optimizer. Built after to_empty, which replaces the parameters.
         self.optimizer = build_optimizer(self.model.parts, config.optimizer, mesh, self.model_config)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
         self.ema = EMA(self.model.parts, config.ema) if config.ema.enable else None
         self.spikes = SpikeDetector(config.faults, device)
 
-        # Checkpoints: everything that the next step depends on.
+        # Checkpoints: all state that the next step depends on.
         self.checkpointer = CheckpointManager(
             config.checkpoint, folder / "checkpoint", self.states(), config_toml, resume_point, self.stop
         )
         self.step = self.start_step = self.checkpointer.resume() or 0
-        # The groups of the mesh have torch's default timeout until now: 10 minutes of NCCL, 30 of gloo.
+        # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
         if rank() == 0:
             with BestEffort("renaming files of another run"):
@@ -155,7 +157,7 @@ class Trainer:
                 file.write(config_toml.encode())
         describe(config, self.model_config, device, dims)
 
-        # What runs beside the steps: metrics, the watchdog, validation, the profiler.
+        # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
         self.metrics = MetricsRecorder(
             config.metrics,
             folder,
@@ -200,13 +202,13 @@ class Trainer:
         self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
-        """The states that a checkpoint holds, by name."""
+        """The state that a checkpoint contains, as ``Stateful`` objects by name."""
         config, model = self.config, self.model
         model_state = ModelState(model.parts, self.model_config.tied_embeddings)
         if gathers_float8(config.float8, self.parallel_dims.fsdp):
             rescale = partial(compute_scales, model.parts)
             self.optimizer.register_step_post_hook(rescale)
-            # Not only by the hook: DCP steps the optimizer before it loads the weights.
+            # The hook is not enough: DCP runs an optimizer step before it loads the weights.
             model_state.after_load = rescale
             if self.ema is not None:
                 self.ema.after_swap = rescale
@@ -221,7 +223,10 @@ class Trainer:
         return {name: state for name, state in states.items() if state is not None}
 
     def init_or_load_weights(self, resume_step: int | None) -> None:
-        """Give the model its first values; only its buffers where the checkpoint of ``resume_step`` has all else."""
+        """Initialize the model, or load its weights from ``checkpoint.initial_load_path``.
+
+        If ``resume_step`` is given, only buffers are initialized: the checkpoint of that step contains all parameters.
+        """
         config, parts = self.config, self.model.parts
         initial = config.checkpoint.initial_load_path
         if resume_step is None and not initial:
@@ -242,9 +247,9 @@ class Trainer:
         logger.info("starts from the weights in %s", initial)
 
     def train(self) -> int:
-        """Train to ``training.steps``, until the data end, or until the run is asked to stop.
+        """Train until ``training.steps``, the end of the data, or a stop request.
 
-        Returns the exit code of the process: 0, or that of a run that was stopped before its end.
+        Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end.
         """
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
@@ -252,7 +257,7 @@ class Trainer:
             logger.info("the run is complete: step %d of %d; to go on, raise training.steps", self.step, steps)
             destroy_process_group()
             return 0
-        gc.disable()  # all ranks collect garbage at the same step, below: none waits while another does
+        gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
         with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
             if missed_validation:
                 self.validate(last=self.step == steps)
@@ -275,7 +280,7 @@ class Trainer:
         return StoppedError().exit_code if stopped else 0
 
     def run_steps(self) -> None:
-        """The training loop."""
+        """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
         config, checkpointer, guard = self.config, self.checkpointer, self.guard
         steps = config.training.steps
         batches, computed = self.metrics.time_waiting(self.dataloader), 0
@@ -290,9 +295,9 @@ class Trainer:
                 self.step += 1
                 last = self.step == steps
                 loss, grad_norm = self.train_step(self.step, batch)
-                computed = self.step  # the step of this loss
+                computed = self.step  # the step that loss and grad_norm belong to; a rollback lowers self.step
                 if last or checkpointer.is_due(self.step) or guard.steps_are_long:
-                    guard.settle()  # never checkpoint or stop at a step whose numbers have not been checked
+                    guard.settle()  # never checkpoint or stop at a step before its result has been checked
             if guard.must_roll_back_before is not None:
                 self.roll_back()
                 continue
@@ -307,7 +312,7 @@ class Trainer:
         if self.step == steps:
             return
 
-        # The run was asked to stop, or the data ended: check the last step, then save it as one would the last of all.
+        # The run was asked to stop, or the data ended: check the last step, then save it like the final step of a run.
         guard.settle()
         if guard.must_roll_back_before is not None:
             self.roll_back()
@@ -331,26 +336,26 @@ class Trainer:
                 self.checkpointer.maybe_save(self.step, last, required)
 
     def validate(self, last: bool) -> None:
-        """Validate if it is due."""
+        """Run validation if it is due; its time does not count as training time in the metrics."""
         with self.metrics.uncounted():
             self.validator.maybe_run(self.step, last)
 
     def misses_validation(self) -> bool:
-        """Whether no process has finished a validation after the current step, due or not; False with none on."""
+        """Whether no validation after the current step has been recorded, due or not; False if validation is off."""
         if not (self.config.validation.enable and self.step):
             return False
         file = Path(self.config.job.dump_folder) / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     def misses_export(self) -> bool:
-        """Whether ``hf/`` is asked for and does not hold the weights of the current step."""
+        """Whether an export to ``hf/`` is requested and ``hf/`` does not contain the weights of the current step."""
         return needs_export(self.config, self.step, self.gloo_group)
 
     def roll_back(self) -> None:
-        """Load the newest valid checkpoint from before the bad step. The data are not rewound.
+        """Load the newest valid checkpoint from before the bad step. The data loader is not rewound.
 
         Raises:
-            FaultError: there is none.
+            FaultError: no such checkpoint exists.
         """
         bad_step = self.guard.must_roll_back_before
         assert bad_step is not None
@@ -365,40 +370,40 @@ class Trainer:
         self.metrics.restart(step)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has its averaged weights."""
+        """A context manager that swaps the averaged (EMA) weights into the model."""
         assert self.ema is not None
         self.checkpointer.before_update()
         return self.ema.swapped_in()
 
     def shorten_timeouts(self) -> None:
-        """After the first step, which may compile, and connects ranks, a hang is noticed sooner."""
+        """Shorten the timeouts after the first step, which may be slow because it compiles and connects the ranks."""
         self.watchdog.set_timeout_after_first_step(self.config.comm.train_timeout_seconds, self.device)
         set_timeout(self.watchdog.timeout_seconds + REPORT_SECONDS, longer=[self.checkpointer.group])
 
 
 class StepHook:
-    """Observes train steps from outside: override what you need, and append an instance to ``TrainStep.hooks``.
+    """Base class of hooks that observe train steps. Override methods and append an instance to ``TrainStep.hooks``.
 
-    A hook must not change what it sees. Collectives in it are fine if all ranks have the hook.
+    A hook must not modify what it observes. It may call collectives if all ranks have the hook.
     """
 
     def before_step(self, step: int, batch: Batch) -> None:
-        """Called with the number of the step, from 1, and this rank's rows of the global batch."""
+        """Called with the number of the step, counted from 1, and this rank's rows of the global batch."""
 
     def before_forward_backward(self, batch: Batch) -> None:
-        """Called before the first microbatch; again if exact sums overflow and the step is computed again."""
+        """Called before the first microbatch, and again if the step is recomputed because exact sums overflowed."""
 
     def before_microbatch(self, index: int) -> None:
-        """Called before forward and backward of a microbatch (with a pipeline: of one run of its schedule)."""
+        """Called before forward and backward of a microbatch (under pipeline parallelism: of one schedule run)."""
 
     def after_backward(self) -> None:
-        """Called after the last microbatch's backward; gradients may still be sums that are not scaled or shared."""
+        """Called after the last microbatch's backward, when gradients may not yet be scaled or reduced."""
 
     def after_gradients(self) -> None:
-        """Called when ``parameter.grad`` is the gradient of the global batch's loss, before clipping."""
+        """Called when ``parameter.grad`` holds the gradient of the global batch's loss, before clipping."""
 
     def after_update(self) -> None:
-        """Called after the optimizer step, before gradients are freed."""
+        """Called after the optimizer step, before the gradients are freed."""
 
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:
         """Called at the end of the step."""
@@ -406,7 +411,7 @@ class StepHook:
 
 @dataclass(eq=False)
 class TrainStep:
-    """One optimizer step. Call it with the step's number, from 1, and this rank's rows of the global batch."""
+    """One optimizer step over all microbatches. Call it with the step's number and this rank's rows of the batch."""
 
     model: ParallelModel
     microbatches: Microbatches
@@ -415,18 +420,22 @@ class TrainStep:
     guard: NonFiniteGuard
     _: KW_ONLY
     max_norm: float
-    """The gradient is scaled down to this L2 norm where its own is larger."""
+    """Maximum L2 norm of the gradient; a gradient with a larger norm is scaled down to it."""
     before_update: Callable[[], None]
-    """Called just before the optimizer step."""
+    """Called immediately before the optimizer step."""
     ema: EMA | None = None
     hooks: list[StepHook] = field(default_factory=list)
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
-        """Returns the loss that this rank has computed and the gradient's norm before clipping, left on the device."""
+        """Run the step with number ``step``, counted from 1.
+
+        Returns the loss computed by this rank and the gradient norm before clipping. Both stay on the device, so that
+        the host does not wait for them.
+        """
         for hook in self.hooks:
             hook.before_step(step, batch)
-        # The denominator is that of the whole global batch, known before the first backward: so a token weighs the same
-        # whatever rank and microbatch it is in, and gradients need only be summed.
+        # The number of tokens of the global batch is known before the first backward. Dividing each loss by it gives
+        # every token the same weight, whatever its rank and microbatch, and gradients only have to be summed.
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         loss = self.forward_backward(batch, global_tokens)
@@ -440,7 +449,7 @@ class TrainStep:
         return loss, grad_norm
 
     def forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
-        """Forward and backward of all microbatches. Gradients add up in the parameters' ``grad``."""
+        """Forward and backward of all microbatches; gradients are accumulated in the parameters' ``grad``."""
         for hook in self.hooks:
             hook.before_forward_backward(batch)
         count = len(batch.tokens) // self.microbatches.local_batch_size
@@ -458,12 +467,15 @@ class TrainStep:
         return TokenLoss(losses[0], tokens * self.model.has_loss, z_loss)
 
     def clip_and_update(self, step: int, loss: TokenLoss) -> Tensor:
-        """Clip the gradient and update the parameters, unless the guard skips it; returns the norm before clipping."""
+        """Clip the gradient and update the parameters, unless the guard skips the update.
+
+        Returns the gradient norm before clipping.
+        """
         tied_replicas = self.sync_tied_embedding_grads()
         for hook in self.hooks:
             hook.after_gradients()
         grad_norm = clip_grad_norm(self.model.parts, self.max_norm, tied_replicas, exact=self.model.sums is not None)
-        # 1 on the device where the update must be skipped: the host does not wait for it.
+        # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.guard.judge(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
         self.before_update()
@@ -476,9 +488,9 @@ class TrainStep:
         return grad_norm
 
     def sync_tied_embedding_grads(self) -> Sequence[nn.Parameter]:
-        """Sum the gradient of a tied embedding over the two pipeline stages that hold it.
+        """Sum the gradient of a tied embedding over the two pipeline stages that hold a replica of it.
 
-        Returns parameters that another pipeline stage holds, too: their gradient counts once in the norm.
+        Returns this rank's replicas that the gradient norm must not count a second time.
         """
         if self.model.pipeline is None:
             return ()
@@ -487,16 +499,16 @@ class TrainStep:
 
 
 def resolve_batch_size(config: JobConfig, dims: ParallelDims) -> JobConfig:
-    """``config`` with ``training.global_batch_size`` as a number."""
+    """Return ``config`` with the default of ``training.global_batch_size`` (-1) replaced by the number of sequences."""
     size = resolve_global_batch_size(config, dims)
     return replace(config, training=replace(config.training, global_batch_size=size))
 
 
 def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: TransformerConfig) -> None:
-    """Raise ConfigError where this device or layout cannot do what ``config`` asks, or a package or file is missing."""
+    """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
     check_writers(config.metrics)
     initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
-    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a run that resumes does not read it
+    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a resumed run does not read it
         find_weights(Path(initial))
     check_layout(config, device, dims, model)
     check_export(config, model)
@@ -512,17 +524,21 @@ def require_choice(config: JobConfig) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """In this process, from now on; RuntimeError where an operation has none. Call it before the first CUDA call."""
+    """Make this process use deterministic kernels; call it before the first CUDA call.
+
+    Afterwards, an operation without a deterministic kernel raises RuntimeError.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Else torch fills every new tensor with NaN, for code that reads uninitialized memory. A step does not.
+    # By default torch then fills every new tensor with NaN, to make reads of uninitialized memory deterministic. A
+    # train step has no such reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def with_dataset_revisions(config: JobConfig) -> JobConfig:
-    """``config`` with a revision for each dataset of the hub: that of the newest checkpoint, or else the newest.
+    """Return ``config`` with a revision for each dataset on the Hugging Face Hub. Collective.
 
-    Collective.
+    The revision is that in the checkpoint to resume from, if there is one, otherwise the newest.
     """
     ask, folder = broadcast_from_rank0_untimed, Path(config.job.dump_folder) / "checkpoint"
     held_out = config.validation.all if config.validation.enable else ()
@@ -539,7 +555,7 @@ def with_dataset_revisions(config: JobConfig) -> JobConfig:
 def build_loaders(
     config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, device: torch.device
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
-    """The loader of ``[data]`` and, by label, those of ``[validation]``, for the rows of this rank. Collective."""
+    """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
     open_loader = partial(
@@ -555,7 +571,7 @@ def build_loaders(
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
-        fields = asdict(source)  # one source, with the loader's options of [data]
+        fields = asdict(source)  # one source, with the data loader options of [data]
         once = replace(
             config.data, **{key: fields[key] for key in asdict(SourceConfig())}, sources=(), when_exhausted="stop"
         )
@@ -564,7 +580,7 @@ def build_loaders(
 
 
 def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:
-    """Fill the parameters and buffers of ``parts``, sharded or not, as ``seed`` says."""
+    """Initialize the parameters and buffers of the model parts, sharded or not; the values depend only on ``seed``."""
     with layout_independent_init(parts, seed):
         for part in parts:
             part.init_weights()
@@ -572,8 +588,8 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
 
 
 def check_initial_weights(saved: JobConfig, config: JobConfig, model: TransformerConfig, folder: Path) -> None:
-    """Raise ConfigError where the weights in ``folder``, of the config ``saved``, have not the shapes of ``model``."""
-    # No weight's shape depends on these: [model.shape] may change them, as for longer sequences.
+    """Raise ConfigError if the weights in ``folder``, saved with the config ``saved``, do not fit ``model``."""
+    # No weight's shape depends on these options, so [model.shape] may change them, for example for longer sequences.
     may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()
     longest, stated = longest_context(saved), longest_context(config)
     if longest > model.max_seq_len:
@@ -582,12 +598,12 @@ def check_initial_weights(saved: JobConfig, config: JobConfig, model: Transforme
             f"{model.max_seq_len}: exports of this run, evaluate and generate take {stated} as the longest context "
             "(model.shape.max_position_embeddings)"
         )
-    section = replace(saved.model, vocab_size=saved.model.vocab_size or model.vocab_size)  # None: of its tokenizer
+    section = replace(saved.model, vocab_size=saved.model.vocab_size or model.vocab_size)  # None: that of its tokenizer
     check_same_shape(build_model_config(section, None, model.max_seq_len), model, folder, may_differ)
 
 
 def warn_of_zero_rate(schedule: LRSchedule, steps: int) -> None:
-    """Warn where the last steps would change nothing."""
+    """Warn if the learning rate is 0 in the last steps, which would then change nothing."""
     if steps > schedule.total and schedule.rate(steps) == 0:
         logger.warning(
             f"after step {schedule.total} (lr_scheduler.total_steps) the learning rate is 0: later steps, up to "

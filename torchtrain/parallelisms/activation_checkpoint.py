@@ -1,4 +1,4 @@
-"""Which activations are kept for backward and which are computed again."""
+"""Activation checkpointing: which activations are saved for backward and which are recomputed."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.models.llama.model import Transformer, TransformerBlock
 from torchtrain.torch_internals import checkpoint_wrapper, inductor_compiled_code
 
-# Results that cost more to compute again than to keep: attention, and what came over the network.
+# Outputs that are cheaper to save than to recompute: those of attention and of collectives.
 OPS_TO_SAVE = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -20,17 +20,20 @@ OPS_TO_SAVE = {
     inductor_compiled_code,  # flex_attention in a block that is not compiled
 }
 MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
-# Every second product of a block is kept: each saves about the same work for a byte. The last one, w2, never is: no
-# backward needs its result.
+# Every second matrix product of a block is saved: each saves about the same amount of recomputation per byte. The last
+# one, w2, is never saved, because no backward needs its output.
 LINEAR_LAYERS_PER_BLOCK = len(TransformerBlock.PRODUCTS)
 SAVED_LINEAR_LAYERS = range(1, LINEAR_LAYERS_PER_BLOCK, 2)
 
 
 class SelectiveACPolicy:
-    """Policy of one forward (or its recomputation): keep ``OPS_TO_SAVE`` and every second matrix product."""
+    """Selective activation checkpointing policy: save ``OPS_TO_SAVE`` and every second matrix product.
+
+    An instance serves one forward and its recomputation.
+    """
 
     def __init__(self) -> None:
-        self.products = {False: 0, True: 0}  # counted apart in forward and in its recomputation
+        self.products = {False: 0, True: 0}  # counts of the forward (False) and its recomputation
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         keep = op in OPS_TO_SAVE
@@ -45,13 +48,13 @@ def _selective_contexts() -> Any:
 
 
 def apply_activation_checkpoint(model: Transformer, config: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of ``model`` as ``config`` says; values and gradients do not change."""
-    if config.mode in ("none", "memory_budget"):  # the second is the compiler's
+    """Wrap the blocks of ``model`` for activation checkpointing; outputs and gradients do not change."""
+    if config.mode in ("none", "memory_budget"):  # apply_compile implements memory_budget
         return
     per_op = config.mode == "selective" and config.selective_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_option)
     options = {"context_fn": _selective_contexts} if per_op else {}
     for layer_id, block in list(model.layers.items()):
         if int(layer_id) % every == 0:
-            # No dropout: there is no random state to restore.
+            # Blocks have no dropout, so there is no RNG state to restore.
             model.layers[layer_id] = checkpoint_wrapper(block, preserve_rng_state=False, **options)

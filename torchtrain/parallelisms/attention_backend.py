@@ -1,4 +1,4 @@
-"""Which kernel attention takes."""
+"""Select the attention kernel (SDPA backend)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +23,18 @@ def attention_backend_name(
     documents: bool = False,
     split: bool = False,
 ) -> str:
-    """Name of the kernel that causal attention of this shape gets; ConfigError where ``wanted`` has none for it.
+    """Return the name of the kernel that torch selects for causal attention of ``model``.
 
-    ``documents``: whether a mask keeps them apart; ``split``: whether sequences are split over ranks.
+    ``documents``: whether a document mask is used; ``split``: whether sequences are split over ranks (CP).
+
+    Raises:
+        ConfigError: the backend ``wanted`` has no kernel for these shapes.
     """
     if documents and device.type == "cuda":
         return "flex"
-    # ``attend`` repeats the keys of grouped heads for a GPU in float32.
+    # On a GPU in float32, ``attend`` repeats key/value heads instead of using grouped-query attention.
     kv_heads = model.n_heads if device.type == "cuda" and dtype is torch.float32 else model.n_kv_heads
-    q, k = (  # of full size, and in the memory of one head's vector
+    q, k = (  # expanded: full shapes, but memory for only one head's vector
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, kv_heads)
     )
@@ -48,14 +51,19 @@ def attention_backend_name(
 
 
 def choose_attention_backend(wanted: str, device: torch.device) -> None:
-    """Let this process take the kernel ``wanted`` alone, or any for auto; ConfigError where the device has it not."""
+    """Enable only the SDPA backend ``wanted`` in this process; "auto" changes nothing.
+
+    Raises:
+        ConfigError: ``wanted`` does not exist on this type of device.
+    """
     if wanted == "auto":
         return
     if device.type == "cpu" and wanted not in CPU_BACKENDS:
         raise ConfigError(
             f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"
         )
-    # For the whole process and not around each call: compiled blocks see it as a constant, and all attention obeys.
+    # Set for the process instead of around each call: compiled blocks treat it as a constant, and it applies to all
+    # attention.
     torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn")
     torch.backends.cuda.enable_flash_sdp(wanted == "flash")
     torch.backends.cuda.enable_mem_efficient_sdp(wanted == "efficient")
@@ -64,7 +72,10 @@ def choose_attention_backend(wanted: str, device: torch.device) -> None:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """For attention whose shapes change with each call: cuDNN builds a plan for each shape, in 20 to 40 ms."""
+    """Context manager that disables cuDNN attention, for shapes that change with each call.
+
+    cuDNN builds an execution plan for each shape, which takes 20 to 40 ms.
+    """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -74,11 +85,11 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``auto`` takes ``BatchedBackward``: in float32 torch's own backward is the faster one."""
+    """Whether "auto" selects ``BatchedBackward``: on CPU in bfloat16. In float32 torch's own backward is faster."""
     return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
 
 
 def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Put ``BatchedBackwardAttention`` into every block of ``model`` where it is the fastest."""
+    """Replace the inner attention of every block by ``BatchedBackwardAttention`` if ``has_batched_backward``."""
     if has_batched_backward(wanted, dtype, device):
         model.replace_inner_attention(lambda _: BatchedBackwardAttention())

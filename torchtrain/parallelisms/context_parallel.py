@@ -1,8 +1,8 @@
-"""Context parallelism: each sequence is split over the ranks of a group.
+"""Context parallelism: each sequence is sharded over the ranks of a mesh dimension.
 
-Every rank computes attention for its own queries over all keys and values, which it gathers from the group, as in The
-Llama 3 Herd of Models (https://arxiv.org/abs/2407.21783, section 3.3.2). Under a causal mask later queries cost more:
-the sequence is cut in 2 n chunks, and rank r of n takes chunk r and chunk 2 n - 1 - r.
+Every rank computes attention of its own queries over all keys and values, which it all-gathers, as in The Llama 3 Herd
+of Models (https://arxiv.org/abs/2407.21783, section 3.3.2). Under a causal mask later queries cost more. To balance the
+load, the sequence is split into 2 n chunks, and rank r of n takes chunks r and 2 n - 1 - r.
 """
 
 import torch
@@ -16,7 +16,10 @@ from torchtrain.models.llama.model import Transformer, attend
 
 
 def local_sequence(whole: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's two chunks of ``whole`` along ``dim``, one after the other. 2 n must divide the size of ``dim``."""
+    """Return this rank's two chunks of the full sequence ``whole``, concatenated along ``dim``.
+
+    The size of ``dim`` must be divisible by 2 n, for n ranks of ``mesh``.
+    """
     if mesh.size() == 1:
         return whole
     rank, chunks = mesh.get_local_rank(), whole.chunk(2 * mesh.size(), dim)
@@ -24,28 +27,32 @@ def local_sequence(whole: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
 
 def whole_sequence(gathered: Tensor) -> Tensor:
-    """Inverse of ``local_sequence``: ``gathered`` (n, ..., seq / n, dim), the parts of n ranks, to (..., seq, dim)."""
+    """Restore the full sequence from the shards of n ranks; the inverse of ``local_sequence``.
+
+    ``gathered`` has the shape (n, ..., seq / n, dim), the result (..., seq, dim).
+    """
     heads, tails = gathered.chunk(2, dim=-2)
     return torch.cat((*heads.unbind(), *tails.flip(0).unbind()), dim=-2)
 
 
 class ContextParallelAttention(nn.Module):
-    """Takes the place of ``CausalAttention``; its tensors hold this rank's part of the sequence."""
+    """Context-parallel replacement of ``CausalAttention``; queries, keys and values are sharded along the sequence."""
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
         self.mesh = mesh
-        # training.attention_backend may want another kernel.
+        # training.attention_backend may select another kernel.
         self.flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-        """``q`` (bs, heads, seq / n, head_dim), ``k``, ``v`` (bs, kv_heads, seq / n, head_dim) to the shape of ``q``.
+        """Causal attention of this rank's queries over the keys and values of all ranks.
 
-        ``mask``, as for ``attend``, replaces the causal one: its rows are this rank's queries, its columns the keys of
-        the whole sequence in order.
+        ``q`` has the shape (bs, heads, seq / n, head_dim), ``k`` and ``v`` (bs, kv_heads, seq / n, head_dim); the
+        result has the shape of ``q``. ``mask``, as for ``attend``, replaces the causal mask: its rows are this rank's
+        queries, its columns the keys of the full sequence in order.
         """
-        # One collective for both. Its backward sums the gradients that all ranks have for these keys and values.
-        # Not by full_tensor, which torch 2.11 does not compile.
+        # One all-gather for both. Its backward sums the gradients of these keys and values over all ranks. full_tensor
+        # is not used because torch 2.11 does not compile it.
         local = DTensor.from_local(torch.stack((k, v)), self.mesh, [Shard(0)], run_check=False)
         whole = local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         k, v = whole_sequence(whole.view(-1, 2, *k.shape)).unbind()  # (bs, kv_heads, seq, head_dim)
@@ -59,14 +66,16 @@ class ContextParallelAttention(nn.Module):
 
 
 def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True) -> Tensor:
-    """Causal attention of queries (bs, heads, n, head_dim) that belong to the last n of the keys' positions.
+    """Causal attention of queries ``q`` (bs, heads, n, head_dim) at the last n positions of the keys.
 
-    ``flash``: on a GPU by that kernel where it can be; else as ``scaled_dot_product_attention`` chooses.
+    ``flash``: use the flash attention kernel where a GPU supports it; otherwise ``attend`` with an explicit mask lets
+    ``scaled_dot_product_attention`` choose a kernel.
     """
     on_gpu = device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if flash and on_gpu and fits and compute_capability(q.device) >= (8, 0):
-        # is_causal of scaled_dot_product_attention aligns the mask with the first key. Its kernel aligns with the last.
+        # is_causal of scaled_dot_product_attention aligns the mask with the first key, but the flash kernel itself
+        # aligns it with the last key, as needed here.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
         return out
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
@@ -74,8 +83,8 @@ def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True)
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
-    """Put attention over the 1-D ``mesh`` into every block of ``model``.
+    """Replace the inner attention of every block of ``model`` by context-parallel attention over the 1-D ``mesh``.
 
-    Each rank then calls the forward with ``local_sequence`` of tokens and positions.
+    Each rank must then call the forward with ``local_sequence`` of the tokens and positions.
     """
     model.replace_inner_attention(lambda _: ContextParallelAttention(mesh))

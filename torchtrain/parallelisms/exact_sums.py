@@ -1,8 +1,8 @@
-"""Sums of gradients with the same bits in any order and grouping: over microbatches, ranks and replicas.
+"""Exact gradient sums: bitwise-identical for any order and grouping of microbatches, ranks and replicas.
 
 Each summand, the gradient of one microbatch on one rank, is rounded to a multiple of a power of two, the spacing, and
-added as a 64-bit integer, which is exact. The spacing is the finest with which no sum can overflow, as the largest
-summand of the step before tells. A step whose summands go beyond is found out and made again.
+added as a 64-bit integer, which is exact. The spacing is the finest with which no sum can overflow, given the largest
+summand of the previous step. A step whose summands exceed the limit is detected and recomputed.
 """
 
 import math
@@ -22,15 +22,15 @@ from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.torch_internals import DefaultReduceScatter
 
-HEADROOM_BITS = 6  # by which the largest summand may grow from one step to the next
-SUM_BITS = 62  # of an int64, with one to spare for what rounding adds
+HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
+SUM_BITS = 62  # usable bits of an int64; one is spare for rounding
 MIN_SPACING = -126  # its inverse must be a float32
-CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard that are added at once; those of a CPU fit its cache
+CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard per addition; on a CPU they fit its cache
 UNKNOWN = -(1 << 20)
 
 
 class ExactSums(Stateful):
-    """The spacing, on all ranks alike. Checkpoints hold what it depends on."""
+    """Chooses the spacing of exact sums, identical on all ranks. Its state, saved in checkpoints, determines it."""
 
     def __init__(self, device: torch.device) -> None:
         self.exponent = UNKNOWN  # of a power of two above the last step's largest summand
@@ -44,31 +44,36 @@ class ExactSums(Stateful):
         self.exponent = int(state_dict.get("exponent", self.exponent))
 
     def begin(self, summands: int) -> None:
-        """Call it before the first backward of a step. ``summands``: at most as many add up to an element."""
+        """Set the spacing; call it before the first backward of a step.
+
+        ``summands`` is the maximum number of summands of any gradient element.
+        """
         self.limit = self.exponent + HEADROOM_BITS
         self.spacing = max(MIN_SPACING, self.limit + (summands - 1).bit_length() - SUM_BITS)
-        # Of this step's summands. One for each ``see``: stages of a pipeline come there on streams of their own.
+        # Maxima of this step's summands, one for each call of ``see``, because pipeline stages call it on CUDA streams
+        # of their own.
         self.largest = [torch.zeros((), device=self.device)]
 
     def see(self, summands: Tensor) -> None:
-        """Note how large they are, before they are rounded."""
+        """Record the largest magnitude of ``summands``, before they are rounded."""
         low, high = summands.aminmax()
         self.largest.append(torch.maximum(-low, high).float())
 
     def rounded(self, summands: Tensor) -> Tensor:
-        """Multiples of the spacing: int64."""
+        """Return ``summands`` rounded to multiples of the spacing, as int64."""
         return torch.mul(summands.float(), 2.0**-self.spacing).round_().to(torch.int64)
 
     @torch.no_grad()
     def finish(self, parts: Sequence[nn.Module]) -> bool:
-        """Call it after the last backward: turns sums into gradients. The host waits for the device.
+        """Convert the sums to gradients in place; call it after the last backward. The host waits for the device.
 
-        False where sums may have overflown: the step must be made again. If a summand is not finite, gradients are NaN.
+        Returns False if sums may have overflowed: the step must then be recomputed. If a summand is not finite, the
+        gradients are NaN.
         """
         gradients = [
             cast(DTensor, p.grad).to_local() for part in parts for p in part.parameters() if p.grad is not None
         ]
-        maximum = torch.stack(self.largest).nan_to_num(nan=math.inf, posinf=math.inf).amax()  # one over ranks loses NaN
+        maximum = torch.stack(self.largest).nan_to_num(nan=math.inf, posinf=math.inf).amax()  # MAX would lose NaN
         all_reduce(maximum, op=dist.ReduceOp.MAX)
         largest = maximum.item()
         scale = 2.0**self.spacing if math.isfinite(largest) else math.nan
@@ -81,10 +86,10 @@ class ExactSums(Stateful):
 
 
 class ExactReduceScatter(AllToAllReduceScatter):
-    """Takes gradients in ``dtype`` from FSDP, and gives it their sums over the shards in multiples of the spacing.
+    """Custom reduce-scatter for FSDP: takes gradients in ``dtype`` and returns exact sums in multiples of the spacing.
 
-    ``mesh``: (replicate, shard). ``transport``, ``parallelism.fsdp_exact_transport``: "all_to_all" sends gradients as
-    they are, and rounds where they arrive; "ring" rounds before, and sends 8 bytes each.
+    ``mesh`` has the dimensions (replicate, shard). ``transport`` is ``parallelism.fsdp_exact_transport``: "all_to_all"
+    sends unrounded gradients and rounds them on the receiving rank; "ring" rounds first and sends 8 bytes per element.
     """
 
     def __init__(self, sums: ExactSums, dtype: torch.dtype, mesh: DeviceMesh, transport: str) -> None:
@@ -100,7 +105,7 @@ class ExactReduceScatter(AllToAllReduceScatter):
         if filled is not None:
             self.sums.see(filled)
             if self.ranks == 1:
-                filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP copies them to the output, and calls nothing
+                filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP only copies them to the output
         return super().allocate(size, dtype=self.dtype if filled is None else dtype, device=device)
 
     def reduce(self, output: Tensor, summands: Tensor, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""The blocks' linear layers in float8, by torchao (https://github.com/pytorch/ao, torchao.float8)."""
+"""Float8 training of the blocks' linear layers with torchao (https://github.com/pytorch/ao, torchao.float8)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,10 +11,10 @@ from torchtrain.models.llama.model import Transformer
 
 
 def apply_float8(model: Transformer, config: Float8Config, *, shards: int, emulate: bool = False) -> None:
-    """Swap the linear layers of the blocks, on the meta device; names and shapes of parameters stay.
+    """Convert the linear layers of the blocks to float8, on the meta device; parameter names and shapes do not change.
 
-    ``shards``: ranks that FSDP splits a parameter over. ``emulate`` computes float8's values in a wider dtype, slowly,
-    on devices without it.
+    ``shards`` is the number of ranks over which FSDP shards a parameter. ``emulate`` computes float8 values in a wider
+    dtype, which is slow, on devices without float8.
     """
     if config.recipe == "none":
         return
@@ -30,12 +30,12 @@ def apply_float8(model: Transformer, config: Float8Config, *, shards: int, emula
 
 
 def gathers_float8(config: Float8Config, shards: int) -> bool:
-    """Whether FSDP gathers the blocks' weights in float8."""
+    """Whether FSDP all-gathers the weights of the blocks in float8."""
     return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
 
 
 def compute_scales(parts: Sequence[nn.Module], *_: Any) -> None:
-    """Compute the scales of all float8 weights by one all-reduce, not by one for each. Call it when weights changed."""
+    """Compute the scales of all float8 weights with a single all-reduce. Call it whenever the weights change."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     for part in parts:

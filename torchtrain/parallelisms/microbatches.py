@@ -1,4 +1,4 @@
-"""From a batch of the loader to what a forward takes, on the device: rows, and this rank's part of each."""
+"""Split this rank's batch into microbatches on the device, and each sequence into this rank's shard of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,17 +17,25 @@ from torchtrain.parallelisms.context_parallel import local_sequence
 
 
 class Microbatch(NamedTuple):
-    """int64 tensors on the device. seq: this rank's part of a row, training.seq_len / context_parallel_degree."""
+    """Inputs and labels of one forward: int64 tensors on the device.
+
+    seq is the length of this rank's part of a sequence, training.seq_len / context_parallel_degree.
+    """
 
     tokens: Tensor  # (local_batch_size, seq)
     labels: Tensor  # (local_batch_size, seq)
     positions: Tensor  # (1 or local_batch_size, seq)
-    documents: Tensor | None  # (local_batch_size, training.seq_len): their numbers; None: attention crosses them
-    label_bytes: Tensor | None = None  # float64 (local_batch_size, seq), where the loader counts them
+    documents: (
+        Tensor | None
+    )  # (local_batch_size, training.seq_len): document numbers; None: attention crosses documents
+    label_bytes: Tensor | None = None  # float64 (local_batch_size, seq), if the data loader counts bytes
 
 
 def attention_mask(documents: Tensor | None, context: DeviceMesh) -> Tensor | BlockMask | None:
-    """As for ``attend``, from ``documents`` of a ``Microbatch``; ``context``: the 1-D mesh that splits sequences."""
+    """Build the mask for ``attend`` from the ``documents`` of a ``Microbatch``.
+
+    ``context`` is the 1-D mesh over which sequences are sharded.
+    """
     if documents is None:
         return None
     places = torch.arange(documents.shape[1], device=documents.device)
@@ -36,12 +44,12 @@ def attention_mask(documents: Tensor | None, context: DeviceMesh) -> Tensor | Bl
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Cuts batches: ``local_batch_size`` rows at once, and of those what context parallelism leaves to this rank."""
+    """Splits a batch into microbatches of ``local_batch_size`` rows, and shards their sequences for CP."""
 
     mesh: Mesh
     device: torch.device
     local_batch_size: int
-    document_start: int | None  # token that begins a document, to keep documents apart; None: attention crosses them
+    document_start: int | None  # token that begins a document; None: attention crosses documents
 
     def __call__(self, batch: Batch) -> Iterator[Microbatch]:
         own_part = partial(local_sequence, mesh=self.mesh.context)

@@ -1,4 +1,4 @@
-"""A model on its mesh: what training and validation ask for a loss, whatever the layout."""
+"""A parallelized model with its loss: one forward and backward interface for every parallel layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from torchtrain.parallelisms.tensor_parallel import reduce_norm_gradients
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """This rank's share of a model. Forward and backward are collective: all ranks call them alike."""
+    """This rank's model parts with their loss. Forward and backward are collective: every rank must call them."""
 
     mesh: Mesh
     device: torch.device
-    parts: Sequence[Transformer]  # the model, or the pipeline stages that this rank holds
+    parts: Sequence[Transformer]  # the full model, or this rank's pipeline stages
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
@@ -36,30 +36,33 @@ class ParallelModel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes losses: within a pipeline only the last stage does."""
+        """Whether this rank computes losses; under pipeline parallelism only ranks of the last stage do."""
         return self.pipeline is None or self.pipeline.last is not None
 
     def begin_gradients(self, rows: int) -> None:
-        """Call it before the first ``forward_backward`` of a step. ``rows``: of the batch, on this rank."""
+        """Call it before the first ``forward_backward`` of a step. ``rows``: this rank's rows of the global batch."""
         if self.sums is not None:
             degrees = self.mesh.degrees
-            # At most: one row per microbatch. Norms are summed over tensor-parallel ranks, too.
+            # An upper bound, reached with one row per microbatch. Gradients of norms are also summed over TP ranks.
             self.sums.begin(rows * degrees.batch * degrees.context * degrees.tensor)
 
     def finish_gradients(self) -> bool:
-        """Call it after the last one. False where exact sums have overflowed: the step must be computed again."""
+        """Complete the gradients; call it after the last ``forward_backward`` of a step.
+
+        Returns False if exact sums may have overflowed: the step must then be recomputed.
+        """
         if self.mesh.degrees.tensor > 1:
             reduce_norm_gradients(self.parts, self.mesh.tensor, self.reduce_dtype)
         return self.sums is None or self.sums.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
-        """Add the gradient of the microbatch's loss, divided by ``global_tokens``, to that of the step.
+        """Forward and backward of one microbatch; accumulates the gradient of its loss divided by ``global_tokens``.
 
         ``is_last``: whether it is the step's last microbatch, whose backward completes the reduction over all ranks.
-        Returns the two sums of ``token_losses``, (2,); zeros without ``has_loss``.
+        Returns the two sums of ``token_losses``, shape (2,); zeros if this rank computes no loss (``has_loss``).
         """
         tokens, labels, positions, documents = microbatch[:4]
-        with loss_parallel():  # for logits that tensor parallelism splits along the vocabulary
+        with loss_parallel():  # under tensor parallelism logits are sharded along the vocabulary dimension
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
             (model,) = self.parts
@@ -72,7 +75,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """The sum of the microbatch's losses alone, without z-loss."""
+        """Forward of one microbatch without backward; returns the sum of its token losses, without z-loss."""
         tokens, labels, positions, documents = microbatch[:4]
         with loss_parallel():
             if self.pipeline is not None:
@@ -85,14 +88,17 @@ class ParallelModel:
 def build_parallel_model(
     shape: TransformerConfig, mesh: Mesh, device: torch.device, config: JobConfig
 ) -> ParallelModel:
-    """Meta device, parallelize, ``to_empty``. Parameters and buffers are still to be initialized or loaded."""
+    """Build the model on the meta device, parallelize it and materialize it with ``to_empty``.
+
+    Parameters and buffers are uninitialized: initialize or load them afterwards.
+    """
     training, parallelism = config.training, config.parallelism
     stages = build_stages(shape, mesh, parallelism)
     sums = ExactSums(device) if training.sums == "exact" else None
     for stage in stages.values():
         parallelize_llama(stage, mesh, config, sums)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
-        stage.tie_weights()  # to_empty has made two parameters of a shared one
+        stage.tie_weights()  # to_empty splits a shared parameter in two
     loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
     split = mesh.degrees.pipeline > 1
     pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
@@ -103,7 +109,7 @@ def build_parallel_model(
 
 
 def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
-    """Compute the buffers, which no checkpoint holds, on ``device``, where CPU offload leaves them, too."""
+    """Compute the buffers on ``device``, even under CPU offload. Checkpoints do not contain buffers."""
     for part in parts:
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):

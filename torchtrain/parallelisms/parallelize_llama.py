@@ -1,4 +1,4 @@
-"""How a model is split over ranks and sped up, step by step."""
+"""Apply parallelisms and optimizations to a model: TP, CP, activation checkpointing, torch.compile and FSDP."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,10 @@ from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
 
 def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: ExactSums | None = None) -> None:
-    """Change ``model`` (or a pipeline stage), on the meta device, in place. A single rank takes the same path."""
+    """Parallelize ``model``, or a pipeline stage of it, in place; it must be on the meta device.
+
+    A single rank takes the same code path as many.
+    """
     training, parallelism = config.training, config.parallelism
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
     apply_float32_matmul(dtype, device)
@@ -40,7 +43,10 @@ def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: E
 
 
 def check_meshes(model: Transformer, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Assert that each parameter is on all axes that split the model: else ranks would train different values of it."""
+    """Assert that each parameter is a DTensor on all mesh dimensions that shard the model.
+
+    On ranks of a missing dimension, copies of the parameter would diverge.
+    """
     expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()

@@ -1,7 +1,8 @@
-"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
+"""Pipeline parallelism: layers are partitioned into stages on different ranks, and microbatches flow through them.
 
-A stage is a ``Transformer`` with missing children, so that its parameters keep their names. Tied embeddings are held
-twice, by the first stage and the last: both begin with the same values and get the same gradient, and so stay the same.
+A stage is a ``Transformer`` without the children of other stages, so that parameters keep their names. Tied embeddings
+are replicated on the first and the last stage. Both replicas start with the same values and receive the same gradient,
+so they stay identical.
 """
 
 from functools import partial
@@ -26,10 +27,13 @@ from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_micro
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Transformer]:
-    """This rank's stages, on the meta device, by their number in the whole pipeline; without one, the whole model."""
+    """Build this rank's pipeline stages on the meta device, keyed by stage index.
+
+    Without pipeline parallelism the only stage is the full model.
+    """
     layers = plan_stages(model, parallelism)
     rank, degree, last = mesh.pipeline.get_local_rank(), mesh.degrees.pipeline, len(layers) - 1
-    # ZBV's ranks hold both ends of a V, the others every degree-th stage.
+    # Under ZBV rank r holds stages r and last - r (a V shape); under the other schedules every degree-th stage.
     v_shaped = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
     own = (rank, last - rank) if v_shaped else range(rank, len(layers), degree)
     bounds = list(pairwise((0, *accumulate(layers))))
@@ -37,7 +41,11 @@ def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismC
 
 
 def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: bool) -> Transformer:
-    """A ``Transformer`` on the meta device with these layers and, at the ends, what comes before and after them."""
+    """Build a ``Transformer`` on the meta device with only ``layers``.
+
+    The first stage also has the embedding, and the last one the final norm and the output layer. With tied embeddings
+    the last stage has the embedding, too.
+    """
     with torch.device("meta"):
         stage = Transformer(model)
     for layer_id in list(stage.layers):
@@ -51,9 +59,10 @@ def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: b
 
 
 class Stage(PipelineStage):
-    """torch's stage without messages to this rank itself in the first exchange: gloo cannot send them.
+    """``PipelineStage`` that skips messages from a rank to itself in the initial P2P exchange.
 
-    With the V-shaped schedule a rank holds neighboring stages. Only torch 2.11 makes this exchange.
+    Under the V-shaped schedule one rank holds two neighboring stages, and gloo cannot send from a rank to itself. Only
+    torch 2.11 does this exchange.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -61,15 +70,15 @@ class Stage(PipelineStage):
 
 
 class GradReducingStage(Stage):
-    """A stage that reduces the gradients of each microbatch into their shards.
+    """Pipeline stage that reduce-scatters the gradients of every microbatch.
 
-    torch's keeps whole gradients until the last one: before each backward it switches the reduction off.
+    torch's stage disables the reduction before each backward but the last, and so keeps unsharded gradients until then.
     """
 
     def __init__(self, stage: Transformer, *args: Any, **options: Any):
         super().__init__(stage, *args, **options)
-        self.is_last_run = True  # of the schedule in this step
-        self._is_last = False  # whether the backward under way is the last one of the run
+        self.is_last_run = True  # whether this is the last run of the schedule in this step
+        self._is_last = False  # whether the current backward is the last of this run
         stage.set_requires_gradient_sync = self._set_accumulation  # type: ignore[assignment]
 
     def _set_accumulation(self, requires_gradient_sync: bool) -> None:
@@ -82,12 +91,12 @@ class GradReducingStage(Stage):
 
 
 class Pipeline:
-    """Runs this rank's stages together with those of the other ranks. With two ranks of one stage each:
+    """Runs this rank's pipeline stages in the configured schedule. With two ranks of one stage each:
 
         rank 0   tokens -> stage 0 -> send hidden states         receive their gradient -> backward of stage 0
         rank 1     receive them -> stage 1 -> ``_loss`` -> backward of both -> send the gradient
 
-    torch's schedule orders the microbatches. It gives labels to its loss function alone: so the last stage ends with
+    torch's schedule orders the microbatches. It passes labels only to its loss function, so the last stage returns
     hidden states, and ``_loss`` applies the output layer to them.
     """
 
@@ -100,7 +109,7 @@ class Pipeline:
         training: TrainingConfig,
         parallelism: ParallelismConfig,
     ):
-        """``stages``: from ``build_stages``, parallelized, on their device."""
+        """``stages``: the result of ``build_stages``, parallelized and on their device."""
         self.mesh = mesh.pipeline
         self.context = mesh.context
         self.device = device
@@ -111,15 +120,17 @@ class Pipeline:
         self.first, self.last = stages.get(0), stages.get(count - 1)
         self.tied = model.tied_embeddings
         if self.last is not None:
-            # Not as an argument of the schedule: those of torch 2.11 with a split backward take tensors alone.
+            # The head is bound here, not passed to the schedule: with a split backward, torch 2.11's schedules accept
+            # only tensors as arguments.
             to_hidden_states = partial(self.last.forward, head=lambda h, output: h)  # noqa: ARG005
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
         for stage in stages.values():
             stage.register_forward_pre_hook(self._add_mask, with_kwargs=True)
         microbatches = resolve_microbatches(parallelism, training)
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
-        # What goes into the first stage, between stages and out of the last. torch is told these shapes, so that no
-        # stage must be run to find them out. Between stages a rank has its part of sequence parallelism.
+        # Shapes of the input of the first stage, of activations between stages, and of the output of the last stage.
+        # With them, torch need not run the stages for shape inference. Under sequence parallelism, activations between
+        # stages are sharded along the sequence.
         between = seq // mesh.degrees.tensor if parallelism.enable_sequence_parallel else seq
         dtype = getattr(torch, training.mixed_precision_param)
         tokens = torch.empty(rows, seq, dtype=torch.int64, device="meta")
@@ -144,13 +155,13 @@ class Pipeline:
             self.pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else self.pipeline_stages[0],
             n_microbatches=microbatches,
             loss_fn=self._loss,
-            scale_grads=False,  # the loss is a sum, divided by the tokens of the whole global batch
+            scale_grads=False,  # the loss is already divided by the tokens of the global batch
         )
-        # Only now: the V-shaped schedule has changed on which ranks the stages are.
+        # Read after the schedule is built: the V-shaped schedule changes the assignment of stages to ranks.
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
-        """As ``ParallelModel.forward_backward``. The schedule splits the rows of ``microbatch`` once more."""
+        """See ``ParallelModel.forward_backward``. The schedule splits ``microbatch`` into pipeline microbatches."""
         tokens, labels, positions, documents = microbatch[:4]
         self.global_tokens = global_tokens
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -167,9 +178,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
-        """The sums of the losses, (2,), without a backward; zeros but on the rank of the last stage.
+        """Forward without backward; returns the sums of the losses, shape (2,).
 
-        Not by torch's schedule: one that splits the backward cannot run the forward alone.
+        They are zeros on ranks without the last stage. torch's schedule is not used, because schedules with a split
+        backward cannot run only the forward.
         """
         tokens, labels, positions, documents = microbatch[:4]
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
@@ -186,16 +198,17 @@ class Pipeline:
         return output if self.last is not None else torch.zeros(2, device=self.device)
 
     def _add_mask(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Give a stage the mask of the ``documents`` that the schedule has split, tensors alone, into microbatches.
+        """Forward pre-hook that builds a stage's attention mask from the microbatch's ``documents``.
 
-        A BlockMask is split by torch into masks with an integer each, for which flex_attention is compiled every time.
+        The schedule gets the tensor ``documents`` to split into microbatches. Were it given a BlockMask, torch would
+        split it into masks that each contain another integer, and flex_attention would be recompiled for each.
         """
         documents = arguments.pop("documents", None)
         return args, {**arguments, "mask": attention_mask(documents, self.context)}
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
-        self.last.unshard()  # gather the output layer once more: FSDP may have freed it after the stage's forward
+        self.last.unshard()  # all-gather the output layer again: FSDP may have freed it after the forward
         assert self.last.output is not None
         losses = self.loss(hidden, self.last.output, labels)
         self.losses += exact_nats(losses.detach())
@@ -203,11 +216,11 @@ class Pipeline:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """This rank's parameters that the first stage holds, too: a norm must not count them twice."""
+        """This rank's replicas of parameters of the first stage, which a gradient norm must not count twice."""
         return [self.last.get_parameter("output.weight")] if self.tied and self.last is not None else []
 
     def sync_tied_embedding_grads(self) -> None:
-        """Give the first and the last stage the sum of their gradients of the tied matrix. Call it once a step."""
+        """Sum the gradients of the tied embedding over the first and the last stage. Call it once per step."""
         holder = self.first or self.last
         if not self.tied or holder is None:
             return
@@ -221,4 +234,4 @@ class Pipeline:
         receive = dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-        gradient.to_local().add_(other.to(gradient.to_local().device))  # a + b = b + a: the two copies stay equal
+        gradient.to_local().add_(other.to(gradient.to_local().device))  # a + b = b + a: identical

@@ -1,4 +1,4 @@
-"""Stages and microbatches of a pipeline, as the config says or leaves open; what cannot work is refused."""
+"""Resolve and validate the number of layers per pipeline stage and the number of pipeline microbatches."""
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.errors import ConfigError
@@ -9,22 +9,30 @@ INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def layers_per_stage(n_layers: int, stages: int) -> tuple[int, ...]:
-    """An even split in which the embedding and the output count as a layer each, as Llama 3's (section 3.3.2)."""
+    """Split layers evenly over stages, counting the embedding and the output as one layer each.
+
+    This is the split of Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2).
+    """
     assert n_layers >= stages
     layers = [1] * stages
     for _ in range(n_layers - stages):
         loads = [n + (i == 0) + (i == stages - 1) for i, n in enumerate(layers)]
-        # Of equal ones the latest: an earlier stage has more microbatches in flight, so a layer costs it more memory.
+        # Among equally loaded stages the last: earlier stages have more microbatches in flight, so each of their layers
+        # takes more memory.
         layers[max(range(stages), key=lambda i: (-loads[i], i))] += 1
     return tuple(layers)
 
 
 def plan_stages(model: TransformerConfig, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Layers of each stage; ConfigError where the model cannot be split as the config says."""
+    """Return the number of layers of each stage.
+
+    Raises:
+        ConfigError: the model cannot be split as configured.
+    """
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     layers = parallelism.pipeline_parallel_layers_per_stage
     if ranks == 1:
-        return (model.n_layers,)  # no pipeline, whatever the schedule
+        return (model.n_layers,)  # no pipeline parallelism: the schedule is ignored
     if model.tied_embeddings and schedule == "ZBVZeroBubble":
         raise ConfigError(
             "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' puts the first and the last stage on one rank, "
@@ -51,7 +59,11 @@ def plan_stages(model: TransformerConfig, parallelism: ParallelismConfig) -> tup
 
 
 def resolve_microbatches(parallelism: ParallelismConfig, training: TrainingConfig) -> int:
-    """``pipeline_parallel_microbatches`` with -1 filled in; ConfigError where the schedule cannot do with it."""
+    """Return ``pipeline_parallel_microbatches`` with its default (-1) resolved to ``training.local_batch_size``.
+
+    Raises:
+        ConfigError: the schedule or the local batch size does not allow this number of microbatches.
+    """
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     sequences, count = training.local_batch_size, parallelism.pipeline_parallel_microbatches
     count = sequences if count == -1 else count

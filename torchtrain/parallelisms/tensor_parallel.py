@@ -1,7 +1,8 @@
-"""Tensor and sequence parallelism: each matrix is split over the ranks of a group.
+"""Tensor and sequence parallelism: weight matrices are sharded over the ranks of a mesh dimension.
 
-Megatron-LM (https://arxiv.org/abs/1909.08053) with sequence parallelism (https://arxiv.org/abs/2205.05198), written as
-DTensor placements. Outside attention and feed-forward, activations (bs, seq, dim) are sharded along seq.
+Megatron-LM tensor parallelism (https://arxiv.org/abs/1909.08053) with sequence parallelism
+(https://arxiv.org/abs/2205.05198), written as DTensor placements. With sequence parallelism, activations (bs, seq, dim)
+are sharded along seq outside attention and feed-forward.
 """
 
 from collections.abc import Sequence
@@ -27,17 +28,18 @@ from torchtrain.models.llama.model import Transformer
 
 
 class TensorParallelNorm(nn.RMSNorm):
-    """An RMSNorm with the same weight on all ranks of a group. Its gradient stays local to each rank.
+    """RMSNorm with a weight replicated over tensor-parallel ranks; its backward does not reduce the weight's gradient.
 
-    torch's SequenceParallel would have FSDP all-reduce it in param_dtype, for each norm and microbatch
-    (https://github.com/pytorch/pytorch/issues/190626). ``reduce_norm_gradients`` does it once per step.
+    With torch's SequenceParallel, FSDP would all-reduce the gradient in param_dtype, for each norm and microbatch
+    (https://github.com/pytorch/pytorch/issues/190626). ``reduce_norm_gradients`` reduces all of them once per step.
     """
 
     def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh, *, sharded_input: bool):
-        """``sharded_input``: whether each rank normalizes its own part of the input, not all of it."""
+        """``sharded_input``: whether each rank normalizes only its shard of the input, not the full input."""
         super().__init__(norm.normalized_shape, norm.eps, device="meta")
         self.weight = nn.Parameter(DTensor.from_local(norm.weight, mesh, [Replicate()], run_check=False))
-        # Where all ranks compute the same gradient, that of one counts: so they agree whatever their kernels round.
+        # If all ranks compute the same gradient, only that of rank 0 is used. So the weights stay identical even if
+        # kernels round differently across ranks.
         self.has_gradient = sharded_input or mesh.get_local_rank() == 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,20 +49,20 @@ class TensorParallelNorm(nn.RMSNorm):
 
 @torch.no_grad()
 def reduce_norm_gradients(parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Sum the gradients of each ``TensorParallelNorm`` over the 1-D ``mesh``, in ``dtype``, by one all-reduce."""
+    """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, by one all-reduce."""
     norms = [module for part in parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
     gradients = [local(norm.weight.grad) for norm in norms]
     summands = [g if norm.has_gradient else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
-    sums = torch.cat(summands).to(mesh.device_type, dtype)  # from CPU memory, under CPU offload
+    sums = torch.cat(summands).to(mesh.device_type, dtype)  # under CPU offload they are in CPU memory
     all_reduce(sums, group=mesh.get_group())
     torch._foreach_copy_(gradients, torch.split(sums, [g.numel() for g in gradients]))
 
 
 class EmbeddingParallel(RowwiseParallel):
-    """RowwiseParallel that waits for its collective.
+    """RowwiseParallel that waits for its output collective.
 
-    Without the wait its result is an AsyncCollectiveTensor. The first block would be compiled apart from the others,
-    and in torch 2.13 no gradient would come back through it: the embedding would not be trained.
+    Without the wait the output is an AsyncCollectiveTensor. The first block would then be compiled separately from the
+    others, and in torch 2.13 no gradient would flow back through it: the embedding would not be trained.
     """
 
     @staticmethod
@@ -72,10 +74,10 @@ class EmbeddingParallel(RowwiseParallel):
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Split the matrices of ``model`` over the 1-D ``mesh``.
+    """Apply tensor parallelism to ``model`` over the 1-D ``mesh``, in place.
 
-    The forward then takes the same tokens on all ranks of ``mesh`` and returns logits as a DTensor that is split along
-    the vocabulary. A pipeline stage takes and returns this rank's part of the residual stream.
+    Afterwards the forward takes the same tokens on all ranks of ``mesh`` and returns logits as a DTensor sharded along
+    the vocabulary dimension. Pipeline stages exchange this rank's part of the residual stream.
     """
     residual = Shard(1) if sequence_parallel else Replicate()
     for name, norm in list(model.named_modules()):
@@ -95,11 +97,11 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_para
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
     if model.norm is not None:
-        # As a DTensor: the loss gathers it before it cuts it in chunks.
+        # The output stays a DTensor, because the loss gathers it before it splits it into chunks.
         plan["norm"] = PrepareModuleOutput(
             output_layouts=residual, desired_output_layouts=residual, use_local_output=False
         )
     if model.output is not None:
         plan["output"] = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)
-    model.tie_weights()  # the plan has made two parameters of a shared one
+    model.tie_weights()  # parallelize_module splits a shared parameter in two

@@ -1,4 +1,4 @@
-"""What a device or a layout cannot do is refused here, before any process group starts."""
+"""Validate the config against the device and the parallel layout, before process-group initialization."""
 
 import importlib.util
 
@@ -14,12 +14,16 @@ from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_microbatches
 
 MOST_TOKENS = 2**25
-"""Limit for a rank in a step: twice what Llama 3 had on all ranks together (https://arxiv.org/abs/2407.21783)."""
-FLOAT8_MULTIPLE = 16  # of both sides of a matrix, activations among them: what the float8 kernels ask for
+"""Maximum tokens of a rank per step: twice the global batch of Llama 3 (https://arxiv.org/abs/2407.21783)."""
+FLOAT8_MULTIPLE = 16  # float8 kernels require both sides of weights and activations to be multiples of it
 
 
 def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig) -> None:
-    """ConfigError, with the rule and a way out, where ``device`` or ``degrees`` cannot do what ``config`` asks."""
+    """Check that the device and the parallel layout support ``config``.
+
+    Raises:
+        ConfigError: they do not; the message names the rule and suggests a fix.
+    """
     parallelism = config.parallelism
     if config.training.enable_cpu_offload and device.type == "cpu":
         raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
@@ -41,7 +45,11 @@ def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims,
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
-    """``training.global_batch_size`` with -1 filled in; ConfigError where it does not divide."""
+    """Return ``training.global_batch_size`` with its default (-1) resolved.
+
+    Raises:
+        ConfigError: it is too large, or no multiple of local_batch_size times the data-parallel degree.
+    """
     local, ranks, wanted = config.training.local_batch_size, degrees.batch, config.training.global_batch_size
     at_once = local * ranks
     if wanted == -1:
@@ -62,7 +70,7 @@ def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
 
 
 def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
-    """Rows that share a stream must be of one rank."""
+    """Check that the rows of each data stream are on one rank."""
     data, validation = config.data, config.validation
     sources = (*data.all, *(validation.all if validation.enable else ()))
     streamed = [source.name for source in sources if source.name and not source.download]
@@ -140,7 +148,8 @@ def _check_memory_budget(
     given = "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler"
     if not config.compile.enable:
         raise ConfigError(f"{given}; set compile.enable = true, or another mode, such as 'selective'")
-    # Its counter of operations asks flash attention for as many key/value heads as heads. It knows no flex_attention.
+    # The compiler's FLOP counter requires flash attention with as many key/value heads as query heads. It does not
+    # count flex_attention.
     has_flash_attention = device.type == "cuda" and not config.data.document_mask
     if has_flash_attention and has_grouped_queries and torch.__version__ < "2.12":
         raise ConfigError(
@@ -155,7 +164,7 @@ def _check_memory_budget(
 
 
 def _near(value: int, step: int) -> str:
-    """The multiples of ``step`` next to ``value``."""
+    """The nearest multiples of ``step`` below and above ``value``, as text for an error message."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
 
@@ -178,7 +187,7 @@ def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.
 def _check_float8(
     config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig, tokens: int
 ) -> None:
-    """``tokens``: of a forward on a rank."""
+    """Check the requirements of float8. ``tokens``: the number of tokens of one forward on a rank."""
     given = f"float8.recipe = {config.float8.recipe!r}"
     if device.type != "cuda" or compute_capability(device) < (8, 9):
         name = "one of {}.{}".format(*compute_capability(device)) if device.type == "cuda" else "a CPU"
