@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: their numbers, their positions, and a mask that keeps them apart."""
+"""Document masking: document numbers, positions, and attention masks for documents packed into one sequence."""
 
 import functools
 from typing import Any
@@ -10,26 +10,33 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 @functools.cache
 def compiled_create_block_mask() -> Any:
-    """Compiled, it never holds the mask of all pairs. Made when first needed: torch.compile takes long to import."""
+    """Compiled ``create_block_mask``, which never materializes the mask of all query-key pairs.
+
+    It is created on first use, because torch.compile is slow to import.
+    """
     return torch.compile(create_block_mask)
 
 
 def document_numbers(tokens: Tensor, bos_id: int) -> Tensor:
-    """For each of ``tokens`` (bs, seq) the number of its document: how many have begun in its row so far."""
+    """Document number of each token (bs, seq): the number of documents that have begun in its row so far."""
     return (tokens == bos_id).cumsum(dim=1)
 
 
 def document_positions(numbers: Tensor) -> Tensor:
-    """Positions that begin at 0 in each document, and in each row; ``numbers`` (bs, seq) from ``document_numbers``."""
+    """Position of each token in its document (bs, seq), restarting at 0 in each document and each row.
+
+    ``numbers`` (bs, seq) are those of ``document_numbers``.
+    """
     places = torch.arange(numbers.shape[1], device=numbers.device)
     begins = numbers.diff(dim=1, prepend=numbers[:, :1]) > 0
     return places - torch.where(begins, places, 0).cummax(dim=1).values
 
 
 def document_mask(numbers: Tensor, queries: Tensor) -> Tensor | BlockMask:
-    """Lets the tokens at places ``queries`` (q_seq,) attend to what came before them in their document.
+    """Causal mask within documents: each query attends to itself and earlier tokens of the same document.
 
-    On CUDA a BlockMask for flex_attention, elsewhere a boolean (bs, 1, q_seq, seq).
+    ``queries`` (q_seq,) are the positions of the queries in the sequence, ``numbers`` (bs, seq) the document numbers.
+    Returns a BlockMask for flex_attention on CUDA, otherwise a boolean tensor of shape (bs, 1, q_seq, seq).
     """
 
     def may_attend(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:

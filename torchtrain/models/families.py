@@ -1,10 +1,11 @@
-"""What a family of models is: its published sizes, and its config and names of tensors in Hugging Face's files.
+"""Model families: flavors (published sizes) and conversion of configs and tensor names to Hugging Face's format.
 
-Sizes, from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of Models
-(https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Qwen3
-(https://arxiv.org/abs/2505.09388). Of each there is a small one to debug with.
+Sizes are from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of
+Models (https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Qwen3
+(https://arxiv.org/abs/2505.09388). Each family also has a small flavor for debugging, "debugmodel".
 
-All are one ``Transformer``. Its q and k rows are in Hugging Face's order (see ``apply_rope``): none is permuted.
+All families share one ``Transformer``. Its wq and wk rows are in Hugging Face's order (see ``apply_rope``), so that
+conversion permutes no weights.
 """
 
 import json
@@ -26,19 +27,19 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class Family:
-    """A family. ``model_type``: what ``config.json`` calls it; its class there is this, capitalized, + ForCausalLM."""
+    """A model family. ``model_type`` is its name in ``config.json``; Hugging Face's class is Model_typeForCausalLM."""
 
     model_type: str
     flavors: Mapping[str, TransformerConfig]
     fixed: Mapping[str, Any]
-    """Keys of ``config.json`` that must have these values: with others the model computes something else."""
+    """Keys of ``config.json`` that must have these values, because others would change what the model computes."""
     defaults: Mapping[str, Any]
-    """What transformers takes for a key that ``config.json`` lacks, where families differ."""
+    """Default values in transformers for keys missing from ``config.json``, where they differ between families."""
     qk_norm: bool = False
     qkv_bias: bool = False
 
 
-# Of each model dim, n_layers, n_heads, n_kv_heads and ffn_dim are to be given.
+# The positional arguments are dim, n_layers, n_heads, n_kv_heads and ffn_dim.
 _llama2 = partial(TransformerConfig, vocab_size=32000, max_seq_len=4096)
 _llama3 = partial(
     TransformerConfig, vocab_size=128256, max_seq_len=131072, rope_theta=500000.0, rope_scaling=RopeScaling()
@@ -105,7 +106,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def flavor_config(name: str, flavor: str) -> TransformerConfig:
-    """The shape of ``flavor`` of the family ``name``; ConfigError names the flavors there are."""
+    """Return the model config of a flavor of the family ``name``; ConfigError lists the flavors if it is unknown."""
     flavors = FAMILIES[name].flavors
     if flavor not in flavors:
         raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
@@ -113,7 +114,11 @@ def flavor_config(name: str, flavor: str) -> TransformerConfig:
 
 
 def export_family(config: TransformerConfig) -> Family:
-    """The family under which a model is exported: its own, or one that computes the same; ValueError: there is none."""
+    """The family under which a model is exported: its own, or one with the same computation.
+
+    Raises:
+        ValueError: there is no such family.
+    """
     for family in (FAMILIES[config.family], *FAMILIES.values()):
         if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
             return family
@@ -139,32 +144,32 @@ _HF_MODULES = {
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of our parameter ``name``: ``layers.3.attention.wq.weight`` and the like."""
+    """Hugging Face's name of a ``Transformer`` parameter, such as ``layers.3.attention.wq.weight``."""
     layer, module, kind = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]
     return f"{'model.' + layer if layer else ''}{_HF_MODULES[module]}.{kind}"
 
 
-# What config.json must say, if it says it at all, in every family.
+# Keys of config.json that must have these values in every family, if they are present.
 _FIXED: Mapping[str, Any] = MappingProxyType({"hidden_act": "silu", "is_causal": True, "transformers_weights": None})
-# What scales RoPE, by Hugging Face's names; ours differ in the length.
+# Hugging Face's keys of each RoPE scaling type. ``RopeScaling`` has the same names, apart from that of the length.
 _LENGTH = "original_max_position_embeddings"
 _SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _LENGTH, "beta_fast", "beta_slow", "attention_factor"),
 }
-# Fields that change nothing of what the model computes, and head_dim, which is exported as head_size.
+# Fields that do not change what the model computes, and head_dim, which is exported as head_size.
 _NOT_EXPORTED = ("family", "head_dim", "base_dim", "base_layers", "max_position_embeddings")
 
 
 def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``.
+    """Return the content of ``config.json`` for weights in ``dtype``, such as ``bfloat16``.
 
     Raises:
-        ValueError: ``config.json`` would describe another model than ``config``, or there is no family for it.
+        ValueError: ``config.json`` cannot describe ``config``, or no family of Hugging Face's supports it.
     """
     content = _hf_config(config, dtype, bos_id, eos_id)
-    # What the model's code has gained and the export does not know would be exported as something else.
+    # Round trip: it detects new fields of TransformerConfig that the export does not support yet.
     written = config_from_hf(content)
     expected = replace(
         config, max_seq_len=content["max_position_embeddings"], rope_scaling=_without_unused(config.rope_scaling)
@@ -180,7 +185,7 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
 
 
 def _without_unused(scaling: RopeScaling | None) -> RopeScaling | None:
-    """``scaling`` with defaults for the values that its type does not use."""
+    """Return ``scaling`` with the values that its type does not use reset to their defaults."""
     if scaling is None:
         return None
     default = RopeScaling(scaling.type)
@@ -220,7 +225,7 @@ def _hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id
 
 
 def read_hf_config(folder: Path) -> TransformerConfig:
-    """The shape of the model in ``folder``; ``CheckpointError`` if it is not one of ours."""
+    """Read the model config from ``config.json`` in ``folder``; CheckpointError if the model is not supported."""
     try:
         content = json.loads(read_file(folder / CONFIG_FILE))
         if not isinstance(content, dict):
@@ -233,9 +238,11 @@ def read_hf_config(folder: Path) -> TransformerConfig:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    """Our shape of the model whose ``config.json`` is ``hf``; ValueError says what of it we do not have.
+    """Convert the content of a ``config.json`` to a TransformerConfig. Missing keys have the defaults of transformers.
 
-    A key that is not there has transformers' default.
+    Raises:
+        KeyError: a required key is missing.
+        ValueError: the message names the value that is not supported.
     """
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = hf.get("model_type", "llama")
@@ -280,13 +287,14 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``config.json`` says of RoPE, in one dict, as transformers gathers it."""
-    # transformers 5 keeps theta and scaling in one entry, earlier versions in two.
+    """All RoPE parameters of a ``config.json`` in one dict, collected as transformers does."""
+    # transformers 5 stores theta and scaling in one entry, earlier versions in two.
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     given = hf.get(key) or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"{key} = {given!r} must be an object")
-    # transformers' Llama ignores these, and its Qwen fails: only models with sliding windows have them.
+    # RoPE parameters per layer type: transformers' Llama ignores them, and its Qwen fails on them. Only models with
+    # sliding windows have them.
     if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"{key} has values per type of layer ({', '.join(nested)}); here all layers have the same RoPE. If these "

@@ -1,13 +1,13 @@
-"""Initial weights that no layout can change.
+"""Layout-independent initialization of parameters.
 
-The contract: the values of a parameter are a function of (seed, its full name, its full shape) alone. Not of the number
-of ranks, of how the parameter is split over them, of the order in which parameters are filled, or of the device.
+The contract: the values of a parameter depend only on (seed, its full name, its full shape). They do not depend on the
+number of ranks, the sharding of the parameter, the order in which parameters are initialized, or the device.
 
-How it is kept: each parameter owns a stream of random bits, Philox4x64 (Salmon et al. 2011, "Parallel random numbers:
-as easy as 1, 2, 3") under a key hashed from seed, name and shape. Philox is counter-based, so that element i of the
-flattened parameter can be had without those before it: a rank makes the blocks that its rows lie in, and no others.
-Values are computed on the CPU in blocks of one fixed size, since vectorized functions may round the odd elements at the
-end of an array differently.
+Implementation: each parameter has its own stream of random bits, Philox4x64 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3") with a key hashed from seed, name and shape. Philox is counter-based, so that element i of
+the flattened parameter can be generated without the elements before it: a rank only generates the blocks that contain
+its rows. Values are computed on the CPU in blocks of one fixed size, because vectorized functions may round the
+remaining elements at the end of an array differently.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 from torchtrain.torch_internals import compute_local_shape_and_global_offset
 
 BLOCK = 1 << 15  # elements; small enough that torch runs it in one thread
-BLOCKS_IN_FLIGHT = 64  # 8 MiB of float32 at most, whatever the size of the parameter
+BLOCKS_IN_FLIGHT = 64  # at most 8 MiB of float32, for parameters of any size
 
-# Turns a block of uniform values in (0, 1), float32, into the distribution asked for.
+# Transforms a float32 block of uniform values in (0, 1) to another distribution.
 Transform = Callable[[Tensor], Tensor]
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def full_name(name: str) -> str:
-    """``name`` of a parameter without what activation checkpointing and compile put into it."""
+    """Parameter name without the prefixes that activation checkpointing and torch.compile add."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -44,13 +44,15 @@ def full_name(name: str) -> str:
 
 @contextmanager
 def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[None]:
-    """Within it, ``torch.nn.init`` fills the parameters of ``parts`` by the contract above.
+    """Context manager in which ``torch.nn.init`` initializes the parameters of ``parts`` independently of the layout.
 
-    So ``init_weights`` is written as for one rank. Meanwhile the functions are replaced, in the whole process,
-    by ones that know a parameter's name by its identity; a tensor that is no parameter of ``parts`` fails.
+    So ``init_weights`` can be written as for a single rank. Within the context, functions of ``torch.nn.init`` are
+    patched in the entire process; they look up a parameter's name by its identity, and a tensor that is not a parameter
+    of ``parts`` raises AssertionError.
 
-    ``normal_``, ``trunc_normal_`` and ``uniform_`` follow it; those that draw no random numbers are what they were; the
-    other random ones raise NotImplementedError. ``parts``: a model, or the pipeline stages of one that this rank holds.
+    ``normal_``, ``trunc_normal_`` and ``uniform_`` follow the contract of this module. Functions that draw no random
+    numbers are unchanged; other random ones raise NotImplementedError. ``parts`` is a model, or this rank's pipeline
+    stages.
     """
     names = {id(parameter): full_name(name) for part in parts for name, parameter in part.named_parameters()}
 
@@ -80,17 +82,17 @@ def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[N
 
 
 def normal_cdf(x: float) -> float:
-    """Share of the standard normal distribution below ``x``."""
+    """Cumulative distribution function of the standard normal distribution."""
     return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
 
 
 def normal_quantile(u: Tensor) -> Tensor:
-    """The standard normal value below which the share ``u`` in (0, 1) lies; overwrites ``u``."""
+    """Quantile function (inverse CDF) of the standard normal distribution, for ``u`` in (0, 1); overwrites ``u``."""
     return u.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2.0))
 
 
 def block_held(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """What this rank holds of ``tensor``, which may be a DTensor of any placement, and where it lies in the whole."""
+    """This rank's part of ``tensor`` (a tensor, or a DTensor of any placement), and its global position as slices."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -101,7 +103,7 @@ def block_held(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 @torch.no_grad()
 def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str) -> None:
-    """Fill this rank's part of ``parameter`` (a tensor, or a DTensor of any placement) from the stream of ``name``."""
+    """Initialize this rank's part of ``parameter`` (a tensor or DTensor) from the random stream of ``name``."""
     if parameter.is_meta:
         return
     shape = tuple(parameter.shape)
@@ -111,7 +113,7 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=16).digest(), "little")
     row_size = math.prod(shape[1:])
     rows_at_once = max(1, BLOCK * BLOCKS_IN_FLIGHT // row_size)
-    # Torch's number of threads: all cores for a single process; under torchrun OMP_NUM_THREADS.
+    # torch's number of threads is that of all cores for a single process, and OMP_NUM_THREADS under torchrun.
     with ThreadPoolExecutor(min(torch.get_num_threads(), os.cpu_count() or 1)) as pool:
         for row in range(0, len(local), rows_at_once):
             rows = min(rows_at_once, len(local) - row)
@@ -121,10 +123,11 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
 
 
 def stream(key: int, start: int, stop: int, transform: Transform, pool: ThreadPoolExecutor) -> Tensor:
-    """Elements ``start`` to ``stop`` of the stream of ``key``, float32, made in whole blocks."""
+    """Elements ``start`` to ``stop`` of the random stream of ``key``, as float32; generated in full blocks."""
 
     def block(number: int) -> Tensor:
-        # A counter gives four 64-bit words, or 8 values. Of each 23 bits n: (n + 0.5) / 2^23 is exact, never 0 or 1.
+        # A counter yields four 64-bit words, that is, 8 values. Each value uses 23 bits n: (n + 0.5) / 2^23 is exact,
+        # and never 0 or 1.
         bits = np.random.Philox(key=key, counter=number * (BLOCK // 8)).random_raw(BLOCK // 2).view(np.uint32)
         uniform = torch.from_numpy((bits >> 9).astype(np.float32))
         return transform(uniform.add_(0.5).mul_(2.0**-23))

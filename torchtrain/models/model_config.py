@@ -1,4 +1,4 @@
-"""The model's config from the section [model] and a tokenizer, and the section from a model's config."""
+"""Build the TransformerConfig from the section [model] and a tokenizer, and the section from a TransformerConfig."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from torchtrain.models.llama.rope_scaling import RopeScaling
 
 
 class Vocabulary(Protocol):
-    """What a model's config depends on in a tokenizer."""
+    """The attributes of a tokenizer that a model config depends on."""
 
     vocab_size: int
     used_ids: int
@@ -21,12 +21,13 @@ class Vocabulary(Protocol):
 
 
 def build_model_config(model: ModelConfig, tokenizer: Vocabulary | None, seq_len: int) -> TransformerConfig:
-    """Flavor, [model.shape] and vocabulary of the resolved section ``model``, for sequences of ``seq_len`` tokens.
+    """Build the model config from the resolved section ``model``, for sequences of ``seq_len`` tokens.
 
-    Without ``tokenizer`` the vocabulary is the flavor's, unless ``model`` has one.
+    It combines the flavor, the overrides of [model.shape] and the vocabulary size: ``model.vocab_size``, or by default
+    that of ``tokenizer``, or that of the flavor if ``tokenizer`` is None.
 
     Raises:
-        ConfigError: there is no such flavor or shape, or the tokenizer has more ids than the model.
+        ConfigError: the flavor does not exist, the shape is invalid, or the tokenizer has more ids than the model.
     """
     changes = given(model.shape)
     scaling = changes.pop("rope_scaling", None)
@@ -48,7 +49,7 @@ def build_model_config(model: ModelConfig, tokenizer: Vocabulary | None, seq_len
             changes["rope_scaling"] = None if scaling.get("type") == "none" else replace(old, **scaling)
         shape = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
         export_family(shape)
-    except TypeError as error:  # its message names what is missing
+    except TypeError as error:  # its message names the missing fields
         raise ConfigError(f"model.flavor is empty, and [model.shape] does not give all: {error}") from error
     except ValueError as error:
         raise ConfigError(f"[model.shape] on {model.name} {model.flavor}: {error}") from error
@@ -56,12 +57,16 @@ def build_model_config(model: ModelConfig, tokenizer: Vocabulary | None, seq_len
 
 
 def longest_context(config: JobConfig) -> int:
-    """Tokens of the longest sequence for which the model of ``config`` is meant."""
+    """Maximum context length, in tokens, that the model of ``config`` is intended for."""
     return max(config.training.seq_len, config.model.shape.max_position_embeddings or 0)
 
 
 def document_start(config: JobConfig, tokenizer: Vocabulary) -> int | None:
-    """Id of the token that begins a document; None without ``data.document_mask``. ConfigError: there is no bos."""
+    """Id of the token that begins a document (bos); None without ``data.document_mask``.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
     if not config.data.document_mask:
         return None
     if tokenizer.bos_id is None:
@@ -73,15 +78,15 @@ def document_start(config: JobConfig, tokenizer: Vocabulary) -> int | None:
 
 
 def given(section: ModelOverrides) -> dict[str, Any]:
-    """What ``section`` sets."""
+    """The options that ``section`` sets, as a dict."""
     return {key: value for key, value in to_dict(section).items() if value != {}}
 
 
 def resolve_model_section(model: ModelConfig) -> ModelConfig:
-    """``model`` with what ``hf_folder`` stands for in its place, so that it needs the folder no more.
+    """Replace ``hf_folder`` by the explicit options that it stands for, so that the folder is no longer needed.
 
     Raises:
-        CheckpointError: the folder holds no model of ours.
+        CheckpointError: the folder does not contain a supported model.
     """
     if not model.hf_folder:
         return model
@@ -95,7 +100,7 @@ def resolve_model_section(model: ModelConfig) -> ModelConfig:
 
 
 def to_model_section(shape: TransformerConfig, tokenizer_path: str) -> ModelConfig:
-    """The section [model] that gives ``shape``, without a flavor."""
+    """Return the section [model] that describes the config ``shape`` explicitly, without a flavor."""
     names = {field.name for field in fields(ModelOverrides)} - {"rope_scaling"}
     values = {name: getattr(shape, name) for name in names} | {
         "head_dim": shape.head_size,

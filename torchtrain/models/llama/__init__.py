@@ -1,4 +1,4 @@
-"""The dense decoder of Llama, Mistral and Qwen."""
+"""The dense decoder-only transformer of Llama, Mistral and Qwen."""
 
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling

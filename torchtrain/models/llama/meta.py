@@ -1,4 +1,4 @@
-"""The same Llama in Meta's own files."""
+"""Read Llama models in Meta's original checkpoint format."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ from torchtrain.models.llama.rope_scaling import RopeScaling
 
 
 def config_from_meta(params: Mapping[str, Any], vocab_size: int) -> TransformerConfig:
-    """Our shape of the model whose ``params.json``, in Meta's folder, is ``params``.
+    """Convert the content of Meta's ``params.json`` to a TransformerConfig.
 
-    The formulas are those of ``FeedForward`` in Meta's llama-models, ``models/llama3/model.py``. Meta's file does not
-    say how far RoPE is stretched, nor that embeddings are tied: Llama 3.2's 1B and 3B, which are, stretch by 32.
+    The formulas are those of ``FeedForward`` in Meta's llama-models, ``models/llama3/model.py``. Meta's file contains
+    neither the RoPE scaling factor nor whether embeddings are tied. They are in Llama 3.2's 1B and 3B, whose factor
+    is 32.
     """
     dim, n_heads = params["dim"], params["n_heads"]
     ffn_dim = int(2 * 4 * dim / 3)
@@ -40,10 +41,13 @@ def config_from_meta(params: Mapping[str, Any], vocab_size: int) -> TransformerC
 
 
 def meta_rows_to_ours(weight: Tensor, n_heads: int) -> Tensor:
-    """Rows of Meta's wq or wk (heads x head_dim, dim), pairs of channels side by side, in our order: in halves."""
+    """Permute rows of Meta's wq or wk from interleaved channel pairs to halves, the order that ``apply_rope`` uses.
+
+    ``weight`` has the shape (heads * head_dim, dim); ``n_heads`` is the number of its heads.
+    """
     rows, dim = weight.shape
     return weight.view(n_heads, rows // n_heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
 
 
-# Meta's files of one model split these matrices by columns, and all others by rows; norms are whole in each.
+# Meta shards these matrices by columns over its files of one model, and all others by rows; norms are replicated.
 META_SPLIT_BY_COLUMNS = ("attention.wo", "feed_forward.w2")

@@ -1,9 +1,9 @@
-"""The dense decoder of Llama, Mistral and Qwen, by its config, and nothing of how it is split over ranks.
+"""The dense decoder-only transformer of Llama, Mistral and Qwen, independent of any parallelism.
 
-Shapes in comments: bs = sequences, seq = tokens of a sequence, dim = width of the residual stream, heads and kv_heads =
-query and key/value heads, head_dim = width of a head, vocab = vocabulary.
+Shapes in comments: bs = number of sequences, seq = tokens per sequence, dim = width of the residual stream, heads and
+kv_heads = number of query and key/value heads, head_dim = width of a head, vocab = vocabulary size.
 
-A pipeline stage is the same ``Transformer`` with some children set to None, or removed from ``layers``.
+A pipeline stage is the same ``Transformer`` with some children set to None or removed from ``layers``.
 """
 
 import functools
@@ -22,14 +22,17 @@ from torchtrain.models.llama.rope_scaling import RopeScaling
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a model; ValueError says which rule it breaks.
+    """Architecture of a ``Transformer``.
 
-    ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` that of a head where it is not dim /
-    n_heads. ``qk_norm``: queries and keys are normalized, each head by itself, before RoPE, as in Qwen3. ``qkv_bias``:
-    wq, wk and wv have biases, as in Qwen2. ``base_dim`` and ``base_layers``: of the model whose hyperparameters it
-    has (muP), which changes the initial weights. ``family`` changes nothing of the computation, nor does
-    ``max_position_embeddings``: the longest context of the model, where that is more than ``max_seq_len``, for which
-    this ``Transformer`` has RoPE tables.
+    ``ffn_dim`` is the inner width of the feed-forward network, ``head_dim`` the width of a head where it is not dim /
+    n_heads. ``qk_norm``: queries and keys are normalized per head before RoPE, as in Qwen3. ``qkv_bias``: wq, wk and wv
+    have biases, as in Qwen2. ``base_dim`` and ``base_layers`` are the width and depth of the base model that
+    hyperparameters are transferred from (muP); they change the initial weights. ``max_seq_len`` is the length of the
+    RoPE tables. ``family`` and ``max_position_embeddings`` do not change the computation; the latter is the maximum
+    context length of the model where it is longer than ``max_seq_len``.
+
+    Raises:
+        ValueError: a value is invalid; the message names the rule.
     """
 
     dim: int
@@ -51,7 +54,7 @@ class TransformerConfig:
     base_layers: int | None = field(default=None, compare=False)
     max_position_embeddings: int | None = field(default=None, compare=False)
     head_size: int = field(init=False)
-    """``head_dim``, or what it is by default."""
+    """Width of a head: ``head_dim``, or by default dim / n_heads."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -72,14 +75,14 @@ class TransformerConfig:
 
     @property
     def mup_ratios(self) -> tuple[float, float]:
-        """dim and n_layers, each divided by that of the base model (muP); 1.0 where there is none."""
+        """Ratios of dim and n_layers to those of the base model (muP); 1.0 without a base model."""
         return self.dim / (self.base_dim or self.dim), self.n_layers / (self.base_layers or self.n_layers)
 
 
 def rope_frequencies(config: TransformerConfig) -> Tensor:
-    """Angle by which each pair of channels turns per position, float32 of shape (head_dim / 2,).
+    """RoPE frequencies: rotation angle of each channel pair per position, in radians; float32, shape (head_dim / 2,).
 
-    RoFormer, https://arxiv.org/abs/2104.09864, with the scaling that the config has.
+    RoFormer, https://arxiv.org/abs/2104.09864, with the RoPE scaling of the config.
     """
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequencies = 1.0 / config.rope_theta**exponents
@@ -87,29 +90,32 @@ def rope_frequencies(config: TransformerConfig) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x`` (bs, seq, heads, head_dim) by ``cos`` and ``sin`` (1 or bs, seq, 1, head_dim / 2).
+    """Apply rotary position embeddings to ``x`` (bs, seq, heads, head_dim).
 
-    Channel i is paired with channel i + head_dim / 2, as Hugging Face does: halves are faster than Meta's interleaved
-    pairs. Computed in float32, returned in the dtype of ``x``.
+    ``cos`` and ``sin`` have the shape (1 or bs, seq, 1, head_dim / 2). Channel i is paired with channel i + head_dim /
+    2, as in Hugging Face's models: halves are faster than Meta's interleaved pairs. Computed in float32, returned in
+    the dtype of ``x``.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v under a causal mask, or under ``mask``.
+    """Scaled dot-product attention, softmax(q k^T / sqrt(head_dim)) v, with a causal mask or with ``mask``.
 
-    ``q`` (bs, heads, q_seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim) to the shape of ``q``. A boolean
-    ``mask``, true where a query sees a key, is broadcast to (bs, heads, q_seq, seq); a ``BlockMask`` has that shape.
+    ``q`` has the shape (bs, heads, q_seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim); the result has the
+    shape of ``q``. A boolean ``mask``, true where a query attends to a key, is broadcast to (bs, heads, q_seq, seq); a
+    ``BlockMask`` has that shape.
     """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Compiled, with the block around it or by itself: else flex_attention computes masked scores, too.
+        # flex_attention must be compiled, by itself or within a compiled block: else it computes masked scores, too.
         alone = q.is_cuda and not torch.compiler.is_compiling()
         flex = compiled_flex_attention() if alone else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)  # type: ignore[no-any-return]
     if gqa and q.is_cuda and (mask is not None or q.dtype is torch.float32):
-        # The only fused kernel there for a mask, or for float32, takes no grouped heads; others keep all scores.
+        # On CUDA the only fused kernel for a mask or for float32 does not support GQA. Without it, attention would
+        # materialize all scores.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         gqa = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
@@ -117,13 +123,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 
 @functools.cache
 def compiled_flex_attention() -> Any:
-    """Made when it is first needed: torch.compile takes long to import."""
-    # As one operation, whose result selective activation checkpointing keeps.
+    """Compiled ``flex_attention``; created on first use, because torch.compile is slow to import."""
+    # The option wraps it as one operation, whose output selective activation checkpointing can save.
     return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 class CausalAttention(nn.Module):
-    """``attend`` as a module, which ``replace_inner_attention`` can replace."""
+    """``attend`` as a module, so that ``replace_inner_attention`` can replace it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         return attend(q, k, v, mask)
@@ -145,7 +151,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         bs, seq, _ = x.shape
-        # -1: with tensor parallelism a rank has only some of the heads.
+        # -1, because under tensor parallelism a rank has only some of the heads.
         q = self.wq(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, heads, head_dim)
         k = self.wk(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
         v = self.wv(x).view(bs, seq, -1, self.head_dim)  # (bs, seq, kv_heads, head_dim)
@@ -170,10 +176,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each with a norm before and a residual around it."""
+    """Pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
     PRODUCTS = [f"attention.{w}" for w in ("wq", "wk", "wv", "wo")] + [f"feed_forward.{w}" for w in ("w1", "w3", "w2")]
-    """The layers that multiply by a matrix, in the order of the forward."""
+    """Names of the linear layers, in forward order."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -188,7 +194,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens in, logits out."""
+    """Decoder-only transformer: maps token ids to logits."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -197,7 +203,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        # A dict, so that a pipeline stage holds a part of the layers under their full names.
+        # A dict, so that the layers of a pipeline stage keep their names.
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -207,13 +213,14 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Fill every parameter and buffer anew.
+        """Initialize all parameters and buffers.
 
-        Matrices: normal of standard deviation 0.02, truncated at three standard deviations. wo and w2, which write to
-        the residual stream: 0.02 / sqrt(2 * layer), layers counted from 1, so that the stream's variance grows slowly
-        with depth. Output: 1 / sqrt(dim), so that the first logits have unit variance. Norms: ones. Biases: zeros.
+        Matrices are drawn from a normal distribution with standard deviation 0.02, truncated at three standard
+        deviations. The standard deviation of wo and w2, which write to the residual stream, is 0.02 / sqrt(2 * layer),
+        with layers counted from 1, so that the variance of the residual stream grows slowly with depth. That of the
+        output layer is 1 / sqrt(dim), so that initial logits have unit variance. Norm weights are ones, biases zeros.
 
-        With a base model (muP) they are those of the table in docs/recipes.md.
+        With a base model (muP), the table in docs/recipes.md lists the standard deviations.
         """
         self.tie_weights()
         width, depth = self.config.mup_ratios
@@ -234,22 +241,22 @@ class Transformer(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the RoPE tables, float32 of shape (max_seq_len, head_dim / 2). No checkpoint holds them."""
+        """Compute the RoPE tables, float32 of shape (max_seq_len, head_dim / 2). Checkpoints do not contain them."""
         if self.rope_cos.is_meta:
             return
-        with torch.device("cpu"):  # the same bits on every device
+        with torch.device("cpu"):  # for bitwise-identical tables on every device
             angles = torch.outer(torch.arange(self.config.max_seq_len).float(), rope_frequencies(self.config))
         amplitude = 1.0 if self.config.rope_scaling is None else self.config.rope_scaling.amplitude
         self.rope_cos.copy_(angles.cos() * amplitude)
         self.rope_sin.copy_(angles.sin() * amplitude)
 
     def tie_weights(self) -> None:
-        """Make the output share the embedding's parameter where the config says so and both are here."""
+        """Share the embedding's parameter with the output layer if embeddings are tied and this stage has both."""
         if self.config.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def replace_inner_attention(self, make: Callable[[nn.Module], nn.Module]) -> None:
-        """Put ``make(inner)`` in the place of the ``inner`` attention of each block."""
+        """Replace the inner attention of each block by ``make(inner_attention)``."""
         for block in self.layers.values():
             attention: Any = block.get_submodule("attention")
             attention.inner_attention = make(attention.inner_attention)
@@ -261,18 +268,18 @@ class Transformer(nn.Module):
         mask: Tensor | BlockMask | None = None,
         head: Callable[[Tensor, nn.Module], Tensor] | None = None,
     ) -> Tensor:
-        """Logits (bs, seq, vocab) for ``tokens`` (bs, seq); for a pipeline stage, what its children compute of that.
+        """Compute logits (bs, seq, vocab) for ``tokens`` (bs, seq), or the part of a pipeline stage in that.
 
-        A stage after the first takes hidden states (bs, seq, dim), floating-point, in place of tokens (integers). A
-        stage without ``output`` returns hidden states.
-        ``positions``, integers of shape (1 or bs, seq), default to 0, 1, ...; ``mask`` goes to each inner attention.
-        With ``head`` the result is ``head(h, output)``, for the last hidden states ``h`` (bs, seq, dim) and the output
-        layer: a loss that need not have all logits at once.
+        Pipeline stages after the first take floating-point hidden states (bs, seq, dim) instead of integer tokens. A
+        stage without ``output`` returns hidden states. ``positions``, integers of shape (1 or bs, seq), default to 0,
+        1, ...; ``mask`` is passed to each inner attention. If ``head`` is given, the result is ``head(h, output)`` for
+        the final hidden states ``h`` (bs, seq, dim) and the output layer, such as a loss that does not need all logits
+        at once.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rope_cos[positions, None], self.rope_sin[positions, None]  # (1 or bs, seq, 1, head_dim / 2)
-        h = tokens  # later stages get hidden states; the last one may hold the tied embedding and must not apply it
+        h = tokens  # later stages get hidden states; the last one may have a tied embedding, but must not apply it
         if self.tok_embeddings is not None and not tokens.is_floating_point():
             h = self.tok_embeddings(tokens)
         for block in self.layers.values():

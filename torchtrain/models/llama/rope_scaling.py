@@ -1,4 +1,4 @@
-"""Stretching of RoPE for sequences longer than those that a model was first trained on."""
+"""RoPE scaling (linear, Llama 3, YaRN), for contexts longer than those of the original training."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of RoPE, by ``factor``, beyond the length that was first trained (``original_max_seq_len``).
+    """Scales RoPE by ``factor`` to extend the context beyond ``original_max_seq_len``, the original training length.
 
-    linear: all positions (https://arxiv.org/abs/2306.15595). llama3: ``apply_scaling`` in Meta's llama-models,
-    ``models/llama3/model.py``, with the two ``freq_factor``. yarn: https://arxiv.org/abs/2309.00071, with the two
-    ``beta`` and ``attention_factor``, by which queries and keys grow; None: 0.1 ln(factor) + 1.
+    linear: position interpolation (https://arxiv.org/abs/2306.15595). llama3: ``apply_scaling`` in Meta's llama-models,
+    ``models/llama3/model.py``; it uses both ``freq_factor`` fields. yarn: YaRN (https://arxiv.org/abs/2309.00071); it
+    uses both ``beta`` fields and ``attention_factor``, by which queries and keys are multiplied (None: 0.1 ln(factor) +
+    1).
     """
 
     type: Literal["llama3", "linear", "yarn"] = "llama3"
@@ -37,14 +38,14 @@ class RopeScaling:
             )
 
     def apply(self, frequencies: Tensor, theta: float) -> Tensor:
-        """``frequencies`` (head_dim / 2,), of the base ``theta``, stretched.
+        """Scale RoPE ``frequencies`` (head_dim / 2,), which have the base ``theta``.
 
-        llama3 and yarn slow long wavelengths by ``factor``, keep short ones, and interpolate between.
+        llama3 and yarn divide low frequencies by ``factor``, keep high ones, and interpolate in between.
         """
         if self.type == "linear":
             return frequencies / self.factor
         if self.type == "yarn":
-            # The pairs, as numbers on a line, that make so many full turns within the original length.
+            # Fractional indices of the channel pairs that make beta_fast and beta_slow turns in the original length.
             head_size = 2 * len(frequencies)
             radians = (self.original_max_seq_len / turns for turns in (self.beta_fast, self.beta_slow))
             pairs = [head_size * math.log(r / (2 * math.pi)) / (2 * math.log(theta)) for r in radians]
@@ -59,7 +60,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """By how much queries and keys grow: yarn's ``attention_factor``."""
+        """Factor on queries and keys: yarn's ``attention_factor``; 1.0 for other types."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""The loss that is trained on."""
+"""The training loss: cross-entropy, with optional z-loss."""
 
 from torchtrain.models.loss.output_loss import (
     IGNORE_INDEX,

@@ -1,4 +1,4 @@
-"""The loss that is trained on, and a way to have it without the logits of all tokens at once."""
+"""Cross-entropy loss, and a chunked version fused with the output layer that never materializes all logits."""
 
 import math
 from collections.abc import Callable
@@ -12,32 +12,32 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtrain.devices import device_kind
 from torchtrain.models.loss.z_loss import cross_entropy_with_z
 
-IGNORE_INDEX = -100  # label of a position that has no loss
-# Float32 logits of a chunk, by default: on a CPU what fits its cache, which makes the loss up to twice as fast;
-# elsewhere enough for matrix products at full speed.
+IGNORE_INDEX = -100  # label of masked positions, which have no loss
+# Default size of the float32 logits of a chunk. On a CPU they fit its cache, which makes the loss up to twice as fast;
+# on other devices chunks are large enough for matrix products at full speed.
 MAX_LOGITS_BYTES_CPU = 1 << 23
 MAX_LOGITS_BYTES = 1 << 30
-MIN_CHUNK_TOKENS = 256  # with fewer, adding up the gradient of the output matrix takes most of the time
+MIN_CHUNK_TOKENS = 256  # with fewer, accumulating the gradient of the output matrix dominates
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the token losses in nats, a float32 scalar.
+    """Sum of the cross-entropy of all unmasked tokens, in nats, as a float32 scalar.
 
-    ``logits`` (bs, seq, vocab) of any float dtype, ``labels`` (bs, seq) of int64. The sum, not the mean: the caller
-    divides it by the number of unmasked tokens in the whole global batch.
+    ``logits`` have the shape (bs, seq, vocab) and any float dtype, ``labels`` (bs, seq) and int64. It is the sum, not
+    the mean: the caller divides it by the number of unmasked tokens in the global batch.
 
     ``logits`` may be a DTensor sharded along vocab: then forward and backward must run inside torch's
-    ``loss_parallel()``, which sends three numbers a token in place of the logits. Each rank gets the same sum.
+    ``loss_parallel()``, which communicates three numbers per token instead of the logits. Each rank gets the same sum.
     """
     loss = F.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORE_INDEX
     )
-    # Not a view: FSDP does not let a model return one.
+    # clone, because FSDP does not allow a model to return a view.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
 
 
 def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
-    """``cross_entropy_sum`` and the sum of the z-losses (``z_loss.py``): float32 (2,). Their sum is trained on."""
+    """Sums of cross-entropy and of z-loss (``z_loss.py``): float32, shape (2,). The training loss is their total."""
     if z_weight:
         return cross_entropy_with_z(logits, labels, z_weight)
     loss = cross_entropy_sum(logits, labels)
@@ -45,44 +45,44 @@ def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tenso
 
 
 def exact_nats(loss: Tensor) -> Tensor:
-    """``loss`` rounded to a multiple of 2^-20 nats, float64: sums of these are exact up to 2^33 nats, in any order."""
+    """Round ``loss`` to a multiple of 2^-20 nats, as float64. Sums of such values are exact up to 2^33 nats."""
     return (loss.double() * 2**20).round() / 2**20
 
 
 class TokenLoss(NamedTuple):
-    """Scalar tensors that can be added over microbatches and ranks; of a step, those of this rank's rows."""
+    """Summed token losses of this rank's rows, as scalar tensors that can be added over microbatches and ranks."""
 
-    total: Tensor  # float64: the sum of the token losses, in nats
-    tokens: Tensor  # int64: their number
-    z: Tensor | None = None  # float64: the sum of the z-losses, which are not in ``total``; None: there is no z-loss
+    total: Tensor  # float64: the sum of the token losses, in nats, without z-loss
+    tokens: Tensor  # int64: the number of unmasked tokens
+    z: Tensor | None = None  # float64: the sum of the z-losses; None: z-loss is off
 
 
 class OutputLoss:
-    """Output layer and loss in one: hidden states in, ``token_losses`` out.
+    """Output layer and loss in chunks: maps hidden states to ``token_losses``.
 
-    Logits are the largest tensor of a small model, and their gradient is as large. Here they exist for ``chunk_tokens``
-    tokens at a time: each chunk's gradient is computed right after its loss. Value and gradient are those of the plain
-    loss.
+    Logits are the largest tensor of a small model, and their gradient has the same size. Here they are materialized for
+    only ``chunk_tokens`` tokens at a time: the gradient of each chunk is computed directly after its loss. Value and
+    gradient are those of the loss without chunks.
     """
 
     def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
-        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1 for what ``MAX_LOGITS_BYTES`` allows, 0 for all."""
+        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1: limited by ``MAX_LOGITS_BYTES``; 0: no chunks."""
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
 
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
-        """``hidden`` (bs, seq, dim) and ``labels`` (bs, seq) to ``token_losses``. ``output``: a linear layer over dim.
+        """Return ``token_losses`` for ``hidden`` (bs, seq, dim), ``labels`` (bs, seq) and the linear layer ``output``.
 
-        Call it where FSDP has gathered ``output.weight``: within the forward of the module that holds it.
+        Call it while FSDP has ``output.weight`` unsharded: within the forward of the module that contains it.
         """
         weight = output.get_parameter("weight")
-        ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that share the vocabulary
+        ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that shard the vocabulary
         chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
         if chunks == 1:
             return self.chunk_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):
-            # Sequence parallelism splits along seq, as the chunks do: gather the hidden states, but never the logits.
+            # Sequence parallelism shards seq, along which chunks are split: gather the hidden states, not the logits.
             hidden = hidden.redistribute(placements=[Replicate()])
         if not torch.is_grad_enabled():
             parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
@@ -98,9 +98,9 @@ class OutputLoss:
         return function(logits, labels, self.z_weight)
 
     def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
-        """Number of chunks for labels of ``shape`` (bs, seq): the fewest of equal size that are small enough.
+        """Number of chunks for labels of ``shape`` (bs, seq): the smallest that divides seq and respects the limit.
 
-        ``vocab``: tokens of the vocabulary that one rank computes logits for.
+        ``vocab`` is the number of logits per token that one rank computes.
         """
         if self.chunk_tokens == 0:
             return 1
@@ -112,13 +112,13 @@ class OutputLoss:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients of one chunk after the other, all in forward:
+    """Autograd function that computes loss and gradients chunk by chunk in its forward:
 
         for each chunk:  h -> logits -> loss -> gradients of h and weight; then its logits are freed
-        forward returns  the sum of the losses, and keeps  [gradients of h], sum of those of weight
-        backward         multiplies these two by the gradient of that sum
+        forward returns  the sum of the losses, and saves  [gradients of h], sum of the gradients of weight
+        backward         multiplies both by the gradient of that sum
 
-    ``h`` is detached from the model, so that ``torch.autograd.grad`` in forward goes through the chunk alone.
+    ``h`` is detached from the model, so that ``torch.autograd.grad`` in forward differentiates only the chunk.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss = token_losses(output(h), some_labels)
                 hidden_grad, grad = torch.autograd.grad(loss.sum(), (h, weight))
             hidden_grads.append(hidden_grad)
-            # In float32: many chunks add up.
+            # Accumulated in float32, because there may be many chunks.
             weight_grad = grad.float() if weight_grad is None else weight_grad.add_(grad)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -150,6 +150,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale = grads[0][0]  # that of the z-loss is the same: their sum is trained on
+        scale = grads[0][0]  # that of the z-loss is the same: the training loss is the sum of both
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * scale, (weight_grad * scale).to(ctx.weight_dtype), None, None, None, None

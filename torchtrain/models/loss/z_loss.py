@@ -1,7 +1,7 @@
-"""The z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5; there with a weight of 1e-4).
+"""Cross-entropy with z-loss (PaLM, https://arxiv.org/abs/2204.02311, section 5; its weight there is 1e-4).
 
-It keeps Z, the sum of the exponents of a token's logits, near 1. No log-probabilities are kept for backward, which
-makes the softmax again of the logits.
+The z-loss keeps Z, the sum of the exponentials of a token's logits, near 1. No log-probabilities are saved for
+backward, which recomputes the softmax from the logits.
 """
 
 import math
@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float) -> Tensor:
-    """The sums of the token losses and of ``z_weight`` log(Z)^2 over unmasked tokens: float32 of shape (2,).
+    """Sums over unmasked tokens of cross-entropy and of ``z_weight`` log(Z)^2: float32, shape (2,).
 
-    ``logits`` (bs, seq, vocab), or a DTensor that is split along vocab; ``labels`` (bs, seq), below 0 where masked.
+    ``logits`` (bs, seq, vocab) may be a DTensor sharded along vocab; ``labels`` (bs, seq) are negative where masked.
     """
     mesh, first = None, 0
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
-        first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor splits
+        first = mesh.get_local_rank() * math.ceil(logits.shape[-1] / mesh.size())  # as DTensor shards
         logits = logits.to_local()
     function: Any = _CrossEntropyWithZ.apply
     losses: Tensor = function(logits.flatten(0, 1), labels.flatten(), z_weight, first, mesh)
@@ -29,7 +29,7 @@ def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float) -> Ten
 
 
 class _CrossEntropyWithZ(torch.autograd.Function):
-    """``logits`` (tokens, vocab): of the vocabulary what this rank of ``mesh`` has, from ``first`` on; None: all."""
+    """``logits`` (tokens, vocab): this rank's shard of the vocabulary over ``mesh``, from ``first``; None: all."""
 
     @staticmethod
     def forward(
@@ -42,7 +42,7 @@ class _CrossEntropyWithZ(torch.autograd.Function):
         column = torch.where(own, labels - first, 0)[:, None]
         largest = over_ranks(logits.amax(dim=1).float(), "max")
         chosen = torch.where(own, logits.gather(1, column)[:, 0].float(), 0)
-        sums = torch.stack(((logits - largest[:, None]).exp_().sum(dim=1), chosen))  # float32, whatever the logits
+        sums = torch.stack(((logits - largest[:, None]).exp_().sum(dim=1), chosen))  # float32
         total, chosen = over_ranks(sums, "sum").unbind()
         log_z = largest + total.log()
         ctx.save_for_backward(logits, log_z, known, own, column)
