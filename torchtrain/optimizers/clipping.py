@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, and its limit."""
+"""Gradient clipping by the global L2 norm."""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ FLOAT64_ELEMENTS = 1 << 24  # of a gradient that exist at once
 def clip_grad_norm(
     parts: Sequence[nn.Module], max_norm: float, copies: Sequence[nn.Parameter] = (), *, exact: bool = False
 ) -> Tensor:
-    """Scale the gradient down to ``max_norm`` where its L2 norm over all parameters is above; returns the norm before.
+    """Clip the gradient of all parameters to the L2 norm ``max_norm``; returns the norm before clipping.
 
-    The parameters are DTensors. ``copies``: those whose gradient another pipeline stage counts. The norm, a float32
-    scalar, is the same on every rank; with ``exact`` it has the same bits for any number of data-parallel ranks.
+    The parameters are DTensors. ``copies``: replicas whose gradient another pipeline stage counts. The norm, a float32
+    scalar, is the same on every rank; with ``exact`` it is bitwise-identical for any number of data-parallel ranks.
     """
     gradients = {p: cast(DTensor, p.grad) for part in parts for p in part.parameters() if p.grad is not None}
     first = next(iter(gradients.values()))
@@ -45,7 +45,7 @@ def clip_grad_norm(
 
 
 def row_norms(gradient: Tensor, exact: bool) -> Tensor:
-    """Of a matrix the norm of each row, of a vector that of each element."""
+    """Row-wise norms of a matrix; absolute values of a vector."""
     if gradient.ndim == 1:
         return gradient.abs()
     if not exact or device_kind(gradient.device.type) == "cpu":

@@ -1,4 +1,4 @@
-"""Averaged weights: an exponential moving average of the parameters, which often predicts better than they do."""
+"""Exponential moving average (EMA) of the weights, which often predicts better than the trained weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory
 
 
 class EMA(Stateful):
-    """float32 averages of the parameters of ``parts``, split as these are. They begin with the parameters' values."""
+    """Float32 averages of the parameters of ``parts``, with the same sharding; initialized to the parameters."""
 
     def __init__(self, parts: Sequence[nn.Module], config: EMAConfig):
         self.parts, self.config = parts, config
@@ -48,12 +48,12 @@ class EMA(Stateful):
             if parameters[names[0]].device != averages[names[0]].device:
                 bucket = copied_to_host(bucket)
             for name, parameter in bucket.items():
-                # Each operation rounds by itself: the bits depend on no kernel's way with the ends of an array.
+                # Each operation rounds separately, so that the result is independent of vectorized-tail rounding.
                 averages[name] += (parameter - averages[name]).mul_(share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within, the model has the averages, and the parameters lie in their place: nothing is held twice."""
+        """Context manager that swaps the averages into the model in place; nothing is stored twice."""
         self._exchange()
         try:
             yield

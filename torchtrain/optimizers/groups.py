@@ -89,12 +89,12 @@ def build_optimizer(
 
 
 def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
-    """``optimizer.step()``, unless ``refused``, a float32 scalar alike on all ranks, is 1.
+    """Run ``optimizer.step()``, unless ``refused``, a float32 scalar identical on all ranks, is 1.
 
-    The contract of a refused update, which every rule keeps: parameters and states stay as they are, to the bit,
-    although gradients may be infinite or NaN. With the fused implementation the step is made, and the rule obeys
-    ``optimizer.found_inf``, which is ``refused``, on the device: so the host need not wait for it. (By this name
-    gradient scaling tells torch's fused kernel of infinities.) With the others the host waits, and no step is made.
+    A skipped update leaves parameters and optimizer state bitwise unchanged, even if gradients are infinite or NaN. The
+    fused implementation always runs the step, and the optimizer honors ``optimizer.found_inf``, set to ``refused``, on
+    the device, so that the host does not wait. (Gradient scaling uses the same attribute to report infinities to
+    torch's fused kernel.) With other implementations the host waits for ``refused`` and does not run a skipped step.
     """
     group = optimizer.param_groups[0]
     if group["fused"]:

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone: there is nothing to save or to restore."""
+"""Learning rate schedule: a function of the step only, without state to save or restore."""
 
 import math
 
