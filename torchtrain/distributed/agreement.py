@@ -1,6 +1,6 @@
-"""Answers and errors of one rank told to all, so that all ranks go on alike, or end alike.
+"""Broadcast or gather results and errors of Python functions, so that ranks stay in sync.
 
-A file system may show ranks different things at the same time, and may fail for one rank alone.
+A file system may show ranks different states at the same time, and may fail on only one rank.
 """
 
 import threading
@@ -18,14 +18,14 @@ ROUND_SECONDS = 1.0  # between broadcasts while there is no answer yet
 
 
 def broadcast_from_rank0(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``ask()`` gives on the first rank, on all ranks. A TorchtrainError there is raised on all. Collective."""
+    """Run ``ask()`` on rank 0 and broadcast the result. A TorchtrainError of it is raised on all ranks. Collective."""
     answers = [_answer(ask) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(answers, group=group, group_src=0)
     return _value(answers[0])
 
 
 def broadcast_from_rank0_untimed(ask: Callable[[], T]) -> T:
-    """As ``broadcast_from_rank0``, where ``ask()`` may take longer than the time-out of collectives."""
+    """``broadcast_from_rank0`` for an ``ask()`` that may take longer than the timeout of collectives."""
     future: Future[Any] = Future()
 
     def answer() -> None:
@@ -47,7 +47,7 @@ def broadcast_from_rank0_untimed(ask: Callable[[], T]) -> T:
 
 
 def gather_from_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What ``ask()`` gives on each rank. A TorchtrainError of any of them is raised on all. Collective."""
+    """Run ``ask()`` on each rank and gather the results. A TorchtrainError of any is raised on all. Collective."""
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, _answer(ask), group=group)
     return [_value(answer) for answer in answers]

@@ -1,4 +1,4 @@
-"""Ranks: the device of each, how they find each other, how long they wait."""
+"""Process groups: the device of each rank, rendezvous and timeouts."""
 
 import os
 from collections.abc import Collection
