@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: which exist, which are good, and the renaming of damaged ones."""
+"""List and verify the checkpoints in a run's folder, and rename damaged ones."""
 
 import contextlib
 import itertools
@@ -21,9 +21,9 @@ from torchtrain.files import MISSING, dangling, names_in, printable, with_retrie
 from torchtrain.logging import logger
 
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# On its way to another name: see ``withdraw``.
+# Temporary name of a checkpoint that is being renamed: see ``withdraw``.
 MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
-# A name that a checkpoint has or had: complete, found damaged, or left behind by a run that went back.
+# Names of checkpoints: complete, found to be damaged, or superseded after a rollback.
 ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
 
 
@@ -32,7 +32,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a folder under its final name, in order. CheckpointError if ``folder`` is a dangling link."""
+    """Steps whose checkpoints have their final names in ``folder``, ascending.
+
+    Raises:
+        CheckpointError: ``folder`` is a dangling link.
+    """
     names = names_in(folder)
     if not names and (problem := dangling(folder)):
         raise CheckpointError(problem)
@@ -40,7 +44,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def versions(folder: Path) -> dict[int, tuple[int, int]]:
-    """For each of ``saved_steps`` what changes when another checkpoint gets its name."""
+    """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
     found = {}
     for step in saved_steps(folder):
         path = step_folder(folder, step)
@@ -51,7 +55,10 @@ def versions(folder: Path) -> dict[int, tuple[int, int]]:
 
 
 def newest_config(folder: Path, load_step: int) -> JobConfig | None:
-    """The config of the checkpoint that a run will try first."""
+    """The config of the newest checkpoint, or of the one of ``load_step`` unless that is -1.
+
+    A checkpoint without a valid config is skipped. None if there is none.
+    """
     for step in reversed(saved_steps(folder)):
         if load_step in (-1, step):
             with contextlib.suppress(ConfigError, CheckpointError):
@@ -60,7 +67,11 @@ def newest_config(folder: Path, load_step: int) -> JobConfig | None:
 
 
 def read_config(folder: Path) -> str:
-    """The config of the run that has made the checkpoint in ``folder``; DamagedError where it has none."""
+    """Read the config of the run that wrote the checkpoint in ``folder``, as TOML.
+
+    Raises:
+        DamagedError: the config is missing or damaged.
+    """
     content = read_verified(folder, CONFIG)
     try:
         text = content.decode()
@@ -71,40 +82,45 @@ def read_config(folder: Path) -> str:
 
 
 class History:
-    """The checkpoints in ``folder``, which the ranks of ``group`` share. All methods are collective."""
+    """The checkpoints in ``folder``, a folder that the ranks of ``group`` share. All methods are collective."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup, run: str) -> None:
-        """``run``: id of the run that saves in ``folder``; empty where it is not known."""
+        """``run``: id of the run that saves in ``folder``; empty if unknown."""
         self.folder = folder
         self.group = group
         self.run = run
 
     def candidates(self, load_step: int = -1) -> list[int]:
-        """The steps to start from, best first: of all checkpoints, or where ``load_step`` is given, that step and those
-        that a run with the same ``load_step`` has come to from there.
+        """Steps to resume from, best first.
+
+        If ``load_step`` is -1, these are all checkpoints. Otherwise they are ``load_step`` and the later steps that a
+        run with the same ``load_step`` has reached from there.
         """
 
         def begun_there(step: int) -> bool:
             try:
                 options = options_in(read_config(step_folder(self.folder, step)))
             except DamagedError:
-                return True  # as will be found
+                return True  # first_good will detect the damage
             return bool(options.get("checkpoint.load_step") == load_step)
 
         def find() -> list[int]:
             steps = saved_steps(self.folder)[::-1]
             if load_step == -1:
                 return steps
-            # From the newest backwards, up to the first one of another run: earlier ones are of a path that was left.
+            # From the newest one backward, up to the first one of another run: earlier ones are superseded.
             since = itertools.takewhile(begun_there, (step for step in steps if step > load_step))
             return [*since, *(step for step in steps if step == load_step)]
 
         return broadcast_from_rank0(find, self.group)
 
     def first_good(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
-        """The first of ``steps`` that is not damaged, by ``check`` and ``use``, and what is wrong with those before it.
+        """Find the first of ``steps`` whose checkpoint is valid: neither ``check`` nor ``use`` raises DamagedError.
 
-        ``use`` is collective, and raises DamagedError on all ranks, or on none.
+        ``use`` is collective, and raises DamagedError on all ranks or on none.
+
+        Returns:
+            The step, or None if there is none; and the errors of the damaged checkpoints before it, by step.
         """
         damaged: dict[int, str] = {}
         for step in steps:
@@ -118,10 +134,12 @@ class History:
         return None, damaged
 
     def require_none(self, load_step: int, damaged: Mapping[int, str]) -> None:
-        """Raise CheckpointError if there should be a good checkpoint: ``load_step`` names one, or the folder holds
-        anything that is or was a checkpoint, so that a run began here before.
+        """Raise CheckpointError if a valid checkpoint is expected, because none was found.
 
-        ``damaged``: what is wrong with each of the ``candidates`` for ``load_step``.
+        One is expected if ``load_step`` is set, or if the folder has any checkpoint, damaged and superseded ones
+        included: then a run has already started here.
+
+        ``damaged``: the errors of the ``candidates`` for ``load_step``, by step.
         """
         if load_step != -1:
             saved = ", ".join(map(str, broadcast_from_rank0(lambda: saved_steps(self.folder), self.group))) or "none"
@@ -141,11 +159,11 @@ class History:
         )
 
     def check(self, step: int) -> None:
-        """Look whether the checkpoint of ``step`` is whole and of this run. What its tensors are, a load will see.
+        """Check that the checkpoint of ``step`` is complete and belongs to this run. Its tensors are not read.
 
         Raises, on all ranks:
-            DamagedError: it is not.
-            StorageError: one of the ranks cannot know it.
+            DamagedError: it is incomplete, or belongs to another run or step.
+            StorageError: a rank cannot read it.
         """
 
         def check_share() -> None:
@@ -160,9 +178,9 @@ class History:
         gather_from_all_ranks(check_share, self.group)
 
     def quarantine(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
-        """Rename the checkpoints that are ``damaged``, with a warning: when an older one has been loaded.
+        """Rename the ``damaged`` checkpoints and log a warning. Called once an older one has been loaded.
 
-        ``check``: see ``withdraw``.
+        ``damaged``: errors by step. ``check``: see ``withdraw``.
         """
 
         def rename() -> None:
@@ -181,12 +199,13 @@ class History:
 
 
 def withdraw(folder: Path, check: Callable[[], None]) -> Path:
-    """Rename the checkpoint ``folder`` to ``<name>.ID.moving`` and return the new path.
+    """Rename the checkpoint ``folder`` to the temporary name ``<name>.ID.moving`` and return the new path.
 
-    ``check`` raises SupersededError if a newer start has claimed the folder of checkpoints. It is called before, and
-    again after: a rename may wait for the file system while a newer start saves a checkpoint of this name, and then
-    takes that one. In that case, the name is given back. If this process is killed meanwhile, the next start does so
-    (``restore``): a checkpoint that was withdrawn is to be renamed again before anything in it is removed.
+    ``check`` raises SupersededError if a newer start has acquired the writer lease. It is called before the rename and
+    again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint under this
+    name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile, the next
+    start restores the name (``restore``). Therefore rename a withdrawn checkpoint again before removing any of its
+    files.
     """
     check()
     moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
@@ -201,9 +220,9 @@ def withdraw(folder: Path, check: Callable[[], None]) -> Path:
 
 
 def restore(folder: Path) -> None:
-    """Give back the names of checkpoints in ``folder`` that a process was moving when it was killed.
+    """Restore the names of checkpoints in ``folder`` that a process was renaming when it was killed.
 
-    It may be alive: then its next rename fails, and is tried again at its next save.
+    If that process is still alive, its next rename fails, and is retried at its next save.
     """
     for match in filter(None, map(MOVING.fullmatch, names_in(folder))):
         moving, final = folder / match[0], folder / match[1]
@@ -211,16 +230,16 @@ def restore(folder: Path) -> None:
             moving.rename(final)
             logger.info(f"{moving} was being renamed when its process was killed: it is {final.name} again")
         except FileNotFoundError:
-            continue  # it was alive
-        except OSError:  # there is another one of this name
+            continue  # the process is still alive, and has renamed it
+        except OSError:  # another checkpoint has this name
             with contextlib.suppress(OSError):
                 quarantine(moving, final, "superseded")
 
 
 def quarantine(moving: Path, folder: Path, why: str) -> Path:
-    """Rename ``moving``, which was ``folder``, to ``<folder>.<why>`` (``.<why>-2``, ... where that exists).
+    """Rename ``moving``, the withdrawn checkpoint ``folder``, to ``<folder>.<why>`` and return the new path.
 
-    Returns the new path.
+    If that name exists, ``<folder>.<why>-2``, ``<folder>.<why>-3``, ... are tried.
     """
     aside = folder.with_name(f"{folder.name}.{why}")
     count = 1

@@ -1,4 +1,4 @@
-"""Saving, finding and loading the checkpoints of a run: ``<dump folder>/checkpoint/step-N``."""
+"""Save, load and roll back to the checkpoints of a run, which are stored in ``<dump folder>/checkpoint/step-N``."""
 
 import math
 import threading
@@ -32,66 +32,70 @@ POLL_SECONDS = 1.0
 
 
 class Stop(Protocol):
-    """Whether the run was asked to stop (``fault_tolerance/stop_request.py``)."""
+    """A request to stop the run (implemented in ``fault_tolerance/stop_request.py``)."""
 
     @property
     def pending(self) -> bool:
-        """Whether it was asked to."""
+        """Whether the run was asked to stop."""
 
     def may_wait(self, began: float) -> bool:
-        """Whether to go on waiting for what began at ``began``, a time of ``time.monotonic()``."""
+        """Whether to keep waiting for an operation that started at ``began``, in ``time.monotonic()`` seconds."""
 
 
 class SaveClock:
-    """Whether so many minutes have passed since the last save. Ranks agree on it once a step (``NonFiniteGuard``)."""
+    """Timer for time-based saves: checks whether ``minutes`` have passed since the last save; 0 disables it.
+
+    Clocks differ between ranks, so the ranks agree on the result once per step (``NonFiniteGuard``).
+    """
 
     def __init__(self, minutes: float) -> None:
         self.seconds = 60 * minutes if minutes else math.inf
         self.agreed = False
-        """Whether the clock of any rank said so, which all ranks know at the same step."""
+        """Whether a save is due by the clock of any rank; all ranks learn of it at the same step."""
         self.start()
 
     def start(self) -> None:
-        """Begin to count: at the start of the run, and when a save has ended, well or not."""
+        """Start the timer: at the start of the run, and after each save, whether it succeeded or failed."""
         self._since = time.monotonic()
 
     def save_begins(self) -> None:
-        """Nothing is due while a save is under way, for which the next one would wait."""
+        """Stop the timer during a save: the next save would have to wait for this one."""
         self.agreed, self._since = False, math.inf
 
     @property
     def pending(self) -> bool:
-        """Whether the time has passed, by this rank's clock."""
+        """Whether a save is due by this rank's clock."""
         return time.monotonic() - self._since >= self.seconds
 
 
 @dataclass(eq=False)
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
-    """Saves and loads ``states`` in ``folder``, which all ranks share. All methods are collective.
+    """Saves and loads ``states`` in ``folder``, a folder that all ranks share. All methods are collective.
 
-    With ``config.enable`` off, nothing is saved. A save that training does not wait for, on each rank:
+    If ``config.enable`` is false, nothing is saved. An asynchronous save proceeds as follows on each rank:
 
         main thread                         thread "save"                          on disk
         maybe_save(100): wait for the
-          save before, copy the state,
+          previous save, copy the state,
           start the thread                  write this rank's tensors              step-100.ID.partial
         steps 101, 102, ...                 wait for all ranks' tensors
-                                            rank 0: manifest; claim still ours?
-                                            all files there?                       step-100 (renamed)
-                                            the future ``_pending`` is done
+                                            rank 0: write the manifest, check
+                                            the writer lease and all files         step-100 (renamed)
+                                            the future ``_pending`` completes
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    ID is that of the claim: each start of the run makes its own (``start.py``), and an earlier one may not rename. A
-    start renames and deletes only checkpoints that were there when it claimed the folder, or that it has saved.
+    ID is the id of the writer lease. Each start of the run acquires its own lease (``resume_point.py``), after which
+    earlier starts can no longer commit a checkpoint. A start renames and deletes only checkpoints that existed when it
+    acquired the lease, or that it has saved itself.
     """
 
     config: CheckpointConfig
     folder: Path
     states: Mapping[str, Stateful]
-    config_toml: str  # the resolved config, kept in every checkpoint
+    config_toml: str  # the resolved config, stored in every checkpoint
     start: ResumePoint
-    stop: Stop | None = None  # whether the run was asked to stop; None: it never is
+    stop: Stop | None = None  # None: the run is never asked to stop
 
     def __post_init__(self) -> None:
         self.group, self.claim = self.start.group, self.start.claim
@@ -99,31 +103,32 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.clock = SaveClock(self.config.interval_minutes if self.config.enable else 0)
         self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
-        self._writer: VerifiedWriter | None = None  # of the save under way, or the last
-        self._thread: threading.Thread | None = None  # that writes, and then deletes old ones
-        self._newest = -1  # step that was last saved (or is being saved) or loaded in full; -1: none
+        self._writer: VerifiedWriter | None = None  # of the save in progress, or of the last one
+        self._thread: threading.Thread | None = None  # writes the checkpoint, then deletes old ones
+        self._newest = -1  # step that was last saved, is being saved, or was last loaded in full; -1: none
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
-        self._own = set(self.start.found)  # that this start may rename and delete: these, and those it saves
-        self._replaced: Path | None = None  # where the checkpoint is whose name the save under way takes
+        self._own = set(self.start.found)  # steps of checkpoints that this start may rename and delete
+        self._replaced: Path | None = None  # temporary path of the checkpoint that the save in progress replaces
         self._failed_in_a_row = 0
 
     # Loading
 
     def resume(self) -> int | None:
-        """Load the newest good checkpoint of those of ``start``, and return its step; None for a new run.
+        """Load the newest valid checkpoint among ``start.candidates`` and return its step; None for a new run.
 
-        What is damaged is often found in the middle of a load. Then the next older one is loaded, over all of it.
+        Damage is often detected only in the middle of a load. Then the next older checkpoint is loaded, and overwrites
+        all tensors. Damaged checkpoints that this start owns are renamed.
 
         Raises:
-            CheckpointError: none is good, or the contract does not let the run go on from one that is.
+            CheckpointError: no checkpoint is valid, or the config is incompatible with a valid one.
         """
         if self.start.step is None:
             return None
         history, config = self._history(), self.config
 
         def use(step: int) -> None:
-            if step != self.start.step:  # else done before
+            if step != self.start.step:  # find_resume_point has checked that one
                 check_resume(history, step, config, self.config_toml, self.start.data)
             self.load(step)
 
@@ -134,12 +139,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return step
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
-        """Load the newest good checkpoint before ``bad_step`` on the path of this run into the states in ``only``.
+        """Load the newest valid checkpoint of this run before ``bad_step`` into the states named in ``only``.
 
-        Returns its step; None if there is none, and then the states may be those of no step.
+        Checkpoints that a rollback or an earlier resume has superseded are not considered.
+
+        Returns:
+            The step of the checkpoint; None if there is no valid one, and then the states may be partly overwritten.
         """
         self.wait()
-        self._wait_for_deletion()  # or it could delete what is loaded here
+        self._wait_for_deletion()  # it could delete the checkpoint that is loaded here
         history = self._history()
         steps = [s for s in history.candidates() if s < bad_step and (s <= self._resumed_from or s in self._saved)]
         step, damaged = history.first_good(steps, lambda step: self.load(step, only))
@@ -154,9 +162,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_claim)
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
-        """Write the checkpoint of ``step`` into the states; only into those in ``only``, if any are.
+        """Load the checkpoint of ``step`` into the states: those named in ``only``, or all if ``only`` is empty.
 
-        DamagedError: a file is damaged. Some tensors may have been written by then: load another one in full.
+        Raises:
+            DamagedError: a file is damaged. Some tensors may already be overwritten: load another checkpoint in full.
         """
         states = {name: state for name, state in self.states.items() if not only or name in only}
         folder = step_folder(self.folder, step)
@@ -164,7 +173,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         for name, state in states.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
             state.load_state_dict(own)
-        # With a part of the states loaded, the state at this step differs from its checkpoint: save it again.
+        # After a partial load, the state at this step differs from its checkpoint, so that it must be saved again.
         self._newest = -1 if only else step
         self._resumed_from = step
         logger.info(f"{'went back to' if only else 'resumed from'} {folder}")
@@ -172,26 +181,28 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     # Saving
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Whether ``maybe_save`` will save ``step``. The same on all ranks."""
+        """Whether ``maybe_save`` will save ``step``; identical on all ranks."""
         return self.config.enable and (last or step % self.config.interval == 0 or self.clock.agreed)
 
     def maybe_save(self, step: int, last: bool = False, required: bool = True) -> None:
-        """Save if ``step`` is a multiple of ``config.interval``, or the ``last`` of the run, or the ranks have agreed
-        that ``config.interval_minutes`` are over, and it is not saved yet.
+        """Save a checkpoint of ``step`` if one is due and ``step`` is not saved yet.
 
-        By ``config.async_mode`` this returns when the state is copied, or when it is on disk, as the last one always
-        is. A save that fails is logged and training goes on.
+        A save is due if ``step`` is a multiple of ``config.interval``, if it is the ``last`` step of the run, or if the
+        ranks have agreed that ``config.interval_minutes`` have passed.
+
+        Depending on ``config.async_mode``, this returns once the state is copied or once the checkpoint is on disk;
+        for the last step, always once it is on disk. A failed save is logged and training continues.
 
         Raises:
-            CheckpointError: ``config.max_failed_saves`` in a row have failed, or a last one that is ``required``.
-            SupersededError: this incarnation of the run is no longer the newest.
-            StoppedError: the run was asked to stop, and a save does not end in time.
+            CheckpointError: ``config.max_failed_saves`` saves in a row have failed, or a last one that is ``required``.
+            SupersededError: a newer start of the run has acquired the writer lease.
+            StoppedError: the run was asked to stop, and a save does not complete in time.
         """
         if not self.is_due(step, last):
             return
         required = required and last
         if step == self._newest:
-            self.wait(required)  # asked to stop right after a save
+            self.wait(required)  # the run was asked to stop right after a save
             return
         started = time.perf_counter()
         self.wait()
@@ -212,8 +223,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             commit=partial(self._commit, step),
         )
         save = partial(save_tensors, tensors, staged.__getitem__, self._writer, self._writer.folder, self.group)
-        # A daemon: a save that waits for a rank that failed must not keep the others from ending. The thread's
-        # collectives keep their order because all ranks save at the same steps, and one save at a time.
+        # A daemon thread, so that a save that waits for a failed rank does not keep the other processes from exiting.
+        # The thread's collectives stay in order because all ranks save at the same steps, and one save at a time.
         arguments = (save, self._pending, self._writer.folder, started)
         self._thread = threading.Thread(target=self._save_in_background, args=arguments, name="save", daemon=True)
         self._thread.start()
@@ -221,11 +232,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.wait(required)
 
     def before_update(self) -> None:
-        """Call it just before the optimizer step: a copy may still be under way (async_with_pinned_mem)."""
+        """Wait for pending copies of the state (``async_with_pinned_mem``). Call it just before the optimizer step."""
         self.stager.before_update()
 
     def wait(self, required: bool = False) -> None:
-        """Block until the save under way is on disk. Raises on all ranks alike, as ``maybe_save`` does."""
+        """Block until the save in progress is on disk. Raises as ``maybe_save`` does, identically on all ranks."""
         if self._pending is None:
             return
         began = time.monotonic()
@@ -261,14 +272,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         )
 
     def status(self) -> str:
-        """What this rank's save is doing now, and since when; empty where there is none."""
+        """Description of what this rank's save is doing, and since when; empty if no save is in progress."""
         if self._pending is None or self._writer is None or self._pending.done():
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
         return f"{self._writer.folder.name}: {self._writer.doing} since {since}"
 
     def _save_in_background(self, save: Callable[[], None], done: Future[None], folder: Path, started: float) -> None:
-        """Call ``save``, which writes and commits ``folder``, begun at ``started``; the outcome goes to ``done``."""
+        """Call ``save``, which writes and commits ``folder``, and set the result or the error of ``done``.
+
+        ``started``: when the save began, in ``time.perf_counter()`` seconds.
+        """
         try:
             try:
                 self.stager.wait()
@@ -284,16 +298,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             logger.info(f"saved {folder} in {time.perf_counter() - started:.1f} s")
         done.set_result(None)
         if self.rank == 0:
-            # After the save counts as done: deleting can take longer than writing, and nobody need wait for it.
+            # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
             self._delete_old()
 
     def _check_claim(self) -> None:
         self.claim.check(self.folder)
 
     def _commit(self, step: int, rename: Callable[[], None]) -> None:
-        """Call ``rename``, by which the checkpoint of ``step`` gets its name.
+        """Commit the checkpoint of ``step``: call ``rename``, which gives the folder its final name.
 
-        SupersededError if a newer start saves here, CheckpointError if somebody else has put a checkpoint there.
+        Raises:
+            SupersededError: a newer start of the run has acquired the writer lease.
+            CheckpointError: another process has put a checkpoint there.
         """
         folder = step_folder(self.folder, step)
         try:
@@ -307,14 +323,14 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                     self._replaced.rename(folder)
             raise
         if self._replaced is not None:
-            with suppress(OSError):  # else the next start does it
+            with suppress(OSError):  # if it fails, the next start of the run renames it
                 self._log_superseded(step, quarantine(self._replaced, folder, "superseded"))
 
     def _retire_newer_checkpoints(self, step: int) -> None:
-        """Rename what the checkpoint of ``step`` replaces: later steps, left by a rollback or an earlier resume.
+        """Rename the checkpoints that the one of ``step`` supersedes: later steps from before a rollback or resume.
 
-        Those that this process has saved before ``step`` stay. That of ``step`` itself is out of the way, but gets its
-        name back until the new one has it: it may be the only one.
+        Checkpoints that this process has saved before ``step`` stay. An existing checkpoint of ``step`` itself is only
+        moved aside, and ``_commit`` restores its name if the new one cannot be committed: it may be the only one.
         """
         self._replaced = None
         self._check_claim()
@@ -329,7 +345,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 else:
                     self._log_superseded(later, quarantine(moving, folder, "superseded"))
             elif later == step:
-                self._check_claim()  # that of a newer start?
+                self._check_claim()  # a newer start may have saved it
                 raise CheckpointError(
                     f"{folder} has appeared since this run was started, which has not saved it: move it away"
                 )
@@ -345,7 +361,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             complete = [step for step in steps if (step_folder(self.folder, step) / MANIFEST).exists()]
             for step in complete[: -self.config.keep_latest_k]:
                 folder = step_folder(self.folder, step)
-                # Renamed first, so that a folder with its final name is complete at all times.
+                # Rename before deleting, so that a folder with its final name is always complete.
                 discard(withdraw(folder, self._check_claim), folder)
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
@@ -356,7 +372,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._thread.join(timeout=POLL_SECONDS)
 
     def close(self) -> None:
-        """Wait for what is being written and deleted, then give up the process group."""
+        """Wait for the save and the deletion in progress, then destroy the process group."""
         self.wait()
         self._wait_for_deletion()
         dist.destroy_process_group(self.group)
@@ -365,6 +381,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if error is None:
             self.close()
         elif self._pending is not None and not isinstance(error, StoppedError):
-            # A save that was begun before the error may still complete, if the other ranks live long enough.
+            # A save that started before the error can still complete if the other ranks stay alive long enough.
             with suppress(Exception):
                 self._pending.result(timeout=SECONDS_AFTER_ERROR)

@@ -1,16 +1,16 @@
-"""Where a start of the run begins: which checkpoint it goes on from, and its claim to the folder.
+"""Select the checkpoint to resume from and acquire the writer lease.
 
-Only the newest start of a run may write its checkpoints. Where a network splits, or a job is started twice, two starts
-(incarnations) of one run are alive at once, and each file operation of the older one may wait for hours and then take
-effect. So a start
+Only the newest start of a run may write its checkpoints. If a network splits, or a job is started twice, two starts of
+one run are alive at once, and any file operation of the older one may be delayed for hours and then take effect.
+Therefore a start
 
-1. claims the folder, by the next generation number, once it has found that it can resume;
-2. then takes the temporary folders of older starts away from them (``outputs.discard``), so that these can no longer
-   complete a checkpoint;
-3. then looks again at what there is: from now on only it adds checkpoints.
+1. acquires the writer lease, with the next generation number, once it has verified that it can resume;
+2. then removes the temporary folders of older starts (``files.discard``), so that these can no longer complete a
+   checkpoint;
+3. then lists the checkpoints again: from now on, no other start adds any.
 
-It checks its claim before each checkpoint gets its final name, and before and after each rename of a checkpoint that
-has it (``history.withdraw``).
+It checks its lease before each checkpoint gets its final name, and before and after it renames an existing checkpoint
+(``history.withdraw``).
 """
 
 import json
@@ -47,29 +47,36 @@ from torchtrain.logging import logger
 
 LEASE_FILE = "generation.json"
 BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
-# A rank that dies closes its connections, which the others see at once; a slow disk must not look like that.
+# The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
 GROUP_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class WriterLease:
-    """A process that saves the checkpoints of a run; made by ``take``, on one rank. By default of nobody."""
+    """The exclusive right to write the checkpoints of a run, and the process that holds it.
+
+    ``take`` acquires it, on one rank. The default values are an empty lease, which no process holds.
+    """
 
     generation: int = 0
     id: str = ""
-    """Two that start at once take the same generation: the last to write is the newest."""
+    """Unique id of the lease. Two starts at the same time may take the same generation: the last to write holds it."""
     run: str = ""
-    """Id of the run: the same through all its starts."""
+    """Id of the run, the same for all its starts."""
     host: str = "?"
     process: int | str = "?"
     since: str = "?"
 
     @classmethod
     def take(cls, folder: Path, run: str | None) -> "WriterLease":
-        """Become the newest incarnation of the run that saves in ``folder``. ``run``: its id, if checkpoints have it.
+        """Acquire the writer lease of ``folder``.
+
+        Args:
+            folder: the folder of checkpoints.
+            run: id of the run, as read from its checkpoints; None if they have none.
 
         Raises:
-            CheckpointError: the file cannot be written.
+            CheckpointError: the lease file cannot be written.
             StorageError: the file system fails.
         """
         before = read_lease(folder)
@@ -86,16 +93,21 @@ class WriterLease:
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in NO_SPACE:
                 raise
-            _remove_left_overs(folder, lambda: None)  # they may be what fills the disk
+            _remove_left_overs(folder, lambda: None)  # leftovers may be filling the disk
             claim._write(folder)
         _remove_left_overs(folder, lambda: claim.check(folder))
         return claim
 
     def check(self, folder: Path) -> None:
-        """Raise SupersededError if another incarnation has started since; StorageError where that cannot be known."""
+        """Check that this start still holds the lease.
+
+        Raises:
+            SupersededError: another start has acquired the lease since.
+            StorageError: the lease file cannot be read.
+        """
         newest = read_lease(folder)
         if not newest.id:
-            self._write(folder)  # nobody has claimed the folder since the file was lost
+            self._write(folder)  # the file was lost, and no other start has acquired the lease since
         elif newest.id != self.id:
             raise SupersededError(
                 f"generation {newest.generation} of this run, on {newest.host} (process {newest.process}) since "
@@ -110,7 +122,7 @@ class WriterLease:
             with atomic_write(file) as written:
                 written.write(json.dumps(asdict(self)).encode())
         except OSError as error:
-            # Its temporary file is missing if another start took this one for dead.
+            # The temporary file is missing if another start has removed it as a leftover.
             if error.errno in TRANSIENT_ERRNOS or isinstance(error, FileNotFoundError):
                 raise StorageError(
                     f"{file} cannot be written: {error.strerror}. Start again when the file system answers"
@@ -122,9 +134,10 @@ class WriterLease:
 
 
 def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
-    """Remove what earlier starts were writing when they were killed; ``check`` is called before each removal.
+    """Remove the temporary files of earlier starts, which these were writing when they were killed.
 
-    One of them may still be alive, and writing: then its save fails, and changes nothing else.
+    ``check`` is called before each temporary folder is removed. If an earlier start is still alive and writing, its
+    save fails, without further effects.
 
     Raises:
         StorageError: the file system fails.
@@ -149,7 +162,7 @@ def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
 
 
 def read_lease(folder: Path) -> WriterLease:
-    """What the newest incarnation has written; an empty claim where there is nothing, or nothing of ours."""
+    """Read the current lease of ``folder``; an empty lease if the file is missing or has another content."""
     try:
         claim = WriterLease(**json.loads(read_file(folder / LEASE_FILE)))
     except (*MISSING, ValueError, TypeError):
@@ -159,38 +172,39 @@ def read_lease(folder: Path) -> WriterLease:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A start of the run; the same on all ranks but for ``group``."""
+    """The checkpoint to resume from and the writer lease; identical on all ranks except for ``group``."""
 
     group: dist.ProcessGroup
-    """Of all ranks, over gloo, for checkpoints alone."""
+    """Process group of all ranks over gloo, used only for checkpoints."""
     step: int | None = None
-    """Of the newest checkpoint that is whole; None: a new run. Whether its tensors are good, a load will see."""
+    """Step of the newest complete checkpoint; None for a new run. Its tensors are verified only when it is loaded."""
     candidates: Sequence[int] = ()
-    """The steps to load, best first: where one is damaged, the next is taken."""
+    """Steps to try to load, best first: if one is damaged, the next is loaded."""
     claim: WriterLease = field(default_factory=WriterLease)
-    """Where checkpoints are off, of nobody, for a run of which this is the only start."""
+    """The writer lease; without checkpoints, a lease that no process holds, with a new id of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """Identity of the run's data and tokenizer by option."""
+    """Identity of the run's data and tokenizer, by option name."""
     found: Collection[int] = ()
-    """Steps of the checkpoints that there were when it had claimed the folder."""
+    """Steps of the checkpoints that existed right after the lease was acquired."""
 
 
 def find_resume_point(
     config: CheckpointConfig, folder: Path, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
 ) -> ResumePoint:
-    """Find the checkpoints to resume from in ``folder``, which all ranks share, and claim the folder. Collective.
+    """Select the checkpoint in ``folder`` to resume from, and acquire the writer lease. Collective.
 
-    The step is that of the newest good checkpoint, or ``config.load_step``, or what a run that began with it has made
-    since. With ``config.enable`` off, nothing is found and nothing claimed. Tensors are not read here:
-    ``CheckpointManager.resume`` loads them.
+    All ranks share ``folder``. The selected step is the newest complete checkpoint; or, if ``config.load_step`` is set,
+    that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable`` is
+    false, no checkpoint is looked for and no lease acquired. Tensors are not read here: ``CheckpointManager.resume``
+    loads them.
 
     Args:
         config_toml: the resolved config of this start.
-        data: gives the identity of the run's data and tokenizer by option; called on the first rank alone.
+        data: returns the identity of the run's data and tokenizer by option name; called on rank 0 only.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is good; ``load_step`` is missing or damaged; the contract
-            does not let the run go on from there.
+        CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
+            damaged; or the config is incompatible with the checkpoint.
         StorageError: the file system fails.
     """
     group = new_gloo_group(GROUP_TIMEOUT)
@@ -200,7 +214,7 @@ def find_resume_point(
     broadcast_from_rank0(lambda: restore(folder), group)
 
     def choose() -> tuple[list[int], int | None, str | None]:
-        """The checkpoints to go on from, best first; the first of them that is whole, and the id of its run."""
+        """The candidates to resume from, best first; the first complete one, and the id of its run."""
         history = History(folder, group, broadcast_from_rank0(lambda: read_lease(folder).run, group))
         candidates = history.candidates(config.load_step)
         step, damaged = history.first_good(
@@ -213,7 +227,10 @@ def find_resume_point(
         return candidates, step, broadcast_from_rank0(lambda: read_manifest(found).run, group)
 
     def choose_before_claim() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
-        """The same, and of which ``versions``. A run that still saves here may delete what is being looked at."""
+        """The ``versions`` of the checkpoints and the result of ``choose``.
+
+        Retries if the checkpoints change meanwhile: another start that still saves here may delete the ones being read.
+        """
         for attempt in range(3):
             there = broadcast_from_rank0(lambda: versions(folder), group)
             try:
@@ -223,7 +240,7 @@ def find_resume_point(
                     raise
         raise AssertionError
 
-    # Before the claim, which ends a run that still saves here: this start may yet be rejected.
+    # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
     before, candidates, step, run = choose_before_claim()
     claim = broadcast_from_rank0(lambda: WriterLease.take(folder, run), group)
     there = broadcast_from_rank0(lambda: versions(folder), group)
@@ -240,11 +257,11 @@ def find_resume_point(
 def check_resume(
     history: History, step: int, config: CheckpointConfig, config_toml: str, identity: Mapping[str, str]
 ) -> None:
-    """Log how the config of the checkpoint of ``step`` differs from ``config_toml``. Collective.
+    """Check that the run can resume from the checkpoint of ``step`` and log the differences of its config. Collective.
 
     Raises:
-        DamagedError: it has no config, or a damaged one.
-        CheckpointError: the contract does not let the run go on from there.
+        DamagedError: the checkpoint has no config, or a damaged one.
+        CheckpointError: the config is incompatible with the checkpoint.
     """
     folder = step_folder(history.folder, step)
     saved_toml, saved_data = broadcast_from_rank0(
