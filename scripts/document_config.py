@@ -1,11 +1,10 @@
 """Write what documents the code: python scripts/document_config.py
 
 docs/configuration.md is made of the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md of the table in
-torchtrain/assets/from_torchtitan.toml. In the README the lines of the files to read are counted.
+torchtrain/assets/from_torchtitan.toml.
 """
 
 import dataclasses
-import re
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +75,7 @@ def collect(section: type, nested: dict[str, type]) -> None:
     for hint in typing.get_type_hints(section).values():
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part):
-                nested[part.__name__] = part
+                nested[TITLES[part.__name__]] = part
                 collect(part, nested)
 
 
@@ -112,11 +111,17 @@ run has the rates of one that was never stopped.
 """,
 }
 
-TABLES = {  # a KeyError here: say where the new table stands
-    "ModelOverrides": "`[model.shape]`: what is not as the flavor has it.",
-    "RopeScalingConfig": "`[model.shape.rope_scaling]`.",
-    "ParameterGroupConfig": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
-    "SourceConfig": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
+TITLES = {  # of nested tables, by the name of their class; a KeyError here: name the new one, also below
+    "ModelOverrides": "Shape",
+    "RopeScalingConfig": "RopeScaling",
+    "ParameterGroupConfig": "ParameterGroup",
+    "SourceConfig": "Source",
+}
+TABLES = {
+    "Shape": "`[model.shape]`: what is not as the flavor has it.",
+    "RopeScaling": "`[model.shape.rope_scaling]`.",
+    "ParameterGroup": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
+    "Source": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
 }
 
 
@@ -148,17 +153,7 @@ def render_from_torchtitan() -> str:
     )
 
 
-def render_readme() -> str:
-    """The README, with the lines of each file in its table "Read" as they are now."""
-
-    def count(row: re.Match[str]) -> str:
-        return f"{row[1]}{len((ROOT / row[2]).read_text(encoding='utf-8').splitlines())} |"
-
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"^(\| \[[^]]+\]\((torchtrain/\S+\.py)\) \| )\d+ \|", count, text, flags=re.MULTILINE)
-
-
-PAGES = {"docs/configuration.md": render, "docs/from-torchtitan.md": render_from_torchtitan, "README.md": render_readme}
+PAGES = {"docs/configuration.md": render, "docs/from-torchtitan.md": render_from_torchtitan}
 
 if __name__ == "__main__":
     for name, render_page in PAGES.items():
