@@ -304,9 +304,9 @@ class Trainer:
             self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step))
             self.save(last)
             self.validate(last)
-            self.profiler.step(self.step)
             if self.step == self.start_step + 1:
                 self.shorten_timeouts()
+            self.profiler.step(self.step)
             if self.step % config.training.gc_freq == 0:
                 gc.collect(1)
         if self.step == steps:

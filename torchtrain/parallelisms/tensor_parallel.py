@@ -44,7 +44,8 @@ class TensorParallelNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = cast(DTensor, self.weight).to_local(grad_placements=[Replicate()])  # no reduction in backward
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        # A view, at which the terms of its gradient add up before the residual's: as in torch's DTensors, to the bit.
+        return F.rms_norm(x.view_as(x), self.normalized_shape, weight, self.eps)
 
 
 @torch.no_grad()
