@@ -68,6 +68,7 @@ MEMBERS = {
     "torch.cuda.memory._record_memory_history": "memory snapshots",
     "torch.cuda.memory._snapshot": "memory snapshots",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",
+    "torch.distributed.checkpoint.filesystem._StorageWriterTransforms.transform_save_stream": "a hash per tensor",
     "torch.serialization._get_layout": "the metadata of checkpoints",
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": "the planner",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard": "the planner",
