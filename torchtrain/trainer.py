@@ -150,12 +150,6 @@ class Trainer:
         self.step = self.start_step = self.checkpointer.resume() or 0
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
-        if rank() == 0:
-            with BestEffort("renaming files of another run"):
-                set_aside_other_run(folder, self.checkpointer.claim.run, resumed=self.step > 0)
-            with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
-                file.write(config_toml.encode())
-        describe(config, self.model_config, device, dims)
 
         # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
         self.metrics = MetricsRecorder(
@@ -251,6 +245,8 @@ class Trainer:
 
         Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end.
         """
+        self.write_config()
+        describe(self.config, self.model_config, self.device, self.parallel_dims)
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
@@ -278,6 +274,15 @@ class Trainer:
             logger.warning("checkpoint.enable = false: of what this run has learned, %s saved", kept)
         destroy_process_group()
         return StoppedError().exit_code if stopped else 0
+
+    def write_config(self) -> None:
+        """Write the resolved config to the dump folder, after renaming the files of another run there."""
+        if rank() == 0:
+            folder = Path(self.config.job.dump_folder)
+            with BestEffort("renaming files of another run"):
+                set_aside_other_run(folder, self.checkpointer.claim.run, resumed=self.step > 0)
+            with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
+                file.write(to_toml(self.config).encode())
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
