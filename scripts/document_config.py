@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tomli
 
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
-from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig
+from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig, key_of
 
 ROOT = Path(__file__).parent.parent
 HEAD = """\
@@ -66,7 +66,7 @@ def options(section: type) -> str:
         values = [] if field.default in (None, dataclasses.MISSING) else [field.default]
         values += [choice for choice in choices(hints[field.name]) if choice not in values]
         shown = "|".join(toml(value) for value in values)
-        texts.append(f"`{field.name}={shown}`" if values else f"`{field.name}`")
+        texts.append(f"`{key_of(field.name)}={shown}`" if values else f"`{key_of(field.name)}`")
     return ", ".join(texts) + "\n"
 
 

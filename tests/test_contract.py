@@ -12,12 +12,12 @@ import tomli_w
 
 from torchtrain.checkpoint.resume_compatibility import KINDS, Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_dict, to_toml
-from torchtrain.config.schema import CheckpointConfig, JobConfig
+from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of
 from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # by kind and section: every option there is
     Kind.HARMLESS: {
-        "job": "config_file dump_folder description device",
+        "job": "config_file dump_folder description device import",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
         "data": "revision prefetch verify_gib",
@@ -187,7 +187,7 @@ def test_allow_changes_must_name_options(name: str) -> None:
 
 
 def options_of(section: Any, prefix: str = "") -> list[str]:
-    inner = [(f"{prefix}{field.name}", getattr(section, field.name)) for field in fields(section)]
+    inner = [(f"{prefix}{key_of(field.name)}", getattr(section, field.name)) for field in fields(section)]
     return list(chain.from_iterable(options_of(x, f"{name}.") if is_dataclass(x) else [name] for name, x in inner))
 
 

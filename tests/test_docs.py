@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, key_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -160,7 +160,7 @@ def test_links_and_options_exist(page: Path) -> None:
     sections = to_dict(JobConfig())
     for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
-            known = {field.name for field in fields(getattr(JobConfig(), section))}
+            known = {key_of(field.name) for field in fields(getattr(JobConfig(), section))}
             name = key.removeprefix("no-")
             assert name in known or key in ("py", "jsonl", "safetensors"), f"{page.name}: {section}.{key} is no option"
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 import types
 import typing
@@ -19,7 +20,8 @@ from typing import Any, Literal, TypeVar
 import tomli
 import tomli_w
 
-from torchtrain.config.schema import JobConfig, require_local
+from torchtrain.config.registry import import_modules
+from torchtrain.config.schema import JobConfig, JobSection, key_of, require_local
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
 
@@ -30,6 +32,8 @@ FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
 )
 """By key of torchtitan's files: the key here, the default there in TOML, and a note; "" where there is none."""
 
+
+IMPORT = re.compile(r"--job\.import(=|$)")
 
 TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.config_file), by section and key."
 
@@ -46,6 +50,9 @@ def parse(
 
     file = config_file(argv)
     require_local(file, "job.config_file")
+    # tyro names the option by the field, and a field cannot be named by a keyword of Python.
+    argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
+    import_modules(modules_to_import(argv, file))
     # The command line may mend what does not go together in the file.
     defaults = from_file(file, checked=False) if file else JobConfig()
     # tyro's own console_outputs=False lets some errors through.
@@ -68,10 +75,31 @@ def config_file(argv: Sequence[str]) -> str:
     return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
 
 
+def modules_to_import(argv: Sequence[str], file: str) -> Sequence[str]:
+    """``job.import``, of the command line or else of the config ``file``; no other option is read."""
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--job.import_", nargs="*", dest="modules")
+    modules: Sequence[str] | None = option.parse_known_args(argv)[0].modules
+    if modules is not None:
+        return modules
+    job = read_table(read_text(file), file).get("job") if file else None
+    if not isinstance(job, dict) or "import" not in job:
+        return ()
+    try:
+        return from_toml(JobSection, {"import": job["import"]}, "job.").import_
+    except ConfigError as error:
+        raise in_file(file, error) from None
+
+
 def from_file(path: str, *, checked: bool = True) -> JobConfig:
     """The config in the TOML file ``path``, defaults where it says nothing. ``checked``: as for ``from_toml``."""
+    return from_text(read_text(path), path, checked=checked)
+
+
+def read_text(path: str) -> str:
+    """The text of the config file ``path``. Raises ConfigError if there is none, or if it is not UTF-8."""
     try:
-        text = read_file(Path(path)).decode("utf-8-sig")  # editors of Windows begin it with a mark
+        return read_file(Path(path)).decode("utf-8-sig")  # editors of Windows begin it with a mark
     except MISSING:
         configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
         near = difflib.get_close_matches(Path(path).stem, configs, n=1)
@@ -80,18 +108,23 @@ def from_file(path: str, *, checked: bool = True) -> JobConfig:
         raise ConfigError(f"job.config_file = {path!r} is not a file; {hint} {looked}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return from_text(text, path, checked=checked)
+
+
+def read_table(text: str, path: str) -> dict[str, Any]:
+    """The TOML ``text`` of the file ``path`` as a dict. Raises ConfigError if it is not valid TOML."""
+    try:
+        return tomli.loads(text)
+    except (tomli.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {printable(str(error))}") from None
 
 
 def from_text(text: str, path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
-    """As ``from_file``, with the ``text`` of the file at hand.
+    """As ``from_file``, from the ``text`` of the file.
 
-    ``only_model``: what makes the model, [model] and training.seq_len. Other options may have values refused by now.
+    ``only_model``: only the options that define the model, [model] and training.seq_len. Others may have values that
+    this version rejects.
     """
-    try:
-        table = tomli.loads(text)
-    except (tomli.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {printable(str(error))}") from None
+    table = read_table(text, path)
     if only_model:
         table = {name: table[name] for name in ("model", "training") if name in table}
         if isinstance(table.get("training"), dict):
@@ -99,8 +132,12 @@ def from_text(text: str, path: str, *, only_model: bool = False, checked: bool =
     try:
         return from_toml(JobConfig, table, checked=checked)
     except ConfigError as error:
-        between = "\n  " if "\n" in str(error) else " "
-        raise ConfigError(f"{path}:{between}{error}") from None
+        raise in_file(path, error) from None
+
+
+def in_file(path: str, error: ConfigError) -> ConfigError:
+    """``error`` with the name of the config file before its message."""
+    return ConfigError(f"{path}:{chr(10) + '  ' if chr(10) in str(error) else ' '}{error}")
 
 
 def train_configs() -> list[str]:
@@ -129,13 +166,13 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     types are looked at, and not what the dataclasses refuse.
     """
     hints = typing.get_type_hints(section)
-    names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+    names = {key_of(field.name): field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     values, problems = {}, []
     for key, value in table.items():
         name = printable(prefix + key)
         if key in names:
             try:
-                values[key] = convert(hints[key], value, name, checked)
+                values[names[key]] = convert(hints[names[key]], value, name, checked)
             except ConfigError as error:
                 problems.append(str(error))
         elif told := torchtitan_keys(name, value):
@@ -173,6 +210,10 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
         if not isinstance(value, dict):
             raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
         return from_toml(typing.cast(type[Any], hint), value, f"{name}.", checked)
+    if origin is dict:  # options of a registered component, which checks them itself
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
+        return value
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             choices = ", ".join(repr(choice) for choice in arguments)
@@ -211,6 +252,8 @@ def to_dict(config: Any) -> dict[str, Any]:
     """The config, or a section of it, as nested dicts of plain values, without the keys that are None."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in items if value is not None}
+        return {
+            key_of(k): list(value) if isinstance(value, tuple) else value for k, value in items if value is not None
+        }
 
     return dataclasses.asdict(config, dict_factory=plain)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from torchtrain.config.registry import Registry
 from torchtrain.errors import ConfigError
 
 
@@ -58,10 +59,21 @@ def rules_of(hint: Any) -> list[Rule]:
     return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
 
 
+def key_of(field_name: str) -> str:
+    """The key of a field in a TOML file: its name without the underscore after a keyword of Python (``import_``)."""
+    return field_name.rstrip("_")
+
+
 def check_values(options: Any, prefix: str) -> None:
-    """Raise ``ConfigError`` for the first field of a dataclass that breaks a rule of its type; also of those in it."""
+    """Raise ``ConfigError`` for the first field of a dataclass that breaks a rule of its type; also of those in it.
+
+    The value of a field that is annotated with a ``Registry`` must be the name of one of its entries.
+    """
     for option in fields(options):
-        value, name = getattr(options, option.name), f"{prefix}{option.name}"
+        value, name = getattr(options, option.name), f"{prefix}{key_of(option.name)}"
+        for registry in get_args(option.type):
+            if isinstance(registry, Registry):
+                registry.check(value, name)
         if is_dataclass(value):
             check_values(value, f"{name}.")
         for rule, holds in rules_of(option.type):
@@ -97,6 +109,9 @@ class JobSection(Section, name="job"):
     """Folder for everything the run writes. Empty: outputs/<name of the config file>."""
     description: str = ""
     """What this run is for, in your words; kept with the resolved config."""
+    import_: tuple[str, ...] = ()
+    """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
+    optimizers and other components of your own (docs/extending.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. auto: cuda where there is a GPU, else cpu."""
 

@@ -1,0 +1,95 @@
+"""Registries: the implementations that an option selects by name, and a user's modules that add to them.
+
+A registry maps each value of an option such as ``optimizer.name`` to an object: a class or a factory. Built-in entries
+are strings, "module:attribute", which are imported on first use, so that parsing a config needs no PyTorch. A module
+that is named in ``job.import`` is imported before the config is read, and calls ``register``.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, TypeVar
+
+from torchtrain.errors import ConfigError
+
+Entry = TypeVar("Entry")
+
+
+class Registry:
+    """Entries by name.
+
+    Args:
+        option: the full name of the option that selects an entry, for messages.
+        builtin: "module:attribute" of each built-in entry, by name.
+    """
+
+    def __init__(self, option: str, builtin: Mapping[str, str]) -> None:
+        self.option = option
+        self._entries: dict[str, Any] = dict(builtin)
+
+    def register(self, name: str) -> Callable[[Entry], Entry]:
+        """Class or function decorator that registers an entry.
+
+        Raises:
+            ConfigError: there is another entry of this name.
+        """
+
+        def add(entry: Entry) -> Entry:
+            # A module that is imported again, as by a reload in a notebook, may register its own entry again.
+            earlier = _origin(self._entries.get(name, entry))
+            if earlier != _origin(entry):
+                raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> Any:
+        """The entry ``name``; imports a built-in one. Raises ConfigError if there is none."""
+        self.check(name, self.option)
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, attribute = entry.split(":")
+            entry = getattr(import_module(module), attribute)
+        return entry
+
+    def check(self, name: str, option: str) -> None:
+        """Raise ConfigError unless there is an entry ``name``, the value of ``option``."""
+        if name not in self._entries:
+            choices = ", ".join(repr(choice) for choice in self._entries)
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{option} = {name!r} must be one of {choices}, or one that a module in job.import registers{hint}"
+            )
+
+
+def _origin(entry: Any) -> str:
+    """Module and name of an entry."""
+    return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import the modules of ``job.import``, which register their entries.
+
+    Raises:
+        ConfigError: there is no such module. An error inside of a module is raised as it is, with its traceback.
+    """
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f"job.import = {name!r} must be the name of a module, such as 'my_package.my_module'")
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module exists, and imports one that does not
+            raise ConfigError(
+                f"job.import = {name!r} is not a module that Python finds: install its package, or add its folder to "
+                "PYTHONPATH"
+            ) from None
