@@ -1,4 +1,4 @@
-"""The model against transformers' Llama and the published sizes."""
+"""The model compared with transformers' Llama, and its numbers of parameters with the published ones."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.flops import flops_per_token
 
 SHAPES = {
-    # No epsilon or theta is a default.
+    # No norm_eps and no rope_theta is the default value.
     "llama2": TransformerConfig(64, 3, 4, 4, 176, 320, max_seq_len=96, norm_eps=0.02, rope_theta=3000.0),
     "llama3.1": TransformerConfig(
         64,
@@ -26,7 +26,7 @@ SHAPES = {
         max_seq_len=96,
         norm_eps=0.04,
         rope_theta=500000.0,
-        # An original length that lets frequencies fall into all three parts of the scaling.
+        # With this original length, each of the three frequency ranges of the scaling has some frequencies.
         rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=64),
     ),
     "tied": TransformerConfig(64, 2, 4, 2, 128, 384, max_seq_len=96, norm_eps=0.03, tied_embeddings=True),
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def reference_of(model: Transformer) -> transformers.LlamaForCausalLM:
-    """transformers' model of the same shape with the same weights."""
+    """Build transformers' model with the config and the weights of ``model``."""
     config = model.config
     scaling = config.rope_scaling
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -90,7 +90,7 @@ def test_logits_and_gradients_equal_those_of_transformers(shape: str) -> None:
     torch.manual_seed(0)
     config = SHAPES[shape]
     model = Transformer(config)
-    for parameter in model.parameters():  # norms too, or a swap of two would not show
+    for parameter in model.parameters():  # norms too: with equal weights, swapped norms would not be detected
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.ndim > 1 else 1.0, std=0.1)
     reference = reference_of(model)
     tokens = torch.randint(0, config.vocab_size, (2, config.max_seq_len))
@@ -110,17 +110,17 @@ def test_logits_and_gradients_equal_those_of_transformers(shape: str) -> None:
 
 
 def reference_order(model: Transformer, theirs: dict[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """``theirs`` in the order of our parameters, matched by value."""
+    """Return the parameters in ``theirs`` in the order of ``model.parameters()``, matched by value."""
     found = []
     for ours in model.parameters():
         found.append(next(p for p in theirs.values() if p.shape == ours.shape and torch.equal(p, ours)))
     return found
 
 
-def test_no_gradient_comes_from_a_future_token() -> None:
+def test_no_gradient_flows_from_a_future_token() -> None:
     model = Transformer(SHAPES["llama3.1"])
     assert model.tok_embeddings is not None
-    tokens = torch.arange(40)[None]  # all different, so that a row of the embedding is a position
+    tokens = torch.arange(40)[None]  # all different, so that each row of the embedding belongs to one position
     position = 17
     model(tokens)[0, position].sum().backward()
     gradient = model.tok_embeddings.get_parameter("weight").grad
@@ -129,7 +129,7 @@ def test_no_gradient_comes_from_a_future_token() -> None:
     assert (gradient[position + 1 :] == 0).all()
 
 
-def test_explicit_positions_are_the_default() -> None:
+def test_default_positions_equal_explicit_ones() -> None:
     model = Transformer(SHAPES["llama3.1"])
     tokens = torch.randint(0, 512, (2, 20))
     assert torch.equal(model(tokens), model(tokens, positions=torch.arange(20)[None]))
@@ -155,7 +155,7 @@ def test_explicit_positions_are_the_default() -> None:
         ("qwen3", "32B", 32_762_123_264),
     ],
 )
-def test_published_sizes(name: str, flavor: str, parameters: int) -> None:
+def test_number_of_parameters_is_the_published_one(name: str, flavor: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Transformer(flavor_config(name, flavor))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
@@ -163,34 +163,34 @@ def test_published_sizes(name: str, flavor: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, "8B", "0.6B"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_operations_of_a_token_are_those_of_the_model(shape: str, tied: bool) -> None:
-    """Backward costs twice the forward, in which the output is multiplied by, tied or not, and the embedding is not."""
+def test_flops_per_token_are_those_that_torch_counts(shape: str, tied: bool) -> None:
+    """Backward costs twice the forward. The output layer is a matrix product, tied or not; the embedding is not."""
     published = {"8B": ("llama3", "8B"), "0.6B": ("qwen3", "0.6B")}
     config = flavor_config(*published[shape]) if shape in published else SHAPES[shape]
     config, seq_len = replace(config, n_layers=2, tied_embeddings=tied, max_seq_len=4096), 80
     with torch.device("meta"):
         model = Transformer(config)
-        model.replace_inner_attention(lambda _: AllScores())
+        model.replace_inner_attention(lambda _: NonCausalAttention())
         tokens = torch.zeros(3, seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
     assert 3 * counter.get_total_flops() == flops_per_token(config, seq_len) * tokens.numel()
 
 
-class AllScores(torch.nn.Module):
-    """Attention without causality, which is not counted."""
+class NonCausalAttention(torch.nn.Module):
+    """Attention without a causal mask: ``flops_per_token`` does not subtract what the mask saves."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
-def test_unknown_flavor_names_those_there_are() -> None:
+def test_unknown_flavor_error_lists_the_flavors() -> None:
     with pytest.raises(ConfigError, match="'8b' is no flavor of llama3; there are debugmodel, 1B"):
         flavor_config("llama3", "8b")
 
 
-def test_init_weights_fills_what_to_empty_left() -> None:
+def test_init_weights_initializes_all_tensors_after_to_empty() -> None:
     config = replace(SHAPES["tied"], max_seq_len=32)
     with torch.device("meta"):
         model = Transformer(config)

@@ -1,4 +1,4 @@
-"""The chunked loss is the plain loss: value, gradients, and what FSDP makes of them."""
+"""Chunked cross entropy equals plain cross entropy: values, gradients, and gradients under FSDP."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def loss_and_gradients(loss: OutputLoss, hidden: Tensor, output: nn.Linear, labe
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 30, 1000])
-def test_equals_the_plain_loss(tokens: int) -> None:
+def test_chunked_loss_equals_the_plain_loss(tokens: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(3, 20, DIM, requires_grad=True)
     output = nn.Linear(DIM, VOCAB, bias=False)
@@ -52,8 +52,8 @@ def test_equals_the_plain_loss(tokens: int) -> None:
 @pytest.mark.parametrize(
     "loss", [OutputLoss(0, z_weight=0.3), OutputLoss(8, z_weight=0.3), OutputLoss(0, z_weight=0.3, compile=True)]
 )
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_z_loss_is_that_of_plain_pytorch(loss: OutputLoss) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+def test_z_loss_equals_plain_pytorch(loss: OutputLoss) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(3, 20, DIM, requires_grad=True)
     output = nn.Linear(DIM, VOCAB, bias=False)
@@ -71,7 +71,7 @@ def test_z_loss_is_that_of_plain_pytorch(loss: OutputLoss) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_z_loss_takes_no_more_memory(tokens: int, dtype: torch.dtype) -> None:
+def test_z_loss_does_not_increase_peak_memory(tokens: int, dtype: torch.dtype) -> None:
     output = nn.Linear(DIM, VOCAB, bias=False, dtype=dtype)
     hidden = torch.randn(4, 200, DIM, dtype=dtype, requires_grad=True)
     labels = torch.randint(VOCAB, (4, 200))
@@ -86,7 +86,7 @@ def test_z_loss_takes_no_more_memory(tokens: int, dtype: torch.dtype) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest result of any operation, forward and backward."""
+    """Records the number of elements of the largest result of any operation, in forward and backward."""
 
     numel = 0
 
@@ -96,7 +96,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_of_all_tokens_never_exist() -> None:
+def test_chunked_loss_never_materializes_all_logits() -> None:
     output = nn.Linear(DIM, VOCAB, bias=False)
     hidden = torch.randn(4, 200, DIM, requires_grad=True)
     labels = torch.randint(VOCAB, (4, 200))
@@ -108,7 +108,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
     assert chunked.numel == max(40 * VOCAB, hidden.numel())
 
 
-def test_bfloat16_gradients_are_as_good_as_those_of_the_plain_loss() -> None:
+def test_chunked_bfloat16_gradients_are_as_accurate_as_plain_ones() -> None:
     torch.manual_seed(0)
     output = nn.Linear(DIM, VOCAB, bias=False).bfloat16()
     hidden = torch.randn(2, 64, DIM).bfloat16().requires_grad_()
@@ -128,7 +128,7 @@ def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:
     assert OutputLoss(0).chunks(torch.Size((8, 2048)), 128256, "cuda") == 1
     assert OutputLoss(4096).chunks(torch.Size((8, 2048)), 128256, "cuda") == 4
     assert OutputLoss(100).chunks(torch.Size((2, 150)), VOCAB, "cpu") == 3
-    assert OutputLoss(1).chunks(torch.Size((2, 7)), VOCAB, "cpu") == 7  # less than a position of all rows it cannot be
+    assert OutputLoss(1).chunks(torch.Size((2, 7)), VOCAB, "cpu") == 7  # a chunk has at least one position of every row
     assert OutputLoss().chunks(torch.Size((8, 256)), 4096, "cuda") == 1
     for device, limit, vocab in (("cuda", MAX_LOGITS_BYTES, 128256), ("cpu", MAX_LOGITS_BYTES_CPU, 4096)):
         chunks = OutputLoss().chunks(torch.Size((2, 8192)), vocab, device)
@@ -138,7 +138,7 @@ def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_equals_the_plain_loss_under_fsdp(gloo: GlooPool, tied: bool) -> None:
+def test_chunked_loss_equals_the_plain_loss_under_fsdp(gloo: GlooPool, tied: bool) -> None:
     for plain, chunked in gloo.run(2, sharded_gradients, tied):
         assert plain.keys() == chunked.keys()
         for name, reference in plain.items():
@@ -173,22 +173,22 @@ def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
     return results
 
 
-def vocabulary_of_the_chunks(tensor_degree: int) -> set[int]:
-    """What the loss takes for the vocabulary when it chooses its chunks."""
+def vocab_sizes_of_the_chunks(tensor_degree: int) -> set[int]:
+    """Return the vocabulary sizes that the loss uses to choose its number of chunks."""
     seen = set()
     chunks = OutputLoss.chunks
 
-    def noted(loss: OutputLoss, shape: torch.Size, vocab: int, device_type: str) -> int:
+    def recorded(loss: OutputLoss, shape: torch.Size, vocab: int, device_type: str) -> int:
         seen.add(vocab)
         return chunks(loss, shape, vocab, device_type)
 
     config = config_of(parallelism={"tensor_parallel_degree": tensor_degree}, training={"local_batch_size": 8})
-    with patch.object(OutputLoss, "chunks", noted):
+    with patch.object(OutputLoss, "chunks", recorded):
         train(config, replace(TINY, vocab_size=101), steps=1)
     return seen
 
 
-def test_chunks_are_sized_by_the_logits_of_one_rank(gloo: GlooPool) -> None:
-    assert gloo.run(1, vocabulary_of_the_chunks, 1) == [{101}]
-    # 51 and 50 of the vocabulary: the same chunks on both, since each is a collective.
-    assert gloo.run(2, vocabulary_of_the_chunks, 2) == [{51}] * 2
+def test_chunk_size_depends_on_the_vocabulary_shard_of_a_rank(gloo: GlooPool) -> None:
+    assert gloo.run(1, vocab_sizes_of_the_chunks, 1) == [{101}]
+    # The shards have 51 and 50 entries. Both ranks need the same chunks, since each chunk calls collectives.
+    assert gloo.run(2, vocab_sizes_of_the_chunks, 2) == [{51}] * 2

@@ -1,4 +1,4 @@
-"""What a run shows of itself: lines, TensorBoard, Weights & Biases, and the names of slow ranks."""
+"""Metrics: metrics.jsonl, the log, TensorBoard, Weights & Biases, stragglers and profiler traces."""
 
 import json
 import socket
@@ -53,21 +53,21 @@ def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: i
                 recorder.record_event(step, "bad_numbers_skip", {"problem": "not finite", "loss": float("nan")})
 
 
-def test_lines_hold_numbers_and_events_and_a_restart_writes_on(gloo: GlooPool, tmp_path: Path) -> None:
+def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(2, record_steps, str(tmp_path), {}, 0, 4)
     gloo.run(2, record_steps, str(tmp_path), {}, 2, 5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    told = [(line["step"], line.get("event", "numbers")) for line in lines]
-    first = [(0, "start"), (1, "numbers"), (2, "numbers"), (3, "numbers"), (3, "bad_numbers_skip"), (4, "numbers")]
-    assert told == [*first, (2, "start"), (3, "numbers"), (3, "bad_numbers_skip"), (4, "numbers"), (5, "numbers")]
+    logged = [(line["step"], line.get("event", "metrics")) for line in lines]
+    first = [(0, "start"), (1, "metrics"), (2, "metrics"), (3, "metrics"), (3, "bad_numbers_skip"), (4, "metrics")]
+    assert logged == [*first, (2, "start"), (3, "metrics"), (3, "bad_numbers_skip"), (4, "metrics"), (5, "metrics")]
     assert [line["loss"] for line in lines if "event" not in line] == [1.5, 3.0, 4.5, 6.0, 4.5, 6.0, 7.5]
-    bad = next(line for line in lines if line.get("event") == "bad_numbers_skip")
-    assert bad["loss"] is None
+    skip = next(line for line in lines if line.get("event") == "bad_numbers_skip")
+    assert skip["loss"] is None
     assert lines[0]["ranks"] == 2
 
 
-def record_by_a_clock(folder: str) -> None:
-    """Three steps, of which the first and the last are written. The ranks differ in all that they bring."""
+def record_with_a_fake_clock(folder: str) -> None:
+    """Record three steps, of which the first and the last are logged. Loss, tokens and data wait differ by rank."""
     rank, now = dist.get_rank(), 0.0
 
     class Batches:
@@ -89,18 +89,18 @@ def record_by_a_clock(folder: str) -> None:
                 now += 5.0
 
 
-def test_numbers_of_a_line(gloo: GlooPool, tmp_path: Path) -> None:
-    gloo.run(2, record_by_a_clock, str(tmp_path))
+def test_logged_metrics_are_reduced_over_ranks(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(2, record_with_a_fake_clock, str(tmp_path))
     _, first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first.pop("memory_gib") > 0
-    numbers = {"loss": 2.5, "loss_max": 4.0, "z_loss": 0.1, "grad_norm": 0.5, "lr": 1e-3, "step_seconds": 2.0}
-    # 100 tokens on 2 ranks in 2 seconds, 6 FLOPs each, of 1000 a second.
-    numbers |= {"step": 1, "tokens_per_second": 25.0, "mfu": 0.15, "data_wait_fraction": 0.25}
-    assert first == pytest.approx(numbers)
-    assert {key: last[key] for key in numbers} == pytest.approx(numbers | {"step": 3})
+    expected = {"loss": 2.5, "loss_max": 4.0, "z_loss": 0.1, "grad_norm": 0.5, "lr": 1e-3, "step_seconds": 2.0}
+    # 100 tokens on 2 ranks in 2 seconds; 6 FLOPs per token; a peak of 1000 FLOPs per second.
+    expected |= {"step": 1, "tokens_per_second": 25.0, "mfu": 0.15, "data_wait_fraction": 0.25}
+    assert first == pytest.approx(expected)
+    assert {key: last[key] for key in expected} == pytest.approx(expected | {"step": 3})
 
 
-def test_tensorboard_groups_curves_and_shows_config_and_faults(gloo: GlooPool, tmp_path: Path) -> None:
+def test_tensorboard_has_grouped_curves_the_config_and_faults(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(1, record_steps, str(tmp_path), {}, 0, 4)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     groups = {tag.split("/")[0] for tag in events.Tags()["scalars"]}
@@ -113,24 +113,24 @@ def test_tensorboard_groups_curves_and_shows_config_and_faults(gloo: GlooPool, t
     assert b"training.steps" in hparams
 
 
-def record_with_another_clock(seconds: float, *arguments: Any) -> None:
+def record_at(seconds: float, *arguments: Any) -> None:
     with patch("torchtrain.metrics.writers.time.time", lambda: seconds):
         record_steps(*arguments)
 
 
 @pytest.mark.parametrize("first_clock", [2e9, 300.0])
-def test_tensorboard_shows_the_last_start_whatever_the_clock(
+def test_tensorboard_shows_the_last_start_even_if_the_clock_goes_back(
     gloo: GlooPool, tmp_path: Path, first_clock: float
 ) -> None:
-    gloo.run(1, record_with_another_clock, first_clock, str(tmp_path), {}, 0, 4)
-    gloo.run(1, record_with_another_clock, 1e9, str(tmp_path), {}, 2, 5)
+    gloo.run(1, record_at, first_clock, str(tmp_path), {}, 0, 4)
+    gloo.run(1, record_at, 1e9, str(tmp_path), {}, 2, 5)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 
 
-def test_wandb_writes_offline(gloo: GlooPool, tmp_path: Path) -> None:
+def test_wandb_logs_offline(gloo: GlooPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    (tmp_path / "wandb_id").touch()  # as a disk that was full leaves it
+    (tmp_path / "wandb_id").touch()  # empty, as after a write to a full disk
     gloo.run(1, record_offline, str(tmp_path))
     run = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     content = run.read_bytes()
@@ -145,12 +145,12 @@ def record_offline(folder: str) -> None:
 
     os.environ["WANDB_MODE"] = "offline"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # wandb's own
+        warnings.simplefilter("ignore")  # warnings of wandb itself
         record_steps(folder, {"enable_wandb": True, "enable_tensorboard": False}, 0, 4)
 
 
 def watch_stragglers(kind: str) -> list[dict[str, Any]]:
-    """8 steps on these ranks; rank 2 is slow."""
+    """Run 8 steps in which rank 2 is slow; return the straggler events of this rank."""
     found: list[dict[str, Any]] = []
     slow = dist.get_rank() == 2
     probe = stragglers.probe
@@ -175,9 +175,9 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", stragglers.KINDS)
-def test_a_rank_that_sleeps_is_named(gloo: GlooPool, kind: str) -> None:
+def test_straggler_is_reported_with_its_rank_and_host(gloo: GlooPool, kind: str) -> None:
     found, *others = gloo.run(4, watch_stragglers, kind)
-    assert not any(others)  # one speaks
+    assert not any(others)  # only the first rank reports
     assert [event["step"] for event in found if event["rank"] == 2 and event["kind"] == kind] == [4, 8]
     slow = next(event for event in found if event["rank"] == 2)
     assert slow["event"] == "straggler"
@@ -185,13 +185,13 @@ def test_a_rank_that_sleeps_is_named(gloo: GlooPool, kind: str) -> None:
     assert slow["seconds"] >= 0.3 > slow["median_seconds"]
 
 
-def test_a_rank_that_is_half_as_fast_is_named_however_short_the_fixed_computation(gloo: GlooPool) -> None:
+def test_rank_of_half_the_speed_is_a_straggler_even_if_the_probe_is_short(gloo: GlooPool) -> None:
     found = gloo.run(4, watch_stragglers, "half as fast")[0]
     assert [(event["step"], event["rank"], event["kind"]) for event in found] == [(4, 2, "compute"), (8, 2, "compute")]
 
 
 def read_slowly(folder: str) -> None:
-    """8 steps on these ranks; the data of rank 2 take their time."""
+    """Run 8 steps in which the data of rank 2 are slow."""
 
     class SlowLoader:
         wait_seconds = 0.0
@@ -208,26 +208,26 @@ def read_slowly(folder: str) -> None:
             dist.barrier()
 
 
-def test_a_rank_whose_data_are_late_is_named_in_the_runs_files(gloo: GlooPool, tmp_path: Path) -> None:
+def test_rank_that_waits_for_data_is_logged_as_a_straggler(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(4, read_slowly, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    named = [line for line in lines if line["event"] == "straggler" and line["kind"] == "data wait"]
-    assert [(line["step"], line["rank"], line["host"]) for line in named] == [
+    stragglers_logged = [line for line in lines if line["event"] == "straggler" and line["kind"] == "data wait"]
+    assert [(line["step"], line["rank"], line["host"]) for line in stragglers_logged] == [
         (4, 2, socket.gethostname()),
         (8, 2, socket.gethostname()),
     ]
-    assert all(line["seconds"] >= 0.3 > line["median_seconds"] for line in named)
+    assert all(line["seconds"] >= 0.3 > line["median_seconds"] for line in stragglers_logged)
 
 
-def test_ranks_that_are_alike_are_not_named(gloo: GlooPool) -> None:
+def test_ranks_of_equal_speed_are_not_stragglers(gloo: GlooPool) -> None:
     assert gloo.run(4, watch_stragglers, "none")[0] == []
 
 
-def test_a_validation_counts_until_the_run_goes_back_before_it(tmp_path: Path) -> None:
+def test_logged_validation_is_valid_until_the_run_restarts_before_its_step(tmp_path: Path) -> None:
     file, four = tmp_path / "metrics.jsonl", '{"step": 4, "validation_loss": 2.5}\n'
     assert not has_validation(file, 4)
     file.write_text('{"step": 0, "event": "start"}\n{"step": 4, "loss": 2.4}\n' + four[:-9])
-    assert not has_validation(file, 4)  # cut short
+    assert not has_validation(file, 4)  # truncated line
     file.write_text(four)
     for start, found in ((4, True), (6, True), (2, False)):
         file.write_text(file.read_text() + f'{{"step": {start}, "event": "start"}}\n')
@@ -236,15 +236,15 @@ def test_a_validation_counts_until_the_run_goes_back_before_it(tmp_path: Path) -
     assert has_validation(file, 4)
     assert not has_validation(file, 5)
     file.write_text(file.read_text() + '{"step": 6, "event": "bad_numbers_rollback"}\n')
-    assert not has_validation(file, 4)  # perhaps it went back to step 2
+    assert not has_validation(file, 4)  # the rollback may have been to step 2
 
 
-def test_mfu_is_that_of_the_gpu_and_not_of_one_with_its_name_within_it() -> None:
+def test_peak_flops_are_not_those_of_a_gpu_whose_name_is_a_substring() -> None:
     peaks = {"H100 80GB HBM3": 989e12, "H200": 989e12, "H200 NVL": 835e12, "B200": 2.25e15, "GB200": 2.5e15}
     assert {name: peak_flops(f"NVIDIA {name}") for name in peaks} == peaks
 
 
-def test_the_line_says_how_long_it_will_take() -> None:
+def test_log_line_has_the_remaining_time() -> None:
     line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
     line |= {"step": 10, "step_seconds": 2.0, "mfu": None}
     assert "step  10/100" in readable(line, 100, colour=False)
@@ -253,17 +253,17 @@ def test_the_line_says_how_long_it_will_take() -> None:
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 
-def test_a_step_that_was_not_made_has_no_trace(tmp_path: Path) -> None:
+def test_no_trace_is_written_for_a_step_that_did_not_run(tmp_path: Path) -> None:
     with Profiler(
         ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0
     ) as profiler:
-        for step in range(1, 6):  # after the second and the fifth the next one is recorded
+        for step in range(1, 6):  # the profiler records the step after the second and after the fifth
             torch.ones(2).relu()
             profiler.step(step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
-def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> None:
+def test_trace_is_named_by_its_step_after_a_rollback(tmp_path: Path) -> None:
     with Profiler(
         ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 4
     ) as profiler:
@@ -273,7 +273,7 @@ def test_a_trace_has_the_number_of_its_step_after_a_rollback(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
-def test_events_of_one_trace_are_kept_in_memory(tmp_path: Path) -> None:
+def test_profiler_keeps_the_events_of_one_trace_in_memory(tmp_path: Path) -> None:
     kept = []
     with Profiler(
         ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0
@@ -302,17 +302,17 @@ def watch_waits() -> list[tuple[int, float, float]]:
     return found
 
 
-def test_the_wait_of_a_slow_rank_is_that_of_a_step(gloo: GlooPool) -> None:
+def test_reported_data_wait_is_per_step(gloo: GlooPool) -> None:
     first, second = gloo.run(3, watch_waits)[0]
     assert first == pytest.approx((4, 0.3, 0.02))
     assert second == pytest.approx((8, 0.3, 0.02))
 
 
-def test_memory_is_told_in_gib() -> None:
-    assert 0.03 < peak_memory_gib(torch.device("cpu")) < 4096  # torch alone takes more than 32 MiB
+def test_peak_memory_is_in_gib() -> None:
+    assert 0.03 < peak_memory_gib(torch.device("cpu")) < 4096  # importing torch takes more than 32 MiB
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)

@@ -1,4 +1,4 @@
-"""Two torchrun agents that meet by c10d, as on two machines: on loopback, and in two network namespaces."""
+"""Multi-node training: two torchrun agents with the c10d rendezvous, on loopback and in two network namespaces."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OPTIONS = [
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
 ]
 NONE: Mapping[str, str] = MappingProxyType({})
-SPACES = ("torchtrain-a", "torchtrain-b")
+NAMESPACES = ("torchtrain-a", "torchtrain-b")
 
 
 def start_agent(
@@ -31,19 +31,24 @@ def start_agent(
     endpoint: str,
     folder: Path,
     *options: str,
-    space: str = "",
+    namespace: str = "",
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
-    """One of two agents, each with one rank. In a network namespace it has the address 10.77.0.<node + 1>."""
-    # Both have this machine's name: neither could tell by it that it is the head.
+    """Start one of two agents, each with one rank. In a network namespace its address is 10.77.0.<node + 1>."""
+    # Both agents have the same host name, so torchrun cannot tell from it which one hosts the store: is_host does.
     command = [
-        *(["ip", "netns", "exec", space] if space else []),
+        *(["ip", "netns", "exec", namespace] if namespace else []),
         *(sys.executable, "-m", "torchtrain.launch", "--nnodes", "2", "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"),
-        *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", endpoint.split(":")[0] if not space else address(node)),
+        *(
+            "--rdzv-conf",
+            f"is_host={1 - node}",
+            "--local-addr",
+            endpoint.split(":")[0] if not namespace else address(node),
+        ),
         *("-m", "torchtrain.train", "--job.dump_folder", str(folder), *OPTIONS, *options),
     ]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if space else "lo", **variables}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if namespace else "lo", **variables}
     with (folder.parent / f"agent-{node}.log").open("w") as log:
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log, text=True)
 
@@ -58,7 +63,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_two_agents_train_as_one_process_does(forked_ranks: dict[str, str], tmp_path: Path) -> None:
+def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str], tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = ("--training.steps", "6")
     agents = [start_agent(n, endpoint, tmp_path / "two", *options, variables=forked_ranks) for n in (0, 1)]
@@ -72,37 +77,50 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
-def spaces() -> Iterator[None]:
-    """Two network namespaces with a cable between them."""
+def namespaces() -> Iterator[None]:
+    """Two network namespaces, connected by a pair of veth devices."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root, and ip of iproute2")
-    made = []
+        pytest.skip("network namespaces need root and the command ip of iproute2")
+    created = []
     try:
-        for space in SPACES:
-            result = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True)
+        for namespace in NAMESPACES:
+            result = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True)
             if result.returncode != 0:
-                pytest.skip(f"no network namespaces here: {result.stderr}")
-            made.append(space)
-        ip("link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth1", "netns", SPACES[1])
-        for node, space in enumerate(SPACES):
-            ip("-n", space, "addr", "add", f"{address(node)}/24", "dev", f"veth{node}")
-            ip("-n", space, "link", "set", f"veth{node}", "up")
-            ip("-n", space, "link", "set", "lo", "up")
+                pytest.skip(f"network namespaces are not available: {result.stderr}")
+            created.append(namespace)
+        ip(
+            "link",
+            "add",
+            "veth0",
+            "netns",
+            NAMESPACES[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "veth1",
+            "netns",
+            NAMESPACES[1],
+        )
+        for node, namespace in enumerate(NAMESPACES):
+            ip("-n", namespace, "addr", "add", f"{address(node)}/24", "dev", f"veth{node}")
+            ip("-n", namespace, "link", "set", f"veth{node}", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
         yield
     finally:
-        for space in made:
-            ip("netns", "del", space)
+        for namespace in created:
+            ip("netns", "del", namespace)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cut_link_ends_both_sides_and_the_run_goes_on_when_it_is_back(spaces: None, tmp_path: Path) -> None:  # noqa: ARG001
+def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: None, tmp_path: Path) -> None:  # noqa: ARG001
     folder = tmp_path / "run"
     endless = ["--training.steps", "100000", "--checkpoint.interval", "5", "--comm.train_timeout_seconds", "20"]
-    agents = [start_agent(n, f"{address(0)}:29500", folder, *endless, space=SPACES[n]) for n in (0, 1)]
+    agents = [start_agent(n, f"{address(0)}:29500", folder, *endless, namespace=NAMESPACES[n]) for n in (0, 1)]
     try:
         wait_for(lambda: len(losses(folder)) > 7, 200)
-        ip("-n", SPACES[0], "link", "set", "veth0", "down")
+        ip("-n", NAMESPACES[0], "link", "set", "veth0", "down")
         cut = time.monotonic()
         codes = [agent.wait(timeout=240) for agent in agents]
         assert time.monotonic() - cut < 240
@@ -110,21 +128,21 @@ def test_a_cut_link_ends_both_sides_and_the_run_goes_on_when_it_is_back(spaces: 
         for agent in agents:
             agent.kill()
     assert all(codes)
-    said = [(tmp_path / f"agent-{node}.log").read_text() for node in (0, 1)]
-    assert "takes more than 20 s" in said[0] + said[1]
-    for text in said:
+    logs = [(tmp_path / f"agent-{node}.log").read_text() for node in (0, 1)]
+    assert "takes more than 20 s" in logs[0] + logs[1]
+    for text in logs:
         assert "Timed out waiting" in text or "Connection closed by peer" in text
-    assert "the rendezvous node does not answer" in said[1]
-    ip("-n", SPACES[0], "link", "set", "veth0", "up")
+    assert "the rendezvous node does not answer" in logs[1]
+    ip("-n", NAMESPACES[0], "link", "set", "veth0", "up")
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
     more = ["--training.steps", str(saved + 3)]
-    agents = [start_agent(n, f"{address(0)}:29501", folder, *more, space=SPACES[n]) for n in (0, 1)]
+    agents = [start_agent(n, f"{address(0)}:29501", folder, *more, namespace=NAMESPACES[n]) for n in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
     assert f"resumed from {folder}/checkpoint/step-{saved}" in (tmp_path / "agent-0.log").read_text()
 
 
-def wait_for(holds, seconds: float) -> None:
+def wait_for(condition, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Muon: torch's updates on one rank, the same on every layout, and its work divided."""
+"""Muon: the updates of torch.optim.Muon on one rank, the same on every layout, with its work balanced over ranks."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from benchmark_muon import WAYS, make
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, train
 from test_exact_sums import assert_same_bits, config_with
-from test_exact_sums import run as run_exactly
+from test_exact_sums import run as run_exact_sums
 from test_parallelism import LAYOUTS, MODELS, run
 from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
@@ -29,17 +29,17 @@ from torchtrain.optimizers.groups import build_optimizer, group_of, update
 from torchtrain.optimizers.muon import BUCKET_BYTES, deal, work
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
-# Rows of matrices that ranks do not divide: one of eight has nothing of wk and wv.
+# The ranks do not divide the rows of these matrices: one of eight ranks has no row of wk and wv.
 ODD = replace(TINY, n_layers=2, head_dim=6, ffn_dim=54)
-HERE = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
-# The others take as long again as tests/test_parallelism.py.
+MUON_LAYOUTS = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
+# The other layouts take as long as all of tests/test_parallelism.py; they are marked slow.
 FAST = {("S2", "odd"), ("R2 S2", "tied"), ("T4", "tied-odd"), ("P2 Interleaved1F1B", "deep-tied"), ("S2 T2", "qwen2")}
-FAST |= {("S2 C2 T2", "odd matrices")}  # with a pipeline: in test_learning.py
+FAST |= {("S2 C2 T2", "odd matrices")}  # test_learning.py has one with a pipeline
 
 
 @pytest.fixture(scope="module")
 def reference(gloo: GlooPool) -> Callable[[str], Curve]:
-    """One rank, the whole batch at once, by model."""
+    """Return a function from a model's name to the curve of one rank with the batch in one microbatch."""
     models = {**MODELS, "odd matrices": ODD}
 
     @cache
@@ -51,27 +51,27 @@ def reference(gloo: GlooPool) -> Callable[[str], Curve]:
 
 
 @pytest.mark.parametrize(
-    ("text", "model"), [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in HERE]
+    ("text", "model"), [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in MUON_LAYOUTS]
 )
-def test_every_layout_gives_the_run_of_one_rank(
+def test_every_layout_matches_one_rank(
     gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str
 ) -> None:
-    alone, curves = reference(model), run(gloo, text, MODELS.get(model, ODD), **MUON)
-    assert_same_run(curves, alone)
+    expected, curves = reference(model), run(gloo, text, MODELS.get(model, ODD), **MUON)
+    assert_same_run(curves, expected)
     for name, weights in chain.from_iterable(curve.last.items() for curve in curves):
         if group_of(name, weights) == "matrices":
-            moved = (alone.last[name] - alone.first[name]).norm()
-            assert (weights - alone.last[name]).norm() <= 1e-4 * moved, name
+            moved = (expected.last[name] - expected.first[name]).norm()
+            assert (weights - expected.last[name]).norm() <= 1e-4 * moved, name
 
 
-def test_exact_sums_give_the_same_bits(gloo: GlooPool) -> None:
-    one = run_exactly(gloo, 1, config_with(**MUON))
+def test_exact_sums_are_bitwise_identical_on_any_number_of_ranks(gloo: GlooPool) -> None:
+    one = run_exact_sums(gloo, 1, config_with(**MUON))
     for ranks, replicas in ((3, 1), (4, 2)):
         config = config_with({"data_parallel_replicate_degree": replicas}, **MUON)
-        assert_same_bits(run_exactly(gloo, ranks, config), one)
+        assert_same_bits(run_exact_sums(gloo, ranks, config), one)
 
 
-def test_a_run_goes_on_bitwise_on_its_layout_and_the_same_way_on_others(gloo: GlooPool, tmp_path: Path) -> None:
+def test_resume_is_bitwise_identical_on_the_same_layout_and_close_on_others(gloo: GlooPool, tmp_path: Path) -> None:
     optimizer = OptimizerConfig(name="muon", lr=3e-3)
     losses, _ = run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)
     saved = bytes_of_tensors(tmp_path / "checkpoint")
@@ -84,9 +84,9 @@ def test_a_run_goes_on_bitwise_on_its_layout_and_the_same_way_on_others(gloo: Gl
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_are_those_of_torch(dtype: Any) -> None:
+def test_updates_equal_torch_muon(dtype: Any) -> None:
     torch.manual_seed(0)
-    shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer heads of keys and values
+    shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer key/value heads than query heads
     model = Transformer(shape)
     half = ParameterGroupConfig(lr_factor=0.5)
     config = OptimizerConfig(
@@ -98,14 +98,14 @@ def test_updates_are_those_of_torch(dtype: Any) -> None:
     reference = torch.optim.Muon(
         plain.values(), lr=5e-3, weight_decay=0.1, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw"
     )
-    as_float32 = patch.object(Tensor, "bfloat16", Tensor.clone)  # torch's own iteration is in bfloat16 alone
+    as_float32 = patch.object(Tensor, "bfloat16", Tensor.clone)  # torch.optim.Muon iterates in bfloat16 only
     for step in range(5):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.randn_like(parameter)
             if name in plain:
                 with torch.no_grad():
                     if step < 4:
-                        parameter.zero_()  # so that it shows the update with all its bits; then the decay, too
+                        parameter.zero_()  # so that no bits of the update are lost; step 4 includes the weight decay
                     plain[name].copy_(parameter)
                 plain[name].grad = parameter.grad.clone()
         update(optimizer, torch.tensor(0.0))
@@ -118,7 +118,7 @@ def test_updates_are_those_of_torch(dtype: Any) -> None:
             torch.testing.assert_close(parameter.detach(), plain[name], rtol=rtol, atol=tolerance * rate, msg=name)
 
 
-def are_benchmarked_alike() -> bool:
+def benchmark_updates_are_equal() -> bool:
     optimizers = [make(way, Namespace(width=64, layers=1, vocab=8, replicas=1))[0] for way in WAYS]
     for optimizer in optimizers:
         optimizer.step()
@@ -126,12 +126,12 @@ def are_benchmarked_alike() -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in zip(*updated, strict=True))
 
 
-def test_both_ways_of_the_benchmark_make_the_same_update(gloo: GlooPool) -> None:
-    assert gloo.run(2, are_benchmarked_alike) == [True, True]
+def test_both_variants_of_the_benchmark_make_the_same_update(gloo: GlooPool) -> None:
+    assert gloo.run(2, benchmark_updates_are_equal) == [True, True]
 
 
 def sent_bytes(config: JobConfig, steps: int) -> int:
-    """What this rank sends to others in ``steps`` updates."""
+    """Return the bytes that this rank sends to others in ``steps`` updates."""
     model = build(config, replace(TINY, n_layers=2))
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
     exchange, sent = dist.all_to_all_single, 0
@@ -151,8 +151,8 @@ def sent_bytes(config: JobConfig, steps: int) -> int:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_bytes_sent(gloo: GlooPool, replicas: int) -> None:
-    """As docs/performance.md says, for 4 ranks."""
+def test_bytes_sent_are_those_of_the_documentation(gloo: GlooPool, replicas: int) -> None:
+    """The formula of docs/performance.md, for 4 ranks."""
     dim, kv, ffn = TINY.dim, TINY.dim // 2, TINY.ffn_dim
     elements = 2 * (2 * dim * dim + 2 * dim * kv + 3 * dim * ffn)
     shards = 4 // replicas
@@ -161,7 +161,7 @@ def test_bytes_sent(gloo: GlooPool, replicas: int) -> None:
     assert sum(sent) == 3 * 4 * elements * (1 + replicas - 2 / shards)
 
 
-def test_owners_have_alike_much_work() -> None:
+def test_work_is_balanced_over_ranks() -> None:
     blocks = [torch.empty(shape, device="meta") for shape in [(4096, 4096)] * 2 + [(1024, 4096)] * 2]
     blocks += [torch.empty(shape, device="meta") for shape in [(14336, 4096)] * 2 + [(4096, 14336)]]
     matrices = [block.clone() for block in blocks * 32]
@@ -169,7 +169,7 @@ def test_owners_have_alike_much_work() -> None:
         buckets = deal(matrices, ranks, itemsize=2)
         owned = [list(chain.from_iterable(bucket[rank] for bucket in buckets)) for rank in range(ranks)]
         assert len({id(matrix) for matrix in chain.from_iterable(owned)}) == len(matrices)
-        works = [sum(map(work, some)) for some in owned]
-        assert max(works) < 1.1 * sum(works) / ranks, ranks
+        work_of_ranks = [sum(map(work, some)) for some in owned]
+        assert max(work_of_ranks) < 1.1 * sum(work_of_ranks) / ranks, ranks
         for some in chain.from_iterable(buckets):
             assert len(some) <= 1 or 2 * sum(matrix.numel() for matrix in some) <= BUCKET_BYTES

@@ -1,4 +1,4 @@
-"""Parameters in groups by name: each with its decay, and its share of the learning rate."""
+"""Parameter groups by name, each with its weight decay and learning-rate factor."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from torchtrain.optimizers.lr_schedule import LRSchedule
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 
 
-def test_every_parameter_is_in_the_group_of_its_name() -> None:
+def test_parameters_are_grouped_by_name() -> None:
     groups: dict[str, set[str]] = {"matrices": set(), "embeddings": set(), "vectors": set()}
     for name, parameter in Transformer(MODEL).named_parameters():
         groups[group_of(name, parameter)].add(name.removeprefix("layers.0.").removesuffix(".weight"))
@@ -26,7 +26,7 @@ def test_every_parameter_is_in_the_group_of_its_name() -> None:
     assert groups["vectors"] == norms | {f"attention.w{x}.bias" for x in "qkv"}
 
 
-def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
+def test_weight_decay_and_learning_rate_of_each_group_equal_torch_adamw() -> None:
     torch.manual_seed(0)
     model, plain = Transformer(MODEL), Transformer(MODEL)
     plain.load_state_dict(model.state_dict())
@@ -65,12 +65,12 @@ def test_decay_and_rate_of_each_group_are_those_of_plain_adamw() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7, msg=name)
 
 
-def test_values_that_no_group_can_have() -> None:
+def test_negative_lr_factor_raises_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.vectors.lr_factor = -1.0 must be at least 0"):
         OptimizerConfig(vectors=ParameterGroupConfig(lr_factor=-1.0))
 
 
-def test_betas_and_epsilon_are_those_of_plain_adamw() -> None:
+def test_betas_and_epsilon_equal_torch_adamw() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8, bias=False)
     plain = nn.Parameter(model.weight.detach().clone())

@@ -1,4 +1,4 @@
-"""Files and folders that are written: by a temporary name, in folders that others can write to as well."""
+"""Atomic writes: temporary names, links that others have created, leftovers of killed processes, unusable folders."""
 
 import fcntl
 import os
@@ -28,16 +28,16 @@ from torchtrain.models.llama import Transformer
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
-    path.write_text("of somebody else")
+    path.write_text("of another user")
     return path
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "dangling"])
-def test_a_partial_file_is_not_written_through_a_link(
+def test_partial_file_is_not_written_through_a_link(
     tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     file = tmp_path / "config.toml"
-    # Both names that can be known beforehand: that of the process, and (which nobody can) the one that is drawn.
+    # Links at two names: one with the process id, and the random one, which nobody can predict.
     monkeypatch.setattr(files, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0123456789")))
     for name in (os.getpid(), "01234567"):
         link = tmp_path / f"config.toml.{name}{PARTIAL_SUFFIX}"
@@ -51,19 +51,19 @@ def test_a_partial_file_is_not_written_through_a_link(
     with atomic_write(file) as output:
         output.write(b"ours")
     assert file.read_bytes() == b"ours"
-    assert secret.read_text() == "of somebody else"
+    assert secret.read_text() == "of another user"
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_file_of_a_checkpoint_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
+def test_checkpoint_file_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to(secret)
     with pytest.raises(FileExistsError), HashingFileSystem().create_stream(tmp_path / "__0_0.distcp", "wb"):
         pass
-    assert secret.read_text() == "of somebody else"
+    assert secret.read_text() == "of another user"
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder"])
-def test_a_lock_file_that_leads_elsewhere_is_an_error(tmp_path: Path, secret: Path, kind: str) -> None:
+def test_lock_file_that_is_not_a_regular_file_raises_a_config_error(tmp_path: Path, secret: Path, kind: str) -> None:
     lock = tmp_path / "prepared" / ".lock"
     lock.parent.mkdir()
     if kind == "pipe":
@@ -75,11 +75,11 @@ def test_a_lock_file_that_leads_elsewhere_is_an_error(tmp_path: Path, secret: Pa
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9))
     with pytest.raises(ConfigError, match=r"prepared/\.lock must be a regular file.*remove it"):
         prepare(source, "data", "", lock.parent, processes=1)
-    assert secret.read_text() == "of somebody else"
+    assert secret.read_text() == "of another user"
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_lock_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+def test_content_of_a_lock_file_is_kept(tmp_path: Path) -> None:
     lock = tmp_path / "prepared/.lock"
     lock.parent.mkdir()
     lock.write_text("content")
@@ -92,13 +92,13 @@ def test_a_lock_file_keeps_what_is_in_it(tmp_path: Path) -> None:
 def test_fingerprints_are_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
     (tmp_path / f"{FILE}.partial").symlink_to(secret)
     Step({}, torch.zeros(1, 2, 3, dtype=torch.int32).numpy()).save(tmp_path)
-    assert secret.read_text() == "of somebody else"
+    assert secret.read_text() == "of another user"
     assert (tmp_path / FILE).is_file()
 
 
-def test_the_partial_folder_of_a_living_process_stays(tmp_path: Path) -> None:
+def test_partial_folder_of_a_running_process_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    for name in ("out.0123abcd", f"out.{'4' * 32}"):  # of dead ones: of this version, and of earlier ones
+    for name in ("out.0123abcd", f"out.{'4' * 32}"):  # left by dead processes: of this version, and of earlier ones
         (tmp_path / f"{name}.partial").mkdir()
         (tmp_path / f"{name}.partial/model.safetensors").write_bytes(bytes(9))
     (tmp_path / "out.0123abcd.lock").touch()
@@ -106,32 +106,32 @@ def test_the_partial_folder_of_a_living_process_stays(tmp_path: Path) -> None:
     others = {"out.v2.0123abcd.partial", "out.partial", "about.0123abcd.partial"}
     for name in others:
         (tmp_path / name).mkdir()
-    with partial_folder(target) as living:
-        living.mkdir()
-        (living / "model.safetensors").write_bytes(b"weights")
+    with partial_folder(target) as running:
+        running.mkdir()
+        (running / "model.safetensors").write_bytes(b"weights")
         with partial_folder(target) as second:
             assert {path.name for path in tmp_path.iterdir()} == {
                 *others,
-                living.name,
-                *(path.with_suffix(".lock").name for path in (living, second)),
+                running.name,
+                *(path.with_suffix(".lock").name for path in (running, second)),
             }
-        assert (living / "model.safetensors").read_bytes() == b"weights"
-        living.rename(target)
+        assert (running / "model.safetensors").read_bytes() == b"weights"
+        running.rename(target)
     assert {path.name for path in tmp_path.iterdir()} == {*others, "out"}
 
 
-def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_folder_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with partial_folder(tmp_path / "out") as living:
-        living.mkdir()
+    with partial_folder(tmp_path / "out") as running:
+        running.mkdir()
         with partial_folder(tmp_path / "out"):
-            assert living.exists()  # nobody can know that it is alive, but it has a lock file
+            assert running.exists()  # whether its process runs is unknown, but it has a lock file
 
 
-def waits_in_its_tensors() -> None:
+def hang_while_converting() -> None:
     from torchtrain.checkpoint import conversion
 
     def wait(*_: object) -> None:
@@ -144,11 +144,11 @@ def waits_in_its_tensors() -> None:
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
-def test_what_a_killed_convert_has_left_is_removed_by_the_next(trained_run: Path, tmp_path: Path, to: str) -> None:
+def test_leftovers_of_a_killed_convert_are_removed_by_the_next(trained_run: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "folder/out"
     (tmp_path / "logs").mkdir()
     arguments = ("torchtrain.convert", str(trained_run), str(out), "--to", to)
-    (process,), files = start_door(tmp_path / "logs", *arguments, hook=waits_in_its_tensors)
+    (process,), files = start_door(tmp_path / "logs", *arguments, hook=hang_while_converting)
     deadline = time.monotonic() + 100
     while not list(out.parent.glob("out.*.partial")):
         assert process.is_alive(), files[1].read_text()
@@ -162,12 +162,12 @@ def test_what_a_killed_convert_has_left_is_removed_by_the_next(trained_run: Path
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_a_killed_export_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename, seen = os.rename, []
+def test_old_export_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, complete = os.rename, []
 
-    def noted(source: object, target: object, **options: object) -> None:
+    def recorded(source: object, target: object, **options: object) -> None:
         rename(source, target, **options)  # type: ignore[arg-type,call-overload]
-        seen.append([path.name for path in tmp_path.iterdir() if (path / "config.json").exists()])
+        complete.append([path.name for path in tmp_path.iterdir() if (path / "config.json").exists()])
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -176,31 +176,31 @@ def test_a_killed_export_leaves_the_one_before_whole(tmp_path: Path, monkeypatch
 
         model = Transformer(TINY)
         export(model, tmp_path / "hf")
-        monkeypatch.setattr(os, "rename", noted)
+        monkeypatch.setattr(os, "rename", recorded)
         save_hf(ModelState([model]).state_dict(), tmp_path / "hf", TINY, "float32", "", replace_old=True)
     finally:
         dist.destroy_process_group()
-    assert all(seen)
-    assert [len(names) for names in seen[-2:]] == [2, 2]  # the one before is removed last
+    assert all(complete)
+    assert [len(names) for names in complete[-2:]] == [2, 2]  # the old export is removed last
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_checkpoint_folder_that_is_a_dangling_link(tmp_path: Path) -> None:
+def test_checkpoint_folder_that_is_a_dangling_link(tmp_path: Path) -> None:
     for number, (name, link) in enumerate((("run", "run/checkpoint"), ("away", "away"))):
-        where = tmp_path / str(number)
-        (where / link).parent.mkdir(parents=True, exist_ok=True)
-        (where / link).symlink_to("/mnt/scratch/not mounted")
-        run = ForkedRun(where / "log", "--job.dump_folder", str(where / name), ranks=1)
+        parent = tmp_path / str(number)
+        (parent / link).parent.mkdir(parents=True, exist_ok=True)
+        (parent / link).symlink_to("/mnt/scratch/not mounted")
+        run = ForkedRun(parent / "log", "--job.dump_folder", str(parent / name), ranks=1)
         assert run.wait() == [2], run.output()
-        (told,) = [line for line in run.output().splitlines() if "error:" in line]
-        assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in told
+        (error,) = [line for line in run.output().splitlines() if "error:" in line]
+        assert f"{parent / link} is a link to '/mnt/scratch/not mounted', which does not exist" in error
         assert "Traceback" not in run.output()
-        found = run_command("torchtrain.generate", str(where / name), "--prompt", "a")
+        found = run_command("torchtrain.generate", str(parent / name), "--prompt", "a")
         assert found.returncode == 2
-        assert f"{where / link} is a link to '/mnt/scratch/not mounted', which does not exist" in found.stderr
+        assert f"{parent / link} is a link to '/mnt/scratch/not mounted', which does not exist" in found.stderr
 
 
-def test_a_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").write_text("")
     run = ForkedRun(tmp_path / "run", ranks=1)
@@ -208,7 +208,7 @@ def test_a_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
     assert f"{tmp_path}/run/checkpoint cannot be used: File exists; name another folder" in run.output()
 
 
-def test_a_conversion_to_a_dangling_link_is_rejected_before_its_work(trained_run: Path, tmp_path: Path) -> None:
+def test_conversion_to_a_dangling_link_is_rejected_before_converting(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
     found = run_command("torchtrain.convert", str(trained_run), str(tmp_path / "out"))
     assert found.returncode == 2

@@ -1,4 +1,4 @@
-"""What cannot be split is refused before any process group starts, with the rule and a way out."""
+"""Layout validation: invalid configs raise a ConfigError with a way out, before process-group initialization."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -157,12 +157,12 @@ def check(
         ),
     ],
 )
-def test_refusals(options: dict[str, Any], message: str) -> None:
+def test_invalid_layouts_raise_a_config_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(**options)
 
 
-def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_with_split_backward_requires_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     split: dict[str, Any] = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError, match=r"in torch 2.11.0; set training.loss_chunk_tokens = 0, or take torch 2.13"):
@@ -172,7 +172,7 @@ def test_a_loss_in_chunks_is_refused_where_torch_cannot_split_its_backward(monke
     check(**split)
 
 
-def test_a_memory_budget_is_refused_where_torch_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_budget_is_rejected_on_torch_versions_that_cannot_count_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     budget: dict[str, Any] = {"compile": True, "mode": "memory_budget"}
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError, match=r"with torch 2.11.0 where .* fewer n_kv_heads than n_heads; take torch 2.12"):
@@ -188,7 +188,7 @@ def test_a_memory_budget_is_refused_where_torch_cannot_count(monkeypatch: pytest
     check(**budget, tensor_parallel_degree=2)
 
 
-def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_for_a_gpu_rejects_document_masks_with_a_split_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torchtrain.trainer.pick_device", lambda _: torch.device("cuda", 0))
     parallelism = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="InterleavedZeroBubble")
@@ -215,7 +215,7 @@ def test_a_plan_for_a_gpu_refuses_document_masks_where_the_backward_is_split(mon
         },
     ],
 )
-def test_what_can_be_split_is_not_refused(options: dict[str, Any]) -> None:
+def test_valid_layouts_are_accepted(options: dict[str, Any]) -> None:
     check(**options)
 
 
@@ -230,12 +230,12 @@ def test_what_can_be_split_is_not_refused(options: dict[str, Any]) -> None:
         ({"data_parallel_shard_degree": 1}, r"the number of ranks, 8, and all of 1 make 1; start 1 ranks"),
     ],
 )
-def test_degrees_must_multiply_to_the_world(options: dict[str, int], message: str) -> None:
+def test_product_of_degrees_must_equal_the_world_size(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_parallel_dims(ParallelismConfig(**options), 8)
 
 
-def test_the_shard_degree_takes_the_rest() -> None:
+def test_shard_degree_is_inferred_from_the_world_size() -> None:
     config = ParallelismConfig(
         pipeline_parallel_degree=2,
         data_parallel_replicate_degree=2,
@@ -244,7 +244,7 @@ def test_the_shard_degree_takes_the_rest() -> None:
     )
     degrees = resolve_parallel_dims(config, 128)
     assert degrees == ParallelDims(pipeline=2, replicate=2, shard=4, context=2, tensor=4)
-    # Ranks of a context, tensor or pipeline group have the same rows.
+    # The ranks of a context, tensor or pipeline group read the same rows of the batch.
     assert [degrees.batch_rank(rank) for rank in (0, 7, 8, 63, 64, 127)] == [0, 0, 1, 7, 0, 7]
 
 
@@ -260,24 +260,24 @@ def test_the_shard_degree_takes_the_rest() -> None:
         (80, 1, (80,)),
     ],
 )
-def test_layers_are_split_with_embedding_and_output_weighed(
+def test_layers_per_stage_account_for_embedding_and_output(
     n_layers: int, stages: int, expected: tuple[int, ...]
 ) -> None:
     assert layers_per_stage(n_layers, stages) == expected
     assert sum(expected) == n_layers
 
 
-def test_the_config_may_list_the_layers() -> None:
+def test_layers_per_stage_of_the_config_are_used() -> None:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
     assert plan_stages(LLAMA, config) == (20, 12)
 
 
-def test_ranks_must_divide_the_streams_of_streamed_data() -> None:
+def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
     config = JobConfig(
         training=TrainingConfig(local_batch_size=2, global_batch_size=8), data=DataConfig(name="org/texts", streams=3)
     )
     cpu = torch.device("cpu")
-    check_layout(config, cpu, ParallelDims(shard=2), LLAMA)  # 2 streams, the largest divisor of 8 up to 3
+    check_layout(config, cpu, ParallelDims(shard=2), LLAMA)  # 2 streams: the largest divisor of 8 that is at most 3
     with pytest.raises(ConfigError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
         check_layout(config, cpu, ParallelDims(shard=4), LLAMA)
     held_out = replace(config, data=DataConfig(streams=3), validation=ValidationConfig(enable=True, name="held-out"))
@@ -287,6 +287,6 @@ def test_ranks_must_divide_the_streams_of_streamed_data() -> None:
         check_layout(replace(config, data=data), cpu, ParallelDims(shard=4), LLAMA)
 
 
-def test_without_a_pipeline_its_options_rest() -> None:
+def test_pipeline_options_are_ignored_without_pipeline_parallelism() -> None:
     config = ParallelismConfig(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
     assert plan_stages(replace(LLAMA, tied_embeddings=True), config) == (32,)
