@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtrain.config.parse import from_file, parse, to_toml
+from torchtrain.config.parse import RENAMED_KEYS, from_file, parse, to_toml
 from torchtrain.config.schema import LOCAL, JobConfig, TrainingConfig, rules_of
 from torchtrain.errors import ConfigError
 
@@ -198,6 +198,20 @@ def test_every_option_for_a_path_refuses_urls() -> None:
 def test_a_missing_file_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'\? \(looked for /"):
         from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
+
+
+@pytest.mark.parametrize(("old", "new"), list(RENAMED_KEYS.items()))
+def test_a_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: str, new: str) -> None:
+    section, _, key = old.partition(".")
+    file = write(tmp_path, f'[{section}]\n{key} = "skip"\n')
+    message = re.escape(f"{old} was renamed: set {new}")
+    with pytest.raises(ConfigError, match=message):
+        from_file(file)
+    for arguments in ([f"--{old}", "skip"], [f"--{old.replace('_', '-')}=skip"]):
+        with pytest.raises(ConfigError, match=message):
+            parse(arguments)
+    with pytest.raises(ConfigError, match=re.escape(f"{old}.inner was renamed: set {new}.inner")):
+        parse([f"--{old}.inner", "skip"])
 
 
 @pytest.mark.parametrize(

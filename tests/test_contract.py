@@ -31,7 +31,7 @@ FROZEN = {  # by kind and section: every option there is
             "export_weights export_dtype async_mode allow_changes max_failed_saves"
         ),
         "faults": (
-            "on_bad_numbers max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
+            "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
         ),
         "metrics": "log_freq enable_tensorboard enable_wandb wandb_project straggler_freq straggler_factor",
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",

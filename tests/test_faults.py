@@ -456,12 +456,9 @@ def inf_from_step_3() -> Any:
 
 def test_bad_numbers_are_skipped(tmp_path: Path) -> None:
     output = finish(tmp_path, hook=nan_in_step_5_of_rank_1)
-    assert (
-        "bad numbers in step 5 (loss nan, gradient norm nan): loss not finite on 1 rank(s); its update is skipped"
-        in output
-    )
+    assert "step 5 is bad (loss nan, gradient norm nan): loss not finite on 1 rank(s); the update is skipped" in output
     events = [line for line in lines(tmp_path) if "event" in line]
-    assert [(event["step"], event["event"]) for event in events] == [(5, "bad_numbers_skip")]
+    assert [(event["step"], event["event"]) for event in events] == [(5, "bad_step_skip")]
     tensors = saved_tensors(tmp_path, STEPS)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert tensors["optimizer.norm.weight.step"].item() == STEPS - 1
@@ -479,11 +476,11 @@ def test_a_save_before_the_first_update_counts_none(tmp_path: Path) -> None:
 
 
 def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path, undisturbed: Path) -> None:
-    options = ("--faults.on_bad_numbers", "rollback", "--training.steps", str(STEPS - 2))
+    options = ("--faults.on_nonfinite", "rollback", "--training.steps", str(STEPS - 2))
     finish(tmp_path, *options, hook=nan_in_step_5_of_rank_1)
     steps = [(line["step"], line.get("event")) for line in lines(tmp_path)]
     # Step 6 was under way when the news of step 5 came.
-    assert steps[3:8] == [(4, None), (5, None), (5, "bad_numbers_rollback"), (5, None), (6, None)]
+    assert steps[3:8] == [(4, None), (5, None), (5, "bad_step_rollback"), (5, None), (6, None)]
     tensors = saved_tensors(tmp_path, STEPS - 2)
     assert tensors["optimizer.norm.weight.step"].item() == STEPS - 2
     # The batches of both steps are passed over.
@@ -491,9 +488,9 @@ def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path, undisturbe
 
 
 def test_bad_numbers_stop(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", "stop", hook=nan_in_step_5_of_rank_1)
+    run = ForkedRun(tmp_path, "--faults.on_nonfinite", "stop", hook=nan_in_step_5_of_rank_1)
     assert run.wait() == [2, 2]
-    assert "bad numbers in step 5" in run.output()
+    assert "step 5 is bad" in run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
 
 
@@ -515,7 +512,7 @@ def nan_in_the_last_step() -> Any:
 
 
 def test_a_rollback_does_not_go_back_to_the_bad_step(tmp_path: Path) -> None:
-    output = finish(tmp_path, "--faults.on_bad_numbers", "rollback", hook=nan_in_step_6)  # a checkpoint is due there
+    output = finish(tmp_path, "--faults.on_nonfinite", "rollback", hook=nan_in_step_6)  # a checkpoint is due there
     assert f"went back to {tmp_path}/checkpoint/step-4" in output
     assert saved_tensors(tmp_path, 6)["optimizer.norm.weight.step"].item() == 6
 
@@ -538,7 +535,7 @@ def nan_whose_rollback_is_kept() -> Any:
 def test_a_rollback_takes_back_all_that_the_steps_have_changed(tmp_path: Path) -> None:
     options = ("--ema.enable", "--ema.decay", "0.5", "--faults.spike_threshold", "50", "--training.sums", "exact")
     hook = nan_whose_rollback_is_kept
-    finish(tmp_path, *options, "--faults.on_bad_numbers", "rollback", "--training.steps", "6", ranks=1, hook=hook)
+    finish(tmp_path, *options, "--faults.on_nonfinite", "rollback", "--training.steps", "6", ranks=1, hook=hook)
     (file,) = tmp_path.glob("rolled-back-to-*.pt")  # with exact sums a step may be made twice, and the NaN come earlier
     rolled_back = torch.load(file, weights_only=True)
     saved = saved_tensors(tmp_path, int(file.stem.rpartition("-")[2]))
@@ -551,16 +548,16 @@ def test_a_rollback_takes_back_all_that_the_steps_have_changed(tmp_path: Path) -
 
 
 def test_stop_leaves_no_checkpoint_of_the_bad_step(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", "stop", hook=nan_in_step_6)
+    run = ForkedRun(tmp_path, "--faults.on_nonfinite", "stop", hook=nan_in_step_6)
     assert run.wait() == [2, 2]
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
 
 
 def test_a_bad_last_step_is_not_done(tmp_path: Path) -> None:
-    stopped = ForkedRun(tmp_path / "stop", "--faults.on_bad_numbers", "stop", hook=nan_in_the_last_step)
+    stopped = ForkedRun(tmp_path / "stop", "--faults.on_nonfinite", "stop", hook=nan_in_the_last_step)
     assert stopped.wait() == [2, 2]
     assert saved_steps(tmp_path / "stop/checkpoint")[-1] == STEPS - 2
-    output = finish(tmp_path / "back", "--faults.on_bad_numbers", "rollback", hook=nan_in_the_last_step)
+    output = finish(tmp_path / "back", "--faults.on_nonfinite", "rollback", hook=nan_in_the_last_step)
     assert f"went back to {tmp_path}/back/checkpoint/step-{STEPS - 2}" in output
     assert saved_tensors(tmp_path / "back", STEPS)["optimizer.norm.weight.step"].item() == STEPS
 
@@ -578,8 +575,8 @@ def test_spike_is_treated_as_bad_numbers_also_after_a_restart(tmp_path: Path) ->
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5")
     finish(whole, *spikes, hook=spike_in_step_7)
-    (event,) = (line for line in lines(whole) if line.get("event", "").startswith("bad_numbers"))
-    assert (event["step"], event["event"]) == (7, "bad_numbers_skip")
+    (event,) = (line for line in lines(whole) if line.get("event", "").startswith("bad_step"))
+    assert (event["step"], event["event"]) == (7, "bad_step_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
     assert saved_tensors(whole, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
     finish(parts, *spikes, "--training.steps", "5")
@@ -589,7 +586,7 @@ def test_spike_is_treated_as_bad_numbers_also_after_a_restart(tmp_path: Path) ->
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_bad_numbers_without_end_stop_the_run(tmp_path: Path, policy: str) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_bad_numbers", policy, "--faults.max_bad_steps", "2", hook=inf_from_step_3)
+    run = ForkedRun(tmp_path, "--faults.on_nonfinite", policy, "--faults.max_bad_steps", "2", hook=inf_from_step_3)
     assert run.wait() == [2, 2]
     assert "that is 3 in a row, and faults.max_bad_steps = 2" in run.output()
 

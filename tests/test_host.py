@@ -69,7 +69,7 @@ def count_waits() -> Iterator[None]:
         patch.object(torch.Tensor, "numpy", counts.counting(torch.Tensor.numpy)),
         patch.object(torch.Tensor, "cpu", counts.counting(torch.Tensor.cpu)),
         # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
-        patch.object(NonFiniteGuard, "settle", counts.excused(NonFiniteGuard.settle)),
+        patch.object(NonFiniteGuard, "wait", counts.excused(NonFiniteGuard.wait)),
         patch.object(DataLoader, "__next__", counts.excused(DataLoader.__next__)),
         patch.object(Profiler, "step", lambda *_: counts.end_step()),
         counts,

@@ -50,7 +50,7 @@ def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: i
         for step in range(start_step + 1, steps + 1):
             recorder.record(step, TokenLoss(torch.tensor(3.0 * step), torch.tensor(2)), torch.tensor(0.5), 1e-3)
             if step == 3:
-                recorder.record_event(step, "bad_numbers_skip", {"problem": "not finite", "loss": float("nan")})
+                recorder.record_event(step, "bad_step_skip", {"problem": "not finite", "loss": float("nan")})
 
 
 def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_pat
     gloo.run(2, record_steps, str(tmp_path), {}, 2, 5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = [(line["step"], line.get("event", "metrics")) for line in lines]
-    first = [(0, "start"), (1, "metrics"), (2, "metrics"), (3, "metrics"), (3, "bad_numbers_skip"), (4, "metrics")]
-    assert logged == [*first, (2, "start"), (3, "metrics"), (3, "bad_numbers_skip"), (4, "metrics"), (5, "metrics")]
+    first = [(0, "start"), (1, "metrics"), (2, "metrics"), (3, "metrics"), (3, "bad_step_skip"), (4, "metrics")]
+    assert logged == [*first, (2, "start"), (3, "metrics"), (3, "bad_step_skip"), (4, "metrics"), (5, "metrics")]
     assert [line["loss"] for line in lines if "event" not in line] == [1.5, 3.0, 4.5, 6.0, 4.5, 6.0, 7.5]
-    skip = next(line for line in lines if line.get("event") == "bad_numbers_skip")
+    skip = next(line for line in lines if line.get("event") == "bad_step_skip")
     assert skip["loss"] is None
     assert lines[0]["ranks"] == 2
 
@@ -106,7 +106,7 @@ def test_tensorboard_has_grouped_curves_the_config_and_faults(gloo: GlooPool, tm
     groups = {tag.split("/")[0] for tag in events.Tags()["scalars"]}
     assert groups == {"loss", "optimization", "throughput", "memory", "data", "faults"}
     assert [(e.step, e.value) for e in events.Scalars("loss/average")] == [(1, 1.5), (2, 3.0), (3, 4.5), (4, 6.0)]
-    assert [(e.step, e.value) for e in events.Scalars("faults/bad_numbers_skip")] == [(3, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("faults/bad_step_skip")] == [(3, 1.0)]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "steps = 40" in text
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
@@ -235,7 +235,7 @@ def test_logged_validation_is_valid_until_the_run_restarts_before_its_step(tmp_p
     file.write_text(file.read_text() + four)
     assert has_validation(file, 4)
     assert not has_validation(file, 5)
-    file.write_text(file.read_text() + '{"step": 6, "event": "bad_numbers_rollback"}\n')
+    file.write_text(file.read_text() + '{"step": 6, "event": "bad_step_rollback"}\n')
     assert not has_validation(file, 4)  # the rollback may have been to step 2
 
 

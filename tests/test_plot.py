@@ -34,7 +34,7 @@ def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> Non
         tmp_path / "twice",
         [
             *({"step": 0, "event": "start"}, numbers(1, 8.5), numbers(2, 7.5), {"step": 1, "event": "start"}),
-            *(numbers(2, 7.25), {"step": 2, "event": "bad_numbers_skip"}, numbers(3, 6.0)),
+            *(numbers(2, 7.25), {"step": 2, "event": "bad_step_skip"}, numbers(3, 6.0)),
         ],
     )
     runs = [script.read_run(plain), script.read_run(twice / "metrics.jsonl")]
@@ -48,7 +48,7 @@ def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> Non
     assert fault == [[2, 7.25]]
     assert grad_norm.lines[0].get_xydata().tolist() == [[1, 16.0], [2, 14.0]]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["plain", "twice", "restart", "bad numbers skip"]
+    assert legend == ["plain", "twice", "restart", "bad step skip"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     script.plt.close(figure)
 

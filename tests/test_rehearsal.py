@@ -408,8 +408,8 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
     def swapped(step: TrainStep, number: int, loss: Any) -> Tensor:
         if dist.get_rank() < 4:
             return update(step, number, loss)
-        refused = step.guard.judge(number, loss, torch.zeros((), device=loss.total.device))
-        with patch.object(NonFiniteGuard, "judge", lambda *_: refused):
+        skip = step.guard.check(number, loss, torch.zeros((), device=loss.total.device))
+        with patch.object(NonFiniteGuard, "check", lambda *_: skip):
             return update(step, number, loss)
 
     return patch.object(TrainStep, "clip_and_update", swapped)

@@ -71,7 +71,7 @@ def bad_step_4() -> Any:
 
 def test_a_bad_step_is_not_saved_and_the_save_comes_after_the_rollback(tmp_path: Path) -> None:
     hook = partial(clock_strikes, (1, 3), "0", bad_step_4)
-    output = finish(tmp_path, *BY_TIME, "--faults.on_bad_numbers", "rollback", ranks=1, hook=hook)
+    output = finish(tmp_path, *BY_TIME, "--faults.on_nonfinite", "rollback", ranks=1, hook=hook)
     assert "went back to" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 3, 12]
 

@@ -1,4 +1,4 @@
-"""What is judged bad, and that a refused update leaves no trace, whichever kernel makes it."""
+"""Which steps are bad, and that a skipped update leaves no trace, whichever kernel makes it."""
 
 import copy
 from typing import Any, cast
@@ -25,21 +25,21 @@ def _verdicts(faults: FaultsConfig, losses: list[float], norms: list[float]) -> 
         SpikeDetector(faults, torch.device("cpu")),
         lambda step, event, _: events.append((step, event)),
     )
-    refused = []
+    skipped = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         tokens = torch.tensor(4)
-        refused.append(bool(guard.judge(step, TokenLoss(torch.tensor(loss) * 4, tokens), torch.tensor(norm))))
-    guard.settle()
-    return refused, events
+        skipped.append(bool(guard.check(step, TokenLoss(torch.tensor(loss) * 4, tokens), torch.tensor(norm))))
+    guard.wait()
+    return skipped, events
 
 
 def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
     faults = FaultsConfig(spike_threshold=3.0, spike_window=4)
-    # Mean 2 and deviation 0.5 make a limit of 3.5. The value of a refused step does not enter the window.
+    # Mean 2 and deviation 0.5 make a limit of 3.5. The value of a skipped step does not enter the window.
     losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 1.0]
-    (refused, events), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6 + [9.0])
-    assert refused == [False, False, False, False, True, False, True]
-    assert events == [(5, "bad_numbers_skip"), (7, "bad_numbers_skip")]
+    (skipped, events), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6 + [9.0])
+    assert skipped == [False, False, False, False, True, False, True]
+    assert events == [(5, "bad_step_skip"), (7, "bad_step_skip")]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_the_numbers_of_skipped_steps_do_not_enter_the_window(gloo: GlooPool, lo
     faults = FaultsConfig(spike_threshold=3.0, spike_window=4, max_bad_steps=9)
     # The limit of both is 3.5, as above; with a 3.6 in the window it would be 4.7, with a NaN there would be none.
     losses, norms = [1.5, 2.5, 1.5, 2.5, loss, loss, loss], [1.5, 2.5, 1.5, 2.5, norm, norm, norm]
-    (refused, _), *_ = gloo.run(1, _verdicts, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
-    assert refused == [False] * 4 + [True] * 5 + [False]
+    (skipped, _), *_ = gloo.run(1, _verdicts, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
+    assert skipped == [False] * 4 + [True] * 5 + [False]
 
 
 def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPool) -> None:
@@ -66,8 +66,8 @@ def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPoo
 def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None:
     nan, faults = float("nan"), FaultsConfig(max_bad_steps=2)
     losses = [nan, nan, 1.0, nan, nan, 1.0]
-    (refused, _), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6)
-    assert refused == [True, True, False, True, True, False]
+    (skipped, _), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6)
+    assert skipped == [True, True, False, True, True, False]
     with pytest.raises(AssertionError, match=f"{FaultError.__name__}.*that is 3 in a row"):
         gloo.run(1, _verdicts, faults, [nan] * 3, [1.0] * 3)
 
@@ -75,39 +75,39 @@ def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_refused_update_leaves_no_trace(name: Any, implementation: Any, state_dtype: Any) -> None:
+def test_a_skipped_update_leaves_no_trace(name: Any, implementation: Any, state_dtype: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
     optimizer = build_optimizer(
         [model], OptimizerConfig(name=name, implementation=implementation, state_dtype=state_dtype)
     )
 
-    def step(gradient: float, refused: float) -> None:
+    def step(gradient: float, skip: float) -> None:
         model.weight.grad = torch.full((3, 3), gradient)
-        update(optimizer, torch.tensor(refused))
+        update(optimizer, torch.tensor(skip))
 
-    step(1.0, refused=0.0)
+    step(1.0, skip=0.0)
     dtypes = {value.dtype for key, value in optimizer.state[model.weight].items() if key != "step"}
     assert dtypes == {getattr(torch, state_dtype)}
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-    step(float("nan"), refused=1.0)
+    step(float("nan"), skip=1.0)
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
-    step(1.0, refused=0.0)
+    step(1.0, skip=0.0)
     assert not torch.equal(model.weight, before[0]["weight"])
     assert model.weight.isfinite().all()
 
 
 def _roll_back_again_and_again(steps: list[tuple[int, float]], settled: bool) -> None:
-    faults = FaultsConfig(on_bad_numbers="rollback", max_bad_steps=1)
+    faults = FaultsConfig(on_nonfinite="rollback", max_bad_steps=1)
     window = SpikeDetector(faults, torch.device("cpu"))
     guard = NonFiniteGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
     for _ in range(3):
         for step, loss in steps:
-            guard.judge(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
+            guard.check(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
         if settled:
-            guard.settle()
+            guard.wait()
         assert guard.must_roll_back_before == 5
-        guard.rolled_back()
+        guard.reset()
 
 
 @pytest.mark.parametrize(

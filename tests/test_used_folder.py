@@ -58,7 +58,7 @@ def nan_in_step_3() -> Any:
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_the_same_run(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, *ON, "4", "--faults.on_bad_numbers", "stop", ranks=1, hook=nan_in_step_3)
+    run = ForkedRun(tmp_path, *ON, "4", "--faults.on_nonfinite", "stop", ranks=1, hook=nan_in_step_3)
     assert run.wait() == [2]
     finish(tmp_path, *ON, "4", ranks=1)
     assert not (tmp_path / "metrics.jsonl.1").exists()

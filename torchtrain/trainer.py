@@ -302,7 +302,7 @@ class Trainer:
                 loss, grad_norm = self.train_step(self.step, batch)
                 computed = self.step  # the step that loss and grad_norm belong to; a rollback lowers self.step
                 if last or checkpointer.is_due(self.step) or guard.steps_are_long:
-                    guard.settle()  # never checkpoint or stop at a step before its result has been checked
+                    guard.wait()  # never checkpoint or stop at a step before its result has been checked
             if guard.must_roll_back_before is not None:
                 self.roll_back()
                 continue
@@ -318,7 +318,7 @@ class Trainer:
             return
 
         # The run was asked to stop, or the data ended: check the last step, then save it like the final step of a run.
-        guard.settle()
+        guard.wait()
         if guard.must_roll_back_before is not None:
             self.roll_back()
         if self.step > self.start_step:
@@ -367,11 +367,11 @@ class Trainer:
         step = self.checkpointer.roll_back(bad_step, only=("model", "optimizer", "ema"))
         if step is None:
             raise FaultError(
-                f"faults.on_bad_numbers = 'rollback', but there is no good checkpoint before step {bad_step} to go "
-                "back to; a lower optimizer.lr, another seed or on_bad_numbers = 'skip' may get past it"
+                f"faults.on_nonfinite = 'rollback', but there is no valid checkpoint before step {bad_step} to load; "
+                "lower optimizer.lr, change training.seed, or set faults.on_nonfinite = 'skip'"
             )
         self.step = step
-        self.guard.rolled_back()
+        self.guard.reset()
         self.metrics.restart(step)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -481,7 +481,7 @@ class TrainStep:
             hook.after_gradients()
         grad_norm = clip_grad_norm(self.model.parts, self.max_norm, tied_replicas, exact=self.model.sums is not None)
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
-        skip = self.guard.judge(step, loss, grad_norm)
+        skip = self.guard.check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
         self.before_update()
         update(self.optimizer, skip)

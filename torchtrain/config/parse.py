@@ -30,7 +30,10 @@ Section = TypeVar("Section")
 FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
     (Path(__file__).parent.parent / "assets" / "from_torchtitan.toml").read_text(encoding="utf-8")
 )
-"""By key of torchtitan's files: the key here, the default there in TOML, and a note; "" where there is none."""
+"""torchtitan's key: (torchtrain's key, torchtitan's default as TOML, a note); an empty string where there is none."""
+
+RENAMED_KEYS = {"faults.on_bad_numbers": "faults.on_nonfinite"}
+"""Old name: new name, for the error message about an old name."""
 
 
 IMPORT = re.compile(r"--job\.import(=|$)")
@@ -46,8 +49,12 @@ def parse(
     What is wrong in both together raises ConfigError. A bad command line, like ``--help``, ends the process, with a
     message unless ``print_errors`` is off: all ranks parse, one speaks.
     """
-    import tyro  # only doors parse, and it takes a moment
+    import tyro  # imported here because it takes long, and only commands parse
 
+    for argument in argv:
+        key = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and (new := renamed_to(key)):
+            raise ConfigError(f"{key} was renamed: set {new}")
     file = config_file(argv)
     require_local(file, "job.config_file")
     # tyro names the option by the field, and a field cannot be named by a keyword of Python.
@@ -175,8 +182,10 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
                 values[names[key]] = convert(hints[names[key]], value, name, checked)
             except ConfigError as error:
                 problems.append(str(error))
-        elif told := torchtitan_keys(name, value):
-            problems += told
+        elif new := renamed_to(name):
+            problems.append(f"{name} was renamed: set {new}")
+        elif hints_for_torchtitan := torchtitan_keys(name, value):
+            problems += hints_for_torchtitan
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
             problems.append(f"{name} is no {kind}{did_you_mean(key, names, prefix)}")
@@ -187,6 +196,14 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     made = section()
     vars(made).update(values)  # past what it refuses
     return made
+
+
+def renamed_to(key: str) -> str | None:
+    """The new name of ``key`` if it, or the table that contains it, is in ``RENAMED_KEYS``; else None."""
+    for old, new in RENAMED_KEYS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
 
 
 def torchtitan_keys(name: str, value: Any) -> list[str]:

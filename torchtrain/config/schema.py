@@ -549,7 +549,7 @@ class CheckpointConfig(Section, name="checkpoint"):
 
 @dataclass(frozen=True)
 class FaultsConfig(Section, name="faults"):
-    on_bad_numbers: Literal["skip", "rollback", "stop"] = "skip"
+    on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: load
     the newest good checkpoint from before it, and go on with the next data. stop: end the run with an error."""
     max_bad_steps: CountOrZero = 5
@@ -672,8 +672,8 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.faults.on_bad_numbers != "rollback" or self.checkpoint.enable,
-            "faults.on_bad_numbers = 'rollback' needs checkpoints to go back to: set checkpoint.enable = true",
+            self.faults.on_nonfinite != "rollback" or self.checkpoint.enable,
+            "faults.on_nonfinite = 'rollback' needs checkpoints to load: set checkpoint.enable = true",
         )
         for key, weights in (
             ("validation.weights", self.validation.weights),

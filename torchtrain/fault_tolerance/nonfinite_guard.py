@@ -1,4 +1,4 @@
-"""No update from bad numbers: a loss or gradient norm that is not finite, or is far above those of the last steps."""
+"""Skip updates whose loss or gradient norm is non-finite, or a spike compared with the preceding steps."""
 
 import math
 import time
@@ -21,40 +21,50 @@ LONG_STEP_SECONDS = 10.0
 
 
 class SpikeDetector(Stateful):
-    """Loss and gradient norm of the last good steps, which a spike is measured against; the same on all ranks."""
+    """The losses and gradient norms of the last ``faults.spike_window`` steps that were not bad.
+
+    A spike is measured against their means and standard deviations. They are identical on all ranks.
+
+    Attributes:
+        values: (2, spike_window), float64, on the device of the model: the losses, then the gradient norms, the oldest
+            first. They are NaN until enough steps were made, so that every comparison with them is false.
+    """
 
     def __init__(self, config: FaultsConfig, device: torch.device):
-        # Oldest first; NaN until there are enough, which makes every comparison false.
         self.values = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"last_{self.values.shape[1]}": self.values}  # a run with another length begins anew
+        # The key contains the length: a run with another spike_window does not load these values.
+        return {f"last_{self.values.shape[1]}": self.values}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The values have been written in place; without any, they begin anew."""
+        """Reset the values if ``state_dict`` is empty; otherwise the checkpoint was already loaded into them."""
         if not state_dict:
-            self.values.fill_(math.nan)  # a checkpoint that was found damaged may have been read into them
+            self.values.fill_(math.nan)  # a checkpoint that turned out to be damaged may have been loaded into them
 
 
 class Request(Protocol):
-    """Something that any rank may ask all of them to do after the step, such as a save that its clock says is due."""
+    """A request of any rank for an action of all ranks after the step, such as a save that is due by its clock."""
 
     agreed: bool
-    """Whether all ranks know that one of them has asked."""
+    """Whether any rank has made the request; identical on all ranks."""
 
     @property
     def pending(self) -> bool:
-        """Whether this rank asks."""
+        """Whether this rank makes the request."""
 
 
 @dataclass(eq=False)
 class NonFiniteGuard:
-    """Judges each step before its update, the same on all ranks, by one small all-reduce that also agrees on requests:
-    to stop, and to save.
+    """Checks the loss and the gradient norm of each step before the update, identically on all ranks.
 
-    The result stays on the device, where it skips the update, so that the host does not wait. The host reads it when
-    the next step is judged, or, where ``steps_are_long``, at once (``settle``): it calls ``record_event(step, event,
-    values)`` and sets ``must_roll_back_before``, ``stop.agreed`` and ``save.agreed``, on which the loop acts.
+    A step is bad if the loss of any rank or the gradient norm is non-finite or, with ``faults.spike_threshold``, a
+    spike. One small all-reduce per step combines the losses of all ranks, and their requests to stop and to save.
+
+    The result stays on the device, where it skips the update, so that the host does not wait for the device. The host
+    reads it when the next step is checked, or immediately (``wait``) if ``steps_are_long``. It then calls
+    ``record_event(step, event, values)`` and sets ``must_roll_back_before``, ``stop.agreed`` and ``save.agreed``, which
+    the training loop reads.
     """
 
     config: FaultsConfig
@@ -63,39 +73,45 @@ class NonFiniteGuard:
     record_event: Callable[[int, str, dict[str, Any]], None]
     save: Request | None = None
     must_roll_back_before: int | None = field(default=None, init=False)
-    """The bad step before which the run must go back, if it must."""
+    """The bad step before which the run must roll back, or None."""
     steps_are_long: bool = field(default=False, init=False)
-    """Whether the last step took over ``LONG_STEP_SECONDS`` on any rank; the same on all. Its result is then read at
-    once: to wait for it costs less than a stop that comes a step later."""
+    """Whether the last step took over ``LONG_STEP_SECONDS`` on any rank; identical on all ranks. The result of a long
+    step is read immediately: waiting for the device costs less than a stop that comes a step later."""
 
     def __post_init__(self) -> None:
-        self._judged_at = math.nan  # time.monotonic() when the step before was judged
+        self._checked_at = math.nan  # time.monotonic() when the previous step was checked
         self._bad_in_a_row = 0
         self._last_bad_step = 0
-        # What was found about a step, on its way to the host: the step, numbers as ``settle`` unpacks them, in CPU
-        # memory, and when they have arrived; None on a CPU.
+        # The result of a check on its way to the host: the step; the numbers as ``wait`` unpacks them, in CPU memory;
+        # the event after which they have arrived, None on a CPU.
         self._last: tuple[int, Tensor, torch.cuda.Event | None] | None = None
 
     @torch.no_grad()
-    def judge(self, step: int, loss: TokenLoss, grad_norm: Tensor) -> Tensor:
-        """1 where the update of ``step`` must not be made, else 0: a float32 scalar on the device, alike on all ranks.
+    def check(self, step: int, loss: TokenLoss, grad_norm: Tensor) -> Tensor:
+        """Whether to skip the update of ``step``. Collective.
 
-        ``loss`` is this rank's; ``grad_norm`` that of all.
+        Args:
+            step: the number of the step, from 1 on.
+            loss: the loss of this rank.
+            grad_norm: the norm of the global gradient, a scalar.
+
+        Returns:
+            A float32 scalar on the device, identical on all ranks: 1 if the update must be skipped, else 0.
 
         Raises:
-            FaultError: the step before had bad numbers, and ``faults.on_bad_numbers`` or ``faults.max_bad_steps`` say
-                to stop.
+            FaultError: the previous step was bad, and ``faults.on_nonfinite`` or ``faults.max_bad_steps`` stops the
+                run.
         """
-        self.settle()
+        self.wait()
         if self.steps_are_long and grad_norm.is_cuda:
-            # The step is launched, not done: a stop that is asked for while it runs is to count, too.
+            # The step is only launched. Wait until it is done, so that a request to stop made meanwhile counts, too.
             torch.cuda.current_stream().synchronize()
         now = time.monotonic()
-        seconds, self._judged_at = now - self._judged_at, now
+        seconds, self._checked_at = now - self._checked_at, now
         window, device = self.window.values, self.window.values.device
         grad_norm = grad_norm.to(device).double()
         not_finite = ~loss.total.isfinite()
-        # torch.full with a number is a kernel on the device: there is no copy to wait for.
+        # torch.full with a Python number is a kernel on the device, without a copy from the host to wait for.
         saves = self.save is not None and self.save.pending
         of_host = (self.stop.pending, saves, seconds > LONG_STEP_SECONDS)
         asked = [torch.full((), float(value), dtype=torch.float64, device=device) for value in of_host]
@@ -108,30 +124,35 @@ class NonFiniteGuard:
         if self.config.spike_threshold > 0:
             bad = bad | (values > means + self.config.spike_threshold * deviations).any()
         shifted = torch.cat((window[:, 1:], values[:, None]), dim=1)
-        self.window.values = torch.where(bad, window, shifted)  # another tensor: the old one may be in a save
+        self.window.values = torch.where(bad, window, shifted)  # a new tensor: an asynchronous save may read the old
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, *of_ranks))))
         numbers = found.to("cpu", non_blocking=True)
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
         self._last = step, numbers, ready
         return bad.float()
 
-    def settle(self) -> None:
-        """Act on the result of the last step judged. The loop calls it where no next step will be judged in time."""
+    def wait(self) -> None:
+        """Read the result of the last check and act on it. The training loop calls it if it cannot wait a step.
+
+        Raises:
+            FaultError: as for ``check``.
+        """
         if self._last is None:
             return
         step, numbers, ready = self._last
         self._last = None
         if ready is not None:
-            ready.synchronize()  # called by ``judge``: recorded a step ago, so it is done, or nearly so
-        # Of loss and norm the values, then their means and deviations over the window; is it bad; and numbers of ranks:
-        # with bad losses, asked to stop, due to save, for which the step took long.
+            ready.synchronize()  # from ``check`` it was recorded a step ago, so this hardly waits
+        # The values of loss and norm, their means, their deviations; whether the step is bad; and how many ranks have a
+        # bad loss, are asked to stop, are due to save, and took long for the step.
         loss, norm, *window, bad, bad_losses, stopping, saving, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
         if self.save is not None:
             self.save.agreed = self.save.agreed or saving > 0
         self.steps_are_long = is_long > 0
         if not bad:
-            # Good steps before it, made again after a rollback, do not count, nor one after it that a rollback undoes.
+            # Steps that are repeated after a rollback, up to the bad one, do not reset the count; nor does a step
+            # after it that a rollback is about to undo.
             if step > self._last_bad_step and self.must_roll_back_before is None:
                 self._bad_in_a_row = 0
             return
@@ -145,25 +166,25 @@ class NonFiniteGuard:
             name, value, mean, deviation = next(spikes)
             usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
             problem = f"{name} {value:.4g} is a spike: {usual}"
-        self._refused(step, loss, norm, problem)
+        self._handle_bad_step(step, loss, norm, problem)
 
-    def rolled_back(self) -> None:
-        """Forget results: the run has gone back to an earlier step."""
+    def reset(self) -> None:
+        """Discard the result of the last check and the request to roll back; called after a rollback."""
         self.must_roll_back_before = self._last = None
 
-    def _refused(self, step: int, loss: float, norm: float, problem: str) -> None:
-        policy = self.config.on_bad_numbers
+    def _handle_bad_step(self, step: int, loss: float, norm: float, problem: str) -> None:
+        policy = self.config.on_nonfinite
         self._bad_in_a_row += 1
         self._last_bad_step = max(self._last_bad_step, step)
-        message = f"bad numbers in step {step} (loss {loss:.4g}, gradient norm {norm:.4g}): {problem}"
-        self.record_event(step, f"bad_numbers_{policy}", {"loss": loss, "gradient_norm": norm, "problem": problem})
+        message = f"step {step} is bad (loss {loss:.4g}, gradient norm {norm:.4g}): {problem}"
+        self.record_event(step, f"bad_step_{policy}", {"loss": loss, "gradient_norm": norm, "problem": problem})
         if policy == "stop":
-            raise FaultError(f"{message}; faults.on_bad_numbers = 'stop'")
+            raise FaultError(f"{message}; faults.on_nonfinite = 'stop'")
         if self._bad_in_a_row > self.config.max_bad_steps:
             raise FaultError(
                 f"{message}; that is {self._bad_in_a_row} in a row, and faults.max_bad_steps = "
-                f"{self.config.max_bad_steps}. A lower optimizer.lr, or a look at the data of these steps, may help"
+                f"{self.config.max_bad_steps}. Lower optimizer.lr, or check the data of these steps"
             )
         if policy == "rollback" and self.must_roll_back_before is None:
             self.must_roll_back_before = step
-        logger.warning("%s; %s", message, "rolling back" if policy == "rollback" else "its update is skipped")
+        logger.warning("%s; %s", message, "rolling back" if policy == "rollback" else "the update is skipped")

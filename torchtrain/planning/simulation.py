@@ -200,7 +200,7 @@ def simulate(
 class UnreadGuard(NonFiniteGuard):
     """Its results are never read: fake tensors have no values."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         pass
 
 
