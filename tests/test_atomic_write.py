@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_samples import write_jsonl
-from forked_command import run_command, start_door
+from forked_command import run_command, start_command
 from forked_run import ForkedRun
-from light_imports import export
 from parity import TINY
+from rank_functions import export
 
 from torchtrain import files
 from torchtrain.checkpoint.storage import HashingFileSystem
@@ -148,7 +148,7 @@ def test_leftovers_of_a_killed_convert_are_removed_by_the_next(trained_run: Path
     out = tmp_path / "folder/out"
     (tmp_path / "logs").mkdir()
     arguments = ("torchtrain.convert", str(trained_run), str(out), "--to", to)
-    (process,), files = start_door(tmp_path / "logs", *arguments, hook=hang_while_converting)
+    (process,), files = start_command(tmp_path / "logs", *arguments, hook=hang_while_converting)
     deadline = time.monotonic() + 100
     while not list(out.parent.glob("out.*.partial")):
         assert process.is_alive(), files[1].read_text()

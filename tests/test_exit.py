@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from forked_command import checked_command, start_door
+from forked_command import checked_command, start_command
 from forkserver import context
 
 ROOT = Path(__file__).parent.parent
@@ -158,7 +158,7 @@ def die_when_done() -> None:
 
 def test_a_rank_that_dies_when_all_is_done_does_not_fail_the_others(tmp_path: Path) -> None:
     options = [*TRAIN, "--job.dump_folder", str(tmp_path / "run")]
-    ranks, (_, errors) = start_door(tmp_path, *options, ranks=2, hook=die_when_done)
+    ranks, (_, errors) = start_command(tmp_path, *options, ranks=2, hook=die_when_done)
     for rank in ranks:
         rank.join(TIMEOUT_SECONDS)
     assert [rank.exitcode for rank in ranks] == [0, 9], errors.read_text()

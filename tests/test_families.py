@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from gloo_pool import GlooPool
-from light_imports import build_without_a_plan_for, greedy
 from parity import TINY
+from rank_functions import build_without_tensor_parallel_plan, generate_greedily
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -284,11 +284,11 @@ def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
 
 
 def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
-    gloo.run(2, build_without_a_plan_for, "attention.wo")
+    gloo.run(2, build_without_tensor_parallel_plan, "attention.wo")
 
 
 def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:
     shape = replace(TINY, head_dim=12, qk_norm=True, qkv_bias=True)
-    (alone,) = gloo.run(1, greedy, shape, 1)
-    assert gloo.run(2, greedy, shape, 2) == [alone, alone]
+    (alone,) = gloo.run(1, generate_greedily, shape, 1)
+    assert gloo.run(2, generate_greedily, shape, 2) == [alone, alone]
     assert len(set(alone)) > 2

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from disk_faults import DiskFaults
-from forked_command import start_door
+from forked_command import start_command
 from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
 
 from torchtrain.checkpoint.history import saved_steps, step_folder
@@ -168,7 +168,7 @@ def start_torchrun(module: str, forked_ranks: dict[str, str], folder: Path, *opt
     ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
     script = str(Path(__file__).parent / "harness" / "tiny_train.py")
     run = ("--job.config_file", str(config), "--job.dump_folder", str(folder), *options)
-    [process], [_, log] = start_door(folder, module, *ranks, script, *run, environment=forked_ranks)
+    [process], [_, log] = start_command(folder, module, *ranks, script, *run, environment=forked_ranks)
     return process, log
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from disk_faults import DiskFaults
-from forked_command import run_command, start_door
+from forked_command import run_command, start_command
 
 from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
@@ -28,7 +28,7 @@ LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node"
 
 def launch(folder: Path, script: str) -> tuple[BaseProcess, Path, Path]:
     """Two ranks that run a line of bash: the launcher's process, and the files of its output and errors."""
-    [process], [output, errors] = start_door(folder, *LAUNCH, "2", "bash", "-c", script)
+    [process], [output, errors] = start_command(folder, *LAUNCH, "2", "bash", "-c", script)
     return process, output, errors
 
 

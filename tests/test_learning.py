@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, joinery_of, train
+from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train, use_existing_process_group
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -165,7 +165,7 @@ def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str],
 
 def joined(config: JobConfig) -> dict[str, Any]:
     """What the joinery makes of options that the runs above give to the parts themselves."""
-    with joinery_of(TINY):
+    with use_existing_process_group(TINY):
         trainer = Trainer(config)
     step: Any = trainer.train_step
     found = {

@@ -21,7 +21,7 @@ import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
-from forked_command import checked_command, run_command, start_door
+from forked_command import checked_command, run_command, start_command
 
 from torchtrain import prepare as command
 from torchtrain.config.schema import DataConfig, SourceConfig
@@ -107,7 +107,7 @@ def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: 
     rng = random.Random(0)
     for _ in range(10):
         prepare_slowly = ("torchtrain.prepare", "--prepare.output", str(disturbed))
-        [process], _ = start_door(tmp_path, *prepare_slowly, hook=slowly_of_fewer_files)
+        [process], _ = start_command(tmp_path, *prepare_slowly, hook=slowly_of_fewer_files)
         wanted = records(disturbed) + rng.randrange(4)  # all is done after 64
         while records(disturbed) < wanted:
             assert process.is_alive(), "it has ended by itself"

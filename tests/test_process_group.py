@@ -18,7 +18,7 @@ import torch.distributed as dist
 from forked_command import run_command
 from forked_run import TINY
 from gloo_pool import GlooPool
-from parity import joinery_of
+from parity import use_existing_process_group
 
 from torchtrain import cli
 from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT
@@ -128,7 +128,7 @@ def timeouts_of_a_new_run(folder: Path) -> set[float]:
         comm=CommConfig(init_timeout_seconds=70),
         checkpoint=CheckpointConfig(enable=False),
     )
-    with joinery_of(TINY):
+    with use_existing_process_group(TINY):
         trainer = Trainer(config)
     cpu = torch.device("cpu")
     timeouts = {group._get_backend(cpu).options._timeout.total_seconds() for group in all_groups()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, admit_all, global_mean, joinery_of
+from parity import TINY, default_guard, global_mean, use_existing_process_group
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.manager import CheckpointManager
@@ -60,7 +60,7 @@ def train(config: JobConfig, shape: TransformerConfig) -> Part:
     What it loads it saves again, in the dump folder's ``loaded``, before its first step.
     """
 
-    with joinery_of(shape):
+    with use_existing_process_group(shape):
         trainer = Trainer(config)
     if trainer.step:
         folder = Path(config.job.dump_folder) / "loaded"
@@ -72,7 +72,7 @@ def train(config: JobConfig, shape: TransformerConfig) -> Part:
         trainer.train_step.microbatches,
         trainer.optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST),
-        admit_all(config),
+        default_guard(config),
         max_norm=config.training.max_norm,
         before_update=trainer.checkpointer.before_update,
         ema=trainer.ema,

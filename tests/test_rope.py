@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from light_imports import export, recorded_rope, rope_in_a_step
 from parity import TINY
+from rank_functions import export, recorded_rope, rope_in_a_step
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -25,7 +25,7 @@ OPTIONS = [
     *("--training.steps", str(STEPS)),
 ]
 
-pytestmark = pytest.mark.skipif(bool(slurm.why_not()), reason=slurm.why_not())
+pytestmark = pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
 
 
 @pytest.fixture(scope="module")

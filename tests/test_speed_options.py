@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, assert_same_run, build, config_of, full_weights, joinery_of, train
+from parity import TINY, assert_same_run, build, config_of, full_weights, train, use_existing_process_group
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -261,7 +261,7 @@ def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_
 
 def scales_in_the_averages_place(config: JobConfig) -> list[float]:
     """Of each float8 weight, while the model has its averages: the scale times the largest element."""
-    with joinery_of(TINY), emulated_float8():
+    with use_existing_process_group(TINY), emulated_float8():
         trainer = Trainer(config)
     assert trainer.ema is not None
     for average in trainer.ema.averages.values():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_tokenizers import BOS, EOS, KINDS, SPECIAL_PIECES, TOOL, hard_texts, save_tokenizer
+from json_tokenizers import BOS, EOS, SPECIAL_PIECES, TOKENIZERS, TOOL, hard_texts, save_tokenizer
 from parity import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
@@ -26,7 +26,7 @@ from torchtrain.logging import logger
 TEXTS = hard_texts()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "hf", request.param)
 
@@ -151,7 +151,7 @@ def template(*pieces: str) -> dict[str, Any]:
 
 @functools.cache
 def load_library() -> Tokenizer:
-    return KINDS["byte-level BPE"]()
+    return TOKENIZERS["byte-level BPE"]()
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_command import checked_command, run_command, start_door
+from forked_command import checked_command, run_command, start_command
 from forked_run import ForkedRun, finish
 
 from torchtrain.train import main
@@ -110,7 +110,7 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
             for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
                 victim.send_signal(signal.SIGKILL)
             process.communicate()
-        ranks, _ = start_door(tmp_path, "torchtrain.train", *arguments, ranks=2)
+        ranks, _ = start_command(tmp_path, "torchtrain.train", *arguments, ranks=2)
         wait_for_step(13, killed, ranks[0].is_alive)
         for rank in ranks:
             rank.kill()

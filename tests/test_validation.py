@@ -19,7 +19,7 @@ from forked_command import checked_command
 from forked_run import ForkedRun, finish
 from gloo_pool import GlooPool
 from json_tokenizers import BOS, EOS, byte_level, save_tokenizer
-from parity import TINY, joinery_of
+from parity import TINY, use_existing_process_group
 from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ SEQ_LEN = 32
 def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
     """Validate twice on this process group, through the real joinery; what is reported."""
 
-    with joinery_of(TINY):
+    with use_existing_process_group(TINY):
         trainer = Trainer(config)
     reports: list[tuple[int, dict[str, float]]] = []
     validator = Validator(
@@ -163,7 +163,7 @@ def test_every_layout_gives_the_same(
 
 def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
     """Whether parameters and averages are what they were after a validation of the averages that ends in its midst."""
-    with joinery_of(TINY):
+    with use_existing_process_group(TINY):
         trainer = Trainer(config)
     assert trainer.ema is not None
     for average in trainer.ema.averages.values():

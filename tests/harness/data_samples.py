@@ -1,4 +1,4 @@
-"""Small sources of every kind, and loaders over them."""
+"""Small data sources of each type, and loaders that read them."""
 
 import json
 from pathlib import Path
@@ -22,18 +22,18 @@ def write_jsonl(path: Path, documents: list[Any]) -> str:
 
 
 def write_hub_folder(path: Path, documents: list[str], *, files: int, kind: str = "jsonl") -> str:
-    """A folder that ``datasets`` takes for a dataset of the hub: streamed from there in the same way."""
+    """Write a folder that ``datasets`` treats as a dataset of the hub and streams in the same way."""
     import pyarrow
     import pyarrow.parquet
 
     path.mkdir()
     for number in range(files):
-        share = documents[number::files]
+        part = documents[number::files]
         if kind == "parquet":
-            table = pyarrow.table({"text": share, "n": list(range(len(share)))})
+            table = pyarrow.table({"text": part, "n": list(range(len(part)))})
             pyarrow.parquet.write_table(table, path / f"train-{number}.parquet", row_group_size=7)
         else:
-            write_jsonl(path / f"train-{number}.jsonl", share)
+            write_jsonl(path / f"train-{number}.jsonl", part)
     return str(path)
 
 
@@ -64,5 +64,5 @@ def make_loader(
 
 
 def take(batches: DataLoader, steps: int) -> torch.Tensor:
-    """Tokens of the next steps, (steps, rows, seq_len)."""
+    """The tokens of the next ``steps`` batches, of shape (steps, rows, seq_len)."""
     return torch.stack([next(batches).tokens for _ in range(steps)])

@@ -1,4 +1,4 @@
-// A CUDA device that does nothing: enough of it in C++ for autograd to run on fake CUDA tensors, without a GPU.
+// A CUDA device that does nothing. It registers what autograd needs to run on fake CUDA tensors without a GPU.
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -51,15 +51,15 @@ struct Hooks final : at::CUDAHooksInterface {
 }  // namespace
 
 namespace at {
-// Preferred: a build of torch for CUDA has registered its own.
+// REGISTRY_PREFERRED, because a CUDA build of torch has registered its own hooks.
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 }  // namespace at
 
 bool has_cudnn = false;
 
-// Which kernel scaled_dot_product_attention takes: 0 math, 1 flash, 2 memory-efficient, 3 cuDNN (at::SDPBackend). After
-// sdp_utils.cpp: an H100 with a cuDNN above 9.15 takes that one for 16 bits, with a mask, too, but no deterministic
-// one; else flash has 16 bits and no mask, and the memory-efficient one no grouped heads.
+// The kernel of scaled_dot_product_attention: 0 math, 1 flash, 2 memory-efficient, 3 cuDNN (at::SDPBackend). It follows
+// sdp_utils.cpp: an H100 with cuDNN above 9.15 uses cuDNN for 16-bit dtypes, also with a mask, but not in deterministic
+// mode. Otherwise flash needs a 16-bit dtype and no mask, and the memory-efficient kernel has no grouped heads.
 int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
                          const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
   const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
@@ -71,7 +71,7 @@ int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const a
 
 extern "C" void set_cudnn(bool present) { has_cudnn = present; }
 
-// Called when torch is there: a build for CUDA brings its own.
+// Called after torch is imported, because a CUDA build of torch registers its own guard.
 extern "C" void register_device() {
   static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(attention_kernel);

@@ -1,7 +1,8 @@
-"""A process in which torch has a GPU that computes nothing, for fake tensors whose device is "cuda".
+"""A process in which torch has a CUDA device that computes nothing, for fake tensors with ``device="cuda"``.
 
-The C++ file of the same name lets autograd run on them; what torch.cuda would ask a driver for is here. Both change the
-whole process, and the C++ has to be there before torch is: so this needs a process of its own (``Worker``).
+The C++ file of the same name registers the device, so that autograd runs on such tensors. This module replaces the
+functions of ``torch.cuda`` that would call the driver. Both change the whole process, and the C++ library must be
+loaded before torch is imported. Therefore ``Worker`` starts a separate process.
 """
 
 import ctypes
@@ -39,16 +40,16 @@ def compile_library(folder: Path) -> Path:
 
 
 class Worker:
-    """A process with a fake GPU, which runs what it is given, one after the other."""
+    """A process with a fake GPU. It runs the functions that it is given one after the other."""
 
     def __init__(self, folder: Path):
-        """``folder``: for the compiled library."""
+        """``folder``: where the compiled library is written."""
         arguments = (compile_library(folder),)
         spawn = multiprocessing.get_context("spawn")
         self.process = ProcessPoolExecutor(1, mp_context=spawn, initializer=install, initargs=arguments)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call ``function``, one that pickles, there; AssertionError with its name and text for any exception."""
+        """Call ``function``, which must be picklable, in the worker. An exception is raised here as AssertionError."""
         result, error = self.process.submit(_call, function, args, options).result()
         if error:
             raise AssertionError(error)
@@ -61,13 +62,13 @@ class Worker:
 def _call(function: Callable[..., Any], args: Any, options: Any) -> tuple[Any, str]:
     try:
         return function(*args, **options), ""
-    except Exception as error:  # many do not pickle
+    except Exception as error:  # many exceptions cannot be pickled
         stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
         return None, f"{type(error).__name__}: {str(error)[:1000]}\n{stack}"
 
 
 def install(library: Path) -> None:
-    """Make this process, which has not imported torch, one with a GPU."""
+    """Give this process, which must not have imported torch yet, a fake GPU."""
     libraries = torch_folder() / "lib"
     for name in ("libtorch_global_deps.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
@@ -77,12 +78,12 @@ def install(library: Path) -> None:
 
     own.register_device()
     torch.set_num_threads(1)
-    for name, value in stand_ins().items():
+    for name, value in torch_cuda_functions().items():
         setattr(torch.cuda, name, value)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
-    # A compiled block that recomputes attention keeps the random state. As a tensor: there are no generators to keep.
+    # A compiled block with activation checkpointing saves the random state: as a tensor, since there are no generators.
     torch._functorch.config.graphsafe_rng_functionalization = False
-    # Where a device has no kernel of these, autograd decomposes them.
+    # Without a CUDA kernel for these operators, autograd would decompose them.
     kernels = torch.library.Library("aten", "IMPL")
     for name in OWN_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -92,7 +93,7 @@ def install(library: Path) -> None:
 
 @contextmanager
 def cudnn() -> Iterator[None]:
-    """Within, the GPU has a cuDNN whose attention torch prefers."""
+    """Within this context, the GPU has cuDNN, whose attention kernel torch prefers."""
     library: ctypes.CDLL = globals()["_library"]
     library.set_cudnn(True)
     try:
@@ -102,11 +103,11 @@ def cudnn() -> Iterator[None]:
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a fake tensor takes the shapes of an operator, and does not call it")
+    raise AssertionError("operators on fake tensors compute shapes only; no kernel may be called")
 
 
 class Stream:
-    """Nothing runs on it; it knows that it is another one."""
+    """A stream on which nothing runs."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.device, self.priority = device, priority
@@ -129,7 +130,8 @@ class Event:
         return True
 
 
-def stand_ins() -> dict[str, Any]:
+def torch_cuda_functions() -> dict[str, Any]:
+    """Replacements for the attributes of ``torch.cuda`` that need a driver, by name."""
     import torch
 
     streams = [Stream()]

@@ -1,4 +1,4 @@
-"""``python -m`` and ``torchrun -m``, for tests that need not see an interpreter start: forked with torch loaded."""
+"""Run ``python -m module`` in forked processes that have imported torch, on one rank or several."""
 
 import os
 import runpy
@@ -30,12 +30,14 @@ def run_command(
     environment: Mapping[str, str] = MappingProxyType({}),
     hook: Callable[[], object] = _nothing,
 ) -> "CompletedProcess[str]":
-    """``python -m module arguments`` in the repository, or the same on ``ranks`` ranks.
+    """Run ``python -m module arguments`` in the repository, or the same on ``ranks`` ranks, and wait for it.
 
-    The exit code is that of the first rank that fails. ``hook`` is called in each process before.
+    The returned exit code is that of the first rank that fails. ``hook`` is called in each process before the module.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes, files = start_door(Path(folder), module, *arguments, ranks=ranks, environment=environment, hook=hook)
+        processes, files = start_command(
+            Path(folder), module, *arguments, ranks=ranks, environment=environment, hook=hook
+        )
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
             for process in processes:
@@ -49,7 +51,7 @@ def run_command(
         return CompletedProcess([module, *arguments], code, *(file.read_text() for file in files))
 
 
-def start_door(
+def start_command(
     output: Path,
     module: str,
     *arguments: str,
@@ -57,14 +59,15 @@ def start_door(
     environment: Mapping[str, str] = MappingProxyType({}),
     hook: Callable[[], object] = _nothing,
 ) -> tuple[list[BaseProcess], list[Path]]:
-    """The same, started: its processes, and the files in the folder ``output`` that they write."""
+    """Start the processes that ``run_command`` runs; returns them, and the files in ``output`` that they write to."""
     files = [output / name for name in ("stdout", "stderr")]
-    of_rank: list[dict[str, str]] = [{}]
+    rank_environments: list[dict[str, str]] = [{}]
     if ranks > 1:
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        of_rank = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        rank_environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     processes: list[BaseProcess] = [
-        context().Process(target=_run, args=(module, arguments, {**environment, **own}, hook, files)) for own in of_rank
+        context().Process(target=_run, args=(module, arguments, {**environment, **own}, hook, files))
+        for own in rank_environments
     ]
     for process in processes:
         process.start()
@@ -72,7 +75,7 @@ def start_door(
 
 
 def checked_command(module: str, *arguments: str, **options: Any) -> "CompletedProcess[str]":
-    """The same, which must end well."""
+    """Run ``run_command`` and assert that the exit code is 0."""
     result = run_command(module, *arguments, **options)
     assert result.returncode == 0, result.stderr
     return result
@@ -91,7 +94,7 @@ def _run(
 def run_program(
     program: str, arguments: Sequence[str], environment: Mapping[str, str], hook: Callable[[], object] = _nothing
 ) -> NoReturn:
-    """Be ``python -m program arguments``, or ``python program.py``, with the files that are open as 1 and 2."""
+    """Run ``python -m program arguments`` or ``python program.py``, with file descriptors 1 and 2 as its output."""
     import torch
 
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
@@ -105,7 +108,7 @@ def run_program(
             runpy.run_path(program, run_name="__main__")
         else:
             if not hasattr(sys.modules.get(program), "__path__"):
-                sys.modules.pop(program, None)  # else runpy warns
+                sys.modules.pop(program, None)  # otherwise runpy warns that it is imported already
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as exit_:
         code = exit_.code

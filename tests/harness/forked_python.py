@@ -1,8 +1,8 @@
-"""A stand-in for the Python that torchrun starts its ranks with: they are forked with torch loaded.
+"""An interpreter for ``PYTHON_EXEC`` of torchrun: it runs a rank in a forked process that has imported torch.
 
-shim    (what torchrun starts, by ``PYTHON_EXEC``) sends its arguments, environment, files and signals to
-server  (of ``serve``), which forks for each shim a
-guard   which forks the rank, passes signals on, and the exit code back; it kills the rank with its shim.
+shim    The program that torchrun starts. It sends its arguments, environment, open files and signals to the server.
+server  The process that runs ``serve``. It forks one guard for each shim.
+guard   It forks the rank, forwards signals to it and its exit code to the shim, and kills the rank if the shim dies.
 """
 
 import json
@@ -41,7 +41,7 @@ os._exit(code)
 
 
 def start(folder: Path) -> Path:
-    """Start the server; returns the shim, in ``folder``."""
+    """Start the server; returns the path of the shim, in ``folder``."""
     shim, address = folder / "python", str(folder / "socket")
     shim.write_text(SHIM.format(python=sys.executable, address=address))
     shim.chmod(0o755)
@@ -87,7 +87,7 @@ def guard(shim: socket.socket) -> None:
 def run(
     files: list[int], program: str, arguments: list[str], variables: dict[str, str], cwd: str, ignored: list[int]
 ) -> NoReturn:
-    """Be the rank; does not return."""
+    """Run the rank's program in this process; does not return."""
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
         os.close(file)

@@ -1,6 +1,6 @@
-"""Real training runs in processes forked from a server that has torch loaded: quick to start, and to kill.
+"""Training runs in forked processes that have imported torch, so that starting and killing a run is fast.
 
-A run is ``torchtrain.train`` as a user starts it, but for a model small enough to save in no time.
+A run calls ``main`` of ``torchtrain.train`` with a model that is small enough to be saved quickly.
 """
 
 import os
@@ -19,7 +19,7 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.loss import OutputLoss
 
 TIMEOUT_SECONDS = 90
-# With the vocabulary of the default tokenizer.
+# Its vocabulary size is that of the default tokenizer.
 TINY = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
 
 CONFIG = """
@@ -74,7 +74,7 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Pa
 
 
 class ForkedRun:
-    """``ranks`` processes that train into ``folder``; their output is in ``folder/rank-N.log``."""
+    """``ranks`` processes that train with ``folder`` as the dump folder; their output is in ``folder/rank-N.log``."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ForkedRun:
             process.start()
 
     def wait(self) -> list[int]:
-        """Exit codes of all ranks; those that do not end by themselves are an error."""
+        """Wait for all ranks and return their exit codes. A rank that does not end within the timeout is an error."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -114,7 +114,7 @@ class ForkedRun:
                 os.kill(self.processes[rank].pid or 0, number)
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes and wait for them."""
         self.kill()
         for process in self.processes:
             process.join()
@@ -123,7 +123,7 @@ class ForkedRun:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds while the run goes on."""
+        """Wait until ``condition`` holds while at least one rank is running."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
             assert time.monotonic() < deadline, self.output()
@@ -132,7 +132,7 @@ class ForkedRun:
 
 
 def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing, shape: TransformerConfig = TINY) -> str:
-    """Run to the end; returns the output."""
+    """Train to the end, assert that all ranks exit with 0, and return their output."""
     run = ForkedRun(folder, *options, ranks=ranks, hook=hook, shape=shape)
     codes = run.wait()
     assert codes == [0] * ranks, run.output()
@@ -140,7 +140,7 @@ def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing, s
 
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Any]:
-    """All tensors of a checkpoint, whole."""
+    """All tensors of a checkpoint, unsharded."""
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -151,7 +151,7 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Any]:
 
 
 def same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether two checkpoints hold bitwise the same."""
+    """Whether two checkpoints are bitwise identical."""
     import torch
 
     return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -159,7 +159,7 @@ def same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 @contextmanager
 def patched_loss(change: Callable[[int, Any], Any]) -> Any:
-    """Train with ``change(call, loss)`` in place of each microbatch's loss; ``call`` counts from 1."""
+    """Replace the loss of each microbatch by ``change(call, loss)``; ``call`` counts from 1."""
     original, calls = OutputLoss.__call__, 0
 
     def changed(*args: Any, **options: Any) -> Any:
@@ -172,7 +172,7 @@ def patched_loss(change: Callable[[int, Any], Any]) -> Any:
 
 
 def slow_steps() -> Any:
-    """A hook: each microbatch sleeps, so that what befalls a run finds it under way."""
+    """A hook that makes each microbatch sleep, so that a signal or a fault arrives during a step."""
 
     def sleep(_: int, loss: Any) -> Any:
         time.sleep(0.05)

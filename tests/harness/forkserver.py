@@ -1,4 +1,4 @@
-"""One server with torch loaded, from which the processes of all tests are forked; their disk can be made to fail."""
+"""A fork server that has imported torch. The processes of all tests are forked from it, and can have disk faults."""
 
 import multiprocessing
 import os
@@ -15,13 +15,13 @@ from disk_faults import COMPILER, DiskFaults
 
 
 class Server:
-    """Started once; ``disk`` is None where there is no C compiler."""
+    """Starts the fork server; ``disk`` is None without a C compiler."""
 
     def __init__(self, folder: Path) -> None:
         self.disk = DiskFaults(folder) if COMPILER else None
         context().set_forkserver_preload(["preload"])
         environment = self.disk.environment if self.disk else {}
-        # Before Python 3.11.9 the server does not take over sys.path.
+        # Before Python 3.11.9 the server does not inherit sys.path.
         with patch.dict(os.environ, environment | {"PYTHONPATH": os.pathsep.join(sys.path)}):
             forkserver.ensure_running()
 
@@ -31,7 +31,7 @@ def context() -> ForkServerContext:
 
 
 def free_port() -> int:
-    """A port below those that Linux gives to whoever asks for any: none of them takes it before it is used."""
+    """A free port below the ephemeral range of Linux, so that no other process is assigned it before it is used."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as free, suppress(OSError):

@@ -1,4 +1,4 @@
-"""A pool of processes that distributed tests share: torch is imported once, and each call makes a fresh gloo group."""
+"""A pool of worker processes for distributed tests: torch is imported once, and each call has a new gloo group."""
 
 import multiprocessing.connection
 import tempfile
@@ -12,9 +12,9 @@ from typing import Any
 from forkserver import context
 
 TIMEOUT_SECONDS = 120
-# DTensor's caches keep the groups of past calls alive, and each has threads that wake up a hundred times a second. A
-# process that is forked with all modules loaded is cheaper than the hundreds of them that a whole run would leave.
-CALLS_OF_A_PROCESS = 8
+# DTensor's caches keep the groups of past calls alive, and each group has threads that wake up a hundred times a
+# second. Forking a new process that has imported all modules is cheaper than the threads of a full test run.
+CALLS_PER_PROCESS = 8
 
 
 class GlooPool:
@@ -26,7 +26,7 @@ class GlooPool:
         self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if self.calls % CALLS_OF_A_PROCESS == 0:
+        if self.calls % CALLS_PER_PROCESS == 0:
             self.close()
         self.calls += 1
         while len(self.workers) < ranks:
@@ -37,12 +37,12 @@ class GlooPool:
             self.workers.append((process, ours))
         connections = [connection for _, connection in self.workers[:ranks]]
         try:
-            return self._ask(connections, function, args)
-        except BaseException:  # pytest's timeout among them
-            self.close()  # ranks may wait in a collective that will never end, or send what the next call would take
+            return self._call(connections, function, args)
+        except BaseException:  # including pytest's timeout
+            self.close()  # ranks may wait in a collective for ever, or send a result that the next call would receive
             raise
 
-    def _ask(
+    def _call(
         self, connections: list[multiprocessing.connection.Connection], function: Callable[..., Any], args: Any
     ) -> list[Any]:
         ranks = len(connections)
@@ -57,10 +57,10 @@ class GlooPool:
                 for connection in ready:
                     rank = connections.index(connection)
                     try:
-                        good, results[rank] = connection.recv()
+                        succeeded, results[rank] = connection.recv()
                     except EOFError:
-                        good, results[rank] = False, "the process died"
-                    if not good:
+                        succeeded, results[rank] = False, "the process died"
+                    if not succeeded:
                         error += f"rank {rank}: {results[rank]}\n"
                 if error:
                     raise AssertionError(error)

@@ -1,7 +1,7 @@
-"""A server that speaks the part of the Hugging Face hub's API that its client and ``datasets`` use, with faults.
+"""A local HTTP server for the part of the Hugging Face hub's API that its client and ``datasets`` use, with faults.
 
-Files lie on another host than the API, to which ``resolve`` redirects. tests/conftest.py gives its address to
-``HF_ENDPOINT`` before anything is imported.
+As on the real hub, ``resolve`` redirects to a second host that serves the files. ``tests/conftest.py`` sets
+``HF_ENDPOINT`` to the address of the first before anything is imported.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from typing import Any
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests whose method and path contain ``where``.
+    """A fault of the next ``times`` requests whose method and path contain ``where``.
 
-    ``kind``: a status (429, 503), "reset" (the connection breaks in the middle of the body), "short" (the body is
-    shorter than was asked for, and says so), "silence" (nothing comes for ``seconds``).
+    ``kind``: an HTTP status (429, 503), "reset" (the connection breaks in the middle of the body), "short" (the body is
+    shorter than requested, and its headers say so), or "silence" (no answer for ``seconds``).
     """
 
     where: str
     kind: int | str
     times: int = 1
-    seconds: float = 0.0  # of silence, or in Retry-After
+    seconds: float = 0.0  # of "silence", or in the Retry-After header of a 429
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Hub:
-    """Repositories by name: their revisions, the last the newest, each a dict from path to content."""
+    """Repositories by name. Each has its revisions, oldest first, and a revision is a dict from path to content."""
 
     port: int
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
@@ -55,13 +55,14 @@ class Hub:
             server_hub = hub
 
         self.servers = [ThreadingHTTPServer(("127.0.0.1", port), Handler) for port in (self.port, 0)]
-        self.files_at = f"http://127.0.0.1:{self.servers[1].server_port}"  # the other host; the API is at localhost
+        # Another host name than localhost, which the API has.
+        self.files_at = f"http://127.0.0.1:{self.servers[1].server_port}"
         for server in self.servers:
             server.daemon_threads = True
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 
     def add(self, repository: str, files: dict[str, bytes]) -> str:
-        """A new revision; returns its name."""
+        """Add a revision and return its name."""
         revisions = self.repositories.setdefault(repository, {})
         revision = hashlib.sha1(repr((repository, len(revisions), files)).encode()).hexdigest()
         revisions[revision] = files
@@ -124,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault is not None and isinstance(fault.kind, int):
             headers = {"Retry-After": f"{fault.seconds:g}"} if fault.kind == 429 else {}
-            self.send(fault.kind, b'{"error": "as the test wants it"}', headers)
+            self.send(fault.kind, b'{"error": "injected by the test"}', headers)
             return
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "datasets"]:

@@ -1,4 +1,4 @@
-"""Small tokenizers of Hugging Face's kinds, trained here, and texts that are hard for tokenizers."""
+"""Small tokenizers of the types that Hugging Face models use, trained here, and texts that are hard to tokenize."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def hard_texts(count: int = 500) -> list[str]:
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's: byte-level BPE after a split by a pattern, on text in NFC."""
+    """A tokenizer like Qwen's: byte-level BPE after a split by a pattern, on text in NFC."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     pattern = LLAMA3_PATTERN.replace("{1,3}", "")
@@ -76,7 +76,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2's: SentencePiece's BPE, with bytes for what it does not know."""
+    """A tokenizer like Llama 2's: SentencePiece BPE with byte fallback for unknown characters."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     replace = decoders.Replace("\u2581", " ")
@@ -87,7 +87,7 @@ def metaspace() -> Tokenizer:
     tokenizer = trained(
         tokenizer, trainers.BpeTrainer(vocab_size=600, special_tokens=special, max_token_length=8, show_progress=False)
     )
-    # The bytes are ordinary pieces, as in SentencePiece's own vocabulary.
+    # The byte tokens are ordinary pieces, as in SentencePiece's own vocabulary.
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     return Tokenizer.from_str(json.dumps(content))
@@ -111,11 +111,11 @@ def trained(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
     return tokenizer
 
 
-KINDS = {"byte-level BPE": byte_level, "metaspace BPE": metaspace, "unigram": unigram}
+TOKENIZERS = {"byte-level BPE": byte_level, "metaspace BPE": metaspace, "unigram": unigram}
 
 
 def save_tokenizer(folder: Path, kind: str = "byte-level BPE") -> Path:
-    """As transformers saves it."""
-    fast = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), bos_token=BOS, eos_token=EOS)
+    """Save a tokenizer in the format of transformers, and return ``folder``."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind](), bos_token=BOS, eos_token=EOS)
     fast.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Runs of a tiny model that tests compare: the same config and seed on different layouts, through the real joinery."""
+"""Train a tiny model with the same config and seed on different layouts, and compare the runs."""
 
 import dataclasses
 import os
@@ -33,12 +33,12 @@ from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
 GLOBAL_BATCH = 8
-STEPS = 3  # the third is after an update that had moments
+STEPS = 3  # the third step follows an update with nonzero moments
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What one rank saw: loss and gradient norm of all by step, and its parameters, in full, at start and end."""
+    """The results of one rank: global loss and gradient norm by step, and its full parameters at the start and end."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -46,14 +46,14 @@ class Curve:
     last: dict[str, Tensor]
     moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """The optimizer's state at the end, where sums are exact."""
-    z_losses: list[float] = dataclasses.field(default_factory=list)
+    """The optimizer's state at the end; only for exact sums."""
     averaged_loss: float = 0.0
-    """With the averaged weights, of the last batch."""
+    """The loss of the last batch with the averaged weights."""
     averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def config_of(**changes: dict[str, Any]) -> JobConfig:
-    """A float32 config for ``TINY``; ``changes`` by section."""
+    """A float32 config for ``TINY``, with ``changes`` by section."""
     config = JobConfig(
         training=TrainingConfig(
             local_batch_size=2, seq_len=TINY.max_seq_len, mixed_precision_param="float32", steps=10, seed=5
@@ -67,7 +67,7 @@ def config_of(**changes: dict[str, Any]) -> JobConfig:
 
 
 def full_weights(parts: Sequence[Transformer]) -> dict[str, Tensor]:
-    """The parameters of ``parts``, each put together from all ranks that hold some of it."""
+    """The full parameters of ``parts``, gathered from all ranks that hold shards of them."""
 
     def full(tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -82,7 +82,7 @@ def global_batch(step: int, vocab_size: int, seq_len: int) -> Tensor:
 
 
 def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
-    """This rank's share of a model, initialized, as the joinery makes it."""
+    """Build and initialize this rank's part of the model, as the trainer does."""
     device = torch.device("cpu")
     model = build_parallel_model(
         shape,
@@ -101,7 +101,7 @@ def train(
     document_start: int | None = None,
     batch: Callable[[int, int, int], Tensor] = global_batch,
 ) -> Curve:
-    """Train on this process group. Rows have different numbers of masked labels, so that a mean of means would show."""
+    """Train on this process group. Rows have different numbers of masked labels, to detect a mean of means."""
     model = build(config, shape)
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
@@ -111,7 +111,7 @@ def train(
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
-        admit_all(config),
+        default_guard(config),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         ema=averages,
@@ -128,8 +128,8 @@ def train(
             labels[row, : row + step % 3] = -100
         rows = len(windows) // degrees.batch
         start = degrees.batch_rank(dist.get_rank()) * rows
-        mine = slice(start, start + rows)
-        loss, grad_norm = train_step(step, Batch(windows[mine, :-1], labels[mine]))
+        local_rows = slice(start, start + rows)
+        loss, grad_norm = train_step(step, Batch(windows[local_rows, :-1], labels[local_rows]))
         losses.append(global_mean(loss, model.mesh))
         grad_norms.append(grad_norm.item())
         if loss.z is not None:
@@ -143,35 +143,35 @@ def train(
     if averages is not None:
         with averages.swapped_in():
             averaged = full_weights(model.parts)
-            batch_of_rank = Batch(windows[mine, :-1], labels[mine])
+            batch_of_rank = Batch(windows[local_rows, :-1], labels[local_rows])
             total = sum((model.forward(part) for part in train_step.microbatches(batch_of_rank)), torch.zeros(()))
             averaged_loss = global_mean(loss._replace(total=total), model.mesh)
         for name, tensor in full_weights(model.parts).items():
-            assert torch.equal(tensor, last[name]), f"{name} is another one after the averages were in its place"
+            assert torch.equal(tensor, last[name]), f"{name} differs after the averaged weights were swapped in and out"
     return Curve(losses, grad_norms, first, last, moments, z_losses, averaged_loss, averaged)
 
 
 @contextmanager
-def joinery_of(shape: TransformerConfig) -> Iterator[None]:
-    """Within, the joinery takes this process group for one of torchrun's, and ``shape`` for the model's flavor."""
+def use_existing_process_group(shape: TransformerConfig) -> Iterator[None]:
+    """Let a trainer use this process group as that of torchrun, and ``shape`` as the config of any model flavor."""
     ranks = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with (
         patch.dict(os.environ, ranks),
-        patch.object(trainer_module, "init_process_group"),  # the pool has done it
+        patch.object(trainer_module, "init_process_group"),  # already initialized by the pool
         patch("torchtrain.models.model_config.flavor_config", lambda *_: shape),
     ):
         yield
 
 
 class NoStop:
-    """In place of a StopRequest, which takes over the signals of its process and opens sockets."""
+    """Replaces StopRequest, which installs signal handlers and opens sockets."""
 
     pending = False
     agreed = False
 
 
-def admit_all(config: JobConfig) -> NonFiniteGuard:
-    """The guard of a run in which nothing goes wrong."""
+def default_guard(config: JobConfig) -> NonFiniteGuard:
+    """A guard that skips no update."""
     window = SpikeDetector(config.faults, torch.device("cpu"))
     return NonFiniteGuard(config.faults, cast(StopRequest, NoStop()), window, lambda *_: None)
 
@@ -183,12 +183,12 @@ def global_mean(loss: TokenLoss, mesh: Mesh) -> float:
 
 
 def assert_same_run(curves: list[Curve], reference: Curve, rel: float = 1e-5) -> None:
-    """All ranks started from bitwise the same weights as ``reference`` and went the same way, to rounding."""
+    """Assert that all ranks start with weights bitwise equal to the reference's, and have its losses and norms."""
     assert set().union(*(curve.first for curve in curves)) == reference.first.keys()
     for curve in curves:
         for name, weights in curve.first.items():
             assert torch.equal(weights, reference.first[name]), name
-        # All ranks act on the same numbers, to the bit: one that clips otherwise is on another path.
+        # All ranks must have bitwise equal numbers: a rank that clips differently trains another model.
         assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
         torch.testing.assert_close(curve.losses, reference.losses, rtol=rel, atol=0)
         torch.testing.assert_close(curve.grad_norms, reference.grad_norms, rtol=rel, atol=0)

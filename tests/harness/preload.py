@@ -1,4 +1,4 @@
-"""What the fork server does before it forks, so that no process forked from it has to: import, and parse options."""
+"""Preloaded by the fork server: imports modules and parses options once, so that forked processes need not."""
 
 import gc
 import inspect
@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
-gc.disable()  # else a quarter of the time goes to it: what modules make stays
+gc.disable()  # it would take a quarter of the time, and objects of modules are not garbage
 for name in (
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
@@ -19,13 +19,13 @@ for name in (
     "torchtrain.metrics.validation",
     "parity",
     "psutil",
-    "pytest",  # with the module of a test, when one of its functions is called
+    "pytest",  # a test's module imports it when a rank calls one of its functions
 ):
     import_module(name)
-with suppress(ImportError):  # no dependency of ours
-    import_module("scipy.io")  # datasets does, when it opens files
-inspect.getsource = cache(inspect.getsource)  # tyro reads the text of options from it at each parse
+with suppress(ImportError):  # optional
+    import_module("scipy.io")  # datasets imports it when it opens files
+inspect.getsource = cache(inspect.getsource)  # tyro calls it for the option texts at each parse
 import_module("torchtrain.config.parse").parse([])
 gc.collect()
 gc.enable()
-gc.freeze()  # this memory stays shared: forked processes do not look through it
+gc.freeze()  # so that collections in forked processes do not copy this memory

@@ -1,4 +1,4 @@
-"""Rehearsals of a config on a fake GPU, and what they show: run inside ``fake_cuda.Worker``."""
+"""Simulate training steps of a config on a fake GPU and report on them; runs inside ``fake_cuda.Worker``."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo.config
-from call_order import calls_of, difference, disagreements
+from collective_order import calls_of, difference, disagreements
 
 from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
@@ -23,16 +23,16 @@ from torchtrain.planning.request import refuse
 from torchtrain.planning.simulation import representative_ranks, simulate
 
 GPU = GPUS["h100-80"]
-# On the host, by design: a batch is made and its labels are counted there, and what the guard found is sent there.
+# Expected operations on the host: batches are made and labels counted there, and the guard's result is copied there.
 HOST_WORK = {
     *("empty in forward", "clone in forward", "ne in forward", "sum in forward", "_to_copy in forward"),
     "_to_copy in update",
-    "zeros in forward",  # the random state that a pipeline's first run puts back
+    "zeros in forward",  # the random state that the first run of a pipeline restores
 }
 
 
-class WatchingLedger(Ledger):
-    """Notes, too, with its phase, what made the host wait for the device, and what has tensors on another device."""
+class SynchronizationLedger(Ledger):
+    """Also records, by phase, synchronizations of the host with the device, and operations on other devices."""
 
     def __init__(self, device_type: str, **options: Any):
         super().__init__(device_type, **options)
@@ -55,7 +55,7 @@ class WatchingLedger(Ledger):
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
         name, own, inputs, outputs = func._opname, self.device_type, tensors_in((args, kwargs)), tensors_in(out)
-        # A number is an argument of a kernel, wherever it lies; attention returns its random state beside the rest.
+        # Scalars are kernel arguments on any device; attention returns its random state on the host.
         away = [t.device.type not in (own, "meta") for t in outputs]
         if (away and all(away)) or any(t.ndim and t.device.type not in (own, "meta") for t in inputs):
             self.others[f"{name} in {self.phase}"] += 1
@@ -65,34 +65,34 @@ class WatchingLedger(Ledger):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one rank did in its second step; the last two, in both."""
+class RankRecord:
+    """What one rank did in its second step; ``readbacks``, ``others`` and ``reductions`` are of both steps."""
 
     rank: int
-    peak: Mapping[str, int]  # live bytes by kind
+    peak: Mapping[str, int]  # peak bytes by category
     flops: int
-    recomputed: int  # flops of that
+    recomputed: int  # FLOPs of recomputation
     collectives: Counter[tuple[str, str, int]]  # axis, operation, bytes
     readbacks: Sequence[str]
     others: Counter[str]
-    attention: set[str]  # its kernels
+    attention: set[str]  # the attention kernels
     reductions: set[tuple[str, str, torch.dtype, int]]  # axis, operation, dtype and dimensions of the summands
 
 
 @dataclass(frozen=True)
 class Report:
-    ranks: Sequence[Seen]
+    ranks: Sequence[RankRecord]
     disagreements: Sequence[str]
-    refusal: str = ""
+    config_error: str = ""
 
     @property
     def host_work(self) -> set[str]:
-        """Operations on the host that no step should have."""
+        """Unexpected operations on the host."""
         return {name for seen in self.ranks for name in seen.others} - HOST_WORK
 
     @property
     def rounded_gradients(self) -> set[tuple[str, str, torch.dtype, int]]:
-        """Reductions of other than activations, (bs, seq, ...), in fewer bits than float32."""
+        """Reductions in less than float32, except those of activations of shape (bs, seq, ...)."""
         reductions = set().union(*(seen.reductions for seen in self.ranks))
         return {r for r in reductions if r[2].itemsize < 4 and not (r[0] in ("tensor", "context") and r[3] >= 3)}
 
@@ -102,7 +102,7 @@ class Report:
 
 
 def config_of(options: Mapping[str, Any]) -> JobConfig:
-    """``options``: values by "section.name", over those of the file "job.config_file"."""
+    """A config from ``options``, values by "section.name", which override the file "job.config_file"."""
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in options.items():
         section, _, name = key.partition(".")
@@ -120,31 +120,31 @@ def run(
     device: str = "cuda",
     compare: bool = False,
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    refusals: bool = False,
+    allow_config_error: bool = False,
 ) -> Report:
-    """Refuse what ``train`` refuses; then simulate each kind of rank.
+    """Validate a config as ``train`` does, then simulate its representative ranks.
 
     Args:
-        shape: fields of the model that replace those of its flavor.
-        device: of the fake tensors.
-        compare: simulate the last rank of the first stage, too, which has another place than rank 0 on every axis, and
-            compare all that the two call.
-        fault: entered around it.
-        refusals: whether to report one; else it is an error.
+        shape: model config fields that override those of the flavor.
+        device: device of the fake tensors.
+        compare: also simulate the last rank of the first stage, which differs from rank 0 in its coordinate on every
+            axis, and compare all collectives of the two.
+        fault: a context in which the simulation runs.
+        allow_config_error: report a ConfigError instead of raising it.
     """
     try:
         config = config_of({**options, "estimate.world_size": world_size})
         model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
         degrees = refuse(config, model, GPU)
     except ConfigError as error:
-        if not refusals:
+        if not allow_config_error:
             raise
         return Report([], [], str(error))
     last = world_size // degrees.pipeline - 1
     ranks = sorted({*representative_ranks(degrees), *([last] if compare else ())})
     with (
         fault(),
-        patch.object(simulation, "Ledger", WatchingLedger),
+        patch.object(simulation, "Ledger", SynchronizationLedger),
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
         records = {
@@ -154,7 +154,7 @@ def run(
                 degrees,
                 rank,
                 capability=GPU.capability,
-                max_microbatches=2,  # more of them do the same again
+                max_microbatches=2,  # further microbatches repeat the same operations
                 device=torch.device(device, 0) if device == "cuda" else None,
             )
             for rank in ranks
@@ -166,10 +166,10 @@ def run(
         flops = sum(o.flops for o in step.operations)
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
         ledger, peak = record.ledger, dict(zip(KINDS, step.peak, strict=True))
-        assert isinstance(ledger, WatchingLedger)
+        assert isinstance(ledger, SynchronizationLedger)
         attention = {o.name for o in step.operations if "attention" in o.name}
         noted = ledger.readbacks, ledger.others, attention, ledger.reductions
-        seen.append(Seen(rank, peak, flops, recomputed, collectives, *noted))
+        seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted))
     operations = {
         rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()
     }

@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: slurmctld and two virtual nodes on loopback, each with eight GPUs that are none."""
+"""Start SLURM on this machine: slurmctld and two virtual nodes on loopback, each with eight fake GPUs."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "s
 NODES = ("n1", "n2")
 
 
-def why_not() -> str:
-    """What keeps SLURM from running here, or ''."""
+def missing_requirement() -> str:
+    """The reason why SLURM cannot run here, or an empty string."""
     if os.geteuid() != 0:
-        return "a SLURM of one's own needs root: slurmd starts steps as other users"
+        return "starting SLURM needs root, because slurmd starts steps as other users"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return (
         f"SLURM is not installed (no {', '.join(missing)}): apt-get install slurmctld slurmd slurm-client"
@@ -27,7 +27,7 @@ def why_not() -> str:
 
 
 class Slurm:
-    """Start with ``start``, end with ``stop``; ``folder`` holds its state and logs."""
+    """A SLURM cluster, from ``start`` to ``stop``; its state and logs are in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Slurm:
         for name in ("state", "run", "log", "dev", "spool/n1", "spool/n2"):
             (self.folder / name).mkdir(parents=True)
         for i in range(8):
-            os.mknod(self.folder / "dev" / f"gpu{i}", 0o20666, os.makedev(1, 3))  # /dev/null by another name
+            os.mknod(self.folder / "dev" / f"gpu{i}", 0o20666, os.makedev(1, 3))  # the device numbers of /dev/null
         (self.folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={self.folder}/dev/gpu[0-7]\n")
         (self.folder / "slurm.conf").write_text(self.config())
         subprocess.run(["slurmctld", "-i"], env=self.env, check=True)
@@ -89,17 +89,17 @@ SlurmdLogFile={self.folder}/log/slurmd.%n.log
 
     def stop(self) -> None:
         self.ask("scancel", "--user", "root")
-        # Steps outlive slurmd: let the jobs end first.
+        # Steps survive slurmd: wait until the jobs have ended.
         self.wait_for(lambda: not self.ask("squeue", "-h"), 30)
         for pid_file in sorted((self.folder / "run").glob("*.pid")):
             os.kill(int(pid_file.read_text()), signal.SIGTERM)
 
     def ask(self, *command: str) -> str:
-        """What ``command`` says."""
+        """Run a SLURM command and return its output."""
         return subprocess.run(command, env=self.env, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def state(self, job: str) -> str:
-        """State of a job: PENDING, RUNNING, COMPLETED, FAILED, ..."""
+        """The state of a job: PENDING, RUNNING, COMPLETED, FAILED, ..."""
         return self.field(job, "JobState")
 
     def field(self, job: str, name: str) -> str:
@@ -107,7 +107,7 @@ SlurmdLogFile={self.folder}/log/slurmd.%n.log
         return next(word.removeprefix(name + "=") for word in words if word.startswith(name + "="))
 
     def wait_for_end(self, job: str, seconds: float) -> str:
-        """State of ``job`` when it has ended."""
+        """Wait until ``job`` has ended and return its final state."""
         self.wait_for(
             lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"), seconds
         )
@@ -118,5 +118,5 @@ SlurmdLogFile={self.folder}/log/slurmd.%n.log
         while not holds():
             if time.monotonic() > deadline:
                 logs = "".join(path.read_text()[-2000:] for path in (self.folder / "log").iterdir())
-                raise AssertionError(f"nothing came of it in {seconds} s\n{self.ask('squeue')}\n{logs}")
+                raise AssertionError(f"the condition did not hold within {seconds} s\n{self.ask('squeue')}\n{logs}")
             time.sleep(0.3)

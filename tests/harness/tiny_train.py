@@ -1,4 +1,4 @@
-"""``torchtrain.train`` with the model of ``forked_run``, and slow steps, to be started by torchrun."""
+"""Run ``torchtrain.train`` with the model of ``forked_run`` and slow steps; started by torchrun."""
 
 import sys
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Whether ranks call the same collectives in the same order. Where they do not, a cluster waits for ever."""
+"""Check that all ranks issue the same collectives in the same order; on a cluster a mismatch is a deadlock."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ Call = tuple[str, int]  # operation, bytes
 
 
 def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
-    """What does not match, in words, one line for each group and pair; empty where all ranks agree.
+    """Describe where the ranks disagree, one line for each process group and each pair of ranks; empty if they agree.
 
-    ``operations``: of each rank that was rehearsed, in the order in which its host issues them. The ranks of a group
-    must call the same collectives, and but for all-to-all over the same number of bytes; what one rank sends another
-    must receive, in order.
+    ``operations``: those of each simulated rank, in the order in which its host issues them. The ranks of a group must
+    call the same collectives, with the same number of bytes (except all-to-all). Each message that a rank sends must be
+    received by its peer, in the same order and with the same size.
     """
     calls: dict[tuple[int, ...], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     sent: dict[tuple[int, int], list[Call]] = defaultdict(list)
@@ -23,7 +23,7 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
         for operation in own:
             if operation.peer is None and len(operation.ranks) > 1:
                 for member in operations.keys() & set(operation.ranks):
-                    calls[operation.ranks][member]  # one that calls nothing has a sequence, too
+                    calls[operation.ranks][member]  # creates an empty sequence for a member that calls nothing
                 size = 0 if operation.name == "alltoall_base" else operation.bytes
                 calls[operation.ranks][rank].append((operation.name, size))
             elif operation.peer in operations:
@@ -43,9 +43,9 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
 
 
 def calls_of(operations: Sequence[Operation]) -> list[Call]:
-    """All collectives and messages of a rank, by the axis of their group and not by its members.
+    """All collectives and messages of a rank, with the mesh axis of their group instead of its members.
 
-    These are the same on ranks that differ only in their places on the mesh, but for sizes of all-to-all.
+    Ranks that differ only in their coordinates on the mesh have equal sequences; sizes of all-to-all are left out.
     """
     return [
         (f"{o.name} on {o.axis}", 0 if o.name == "alltoall_base" else o.bytes) for o in operations if len(o.ranks) > 1
@@ -53,7 +53,7 @@ def calls_of(operations: Sequence[Operation]) -> list[Call]:
 
 
 def difference(name: str, calls: Sequence[Call], other_name: str, others: Sequence[Call]) -> str:
-    """The first call in which two sequences differ, in words, or an empty string."""
+    """Describe the first call in which two sequences differ; an empty string if they are equal."""
     for i, (call, other) in enumerate(zip_longest(calls, others)):
         if call != other:
             one, two = (f"{c[0]} of {c[1]} bytes" if c else "nothing" for c in (call, other))

@@ -1,4 +1,4 @@
-"""What tests of transformers' models call on ranks, which import this module and need not import transformers."""
+"""Functions that tests of the model call on several ranks. Ranks import this module instead of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,22 +57,24 @@ def load_and_export_sharded(
     return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
 
 
-def build_without_a_plan_for(name: str) -> None:
+def build_without_tensor_parallel_plan(name: str) -> None:
+    """Build a model with the entry ``name`` missing from the tensor-parallel plan, which must raise."""
     parallelize = tensor_parallel.parallelize_module
 
-    def forgetful(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
+    def without_name(model: Any, mesh: Any, plan: dict[str, Any]) -> Any:
         return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
 
-    tensor_parallel.parallelize_module = forgetful
-    told = r"layers.0.attention.wo.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    tensor_parallel.parallelize_module = without_name
+    message = r"layers.0.attention.wo.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
     try:
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             build(config_of(parallelism={"tensor_parallel_degree": 2}))
     finally:
         tensor_parallel.parallelize_module = parallelize
 
 
-def greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
+def generate_greedily(shape: TransformerConfig, ranks: int) -> list[int | None]:
+    """Tokens that a randomly initialized model generates on ``ranks`` tensor-parallel ranks."""
     mesh = Mesh(torch.device("cpu"), ParallelDims(tensor=ranks))
     with torch.device("meta"):
         model = Transformer(shape)
@@ -87,44 +89,44 @@ def greedy(shape: TransformerConfig, ranks: int) -> list[int | None]:
 
 
 @dataclass
-class Rope:
-    """What ``apply_rope`` was called with: dtypes of its input, tables and result."""
+class RopeRecord:
+    """Records the calls of ``apply_rope``: dtypes of input, tables and result; precision of tables and results."""
 
     dtypes: set[tuple[torch.dtype, ...]] = field(default_factory=set)
     calls: int = 0
     tables_rounded: bool = False
-    """Whether a table has the values of a bfloat16 one, whatever its dtype."""
+    """Whether a table's values can be represented in bfloat16, whatever its dtype."""
     error: float = 0.0
-    """Largest error of a result, beside that in float64, relative to it."""
+    """The largest error of a result relative to the same computation in float64."""
 
 
 @contextmanager
-def recorded_rope() -> Iterator[Rope]:
-    seen, original = Rope(), llama.apply_rope
+def recorded_rope() -> Iterator[RopeRecord]:
+    record, original = RopeRecord(), llama.apply_rope
 
     def recorded(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out = original(x, cos, sin)
-        seen.calls += 1
-        seen.dtypes.add((x.dtype, cos.dtype, sin.dtype, out.dtype))
-        seen.tables_rounded |= bool((sin == sin.bfloat16()).all())
+        record.calls += 1
+        record.dtypes.add((x.dtype, cos.dtype, sin.dtype, out.dtype))
+        record.tables_rounded |= bool((sin == sin.bfloat16()).all())
         with torch.no_grad():
             first, second = x.double().chunk(2, dim=-1)
             c, s = cos.double(), sin.double()
             exact = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
             error = (out.double() - exact).abs() / exact.abs().clamp(min=1e-3)
-            seen.error = max(seen.error, error.max().item())
+            record.error = max(record.error, error.max().item())
         return out
 
     with patch.object(llama, "apply_rope", recorded):
-        yield seen
+        yield record
 
 
-def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> Rope:
+def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> RopeRecord:
     config = config_of(
         training={"mixed_precision_param": "bfloat16"},
         parallelism=parallelism,
         activation_checkpoint={"mode": checkpointing},
     )
-    with recorded_rope() as seen:
+    with recorded_rope() as record:
         train(config, steps=1)
-    return seen
+    return record

@@ -1,6 +1,6 @@
 """Ranks that call other collectives than their group are found."""
 
-from call_order import disagreements
+from collective_order import disagreements
 
 from torchtrain.planning.operations import Operation
 
