@@ -26,13 +26,13 @@ def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 @pytest.fixture(scope="session")
 def forked_ranks(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) -> dict[str, str]:  # noqa: ARG001
-    """Environment by which torchrun forks its ranks with torch loaded, and does not start them anew."""
+    """An environment in which torchrun forks its ranks from a process that has imported torch."""
     return {"PYTHON_EXEC": str(forked_python.start(tmp_path_factory.mktemp("python")))}
 
 
 @pytest.fixture
 def disk(forkserver: Server) -> Iterator[DiskFaults]:
-    """Makes the disk of forked processes fail."""
+    """Injects disk faults into forked processes."""
     if forkserver.disk is None:
         pytest.skip("needs a C compiler")
     yield forkserver.disk
@@ -55,14 +55,14 @@ def hub_of_session() -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(hub_of_session: Hub) -> Iterator[Hub]:
-    """What this process and those that it starts take for the Hugging Face hub."""
+    """A local server that this process and its children use as the Hugging Face hub."""
     yield hub_of_session
     hub_of_session.clear()
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) -> Path:  # noqa: ARG001
-    """Folder of a run that has learned a little; not to be written to. The workers of pytest-xdist share it."""
+    """Dump folder of a short run, which must not be changed. The workers of pytest-xdist share it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trained_run"
     options = [
@@ -77,27 +77,27 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
     return folder
 
 
-# The workers of pytest-xdist take whole files: the longest first, or one worker has them left when the others are done.
+# pytest-xdist distributes whole files. The longest start first, so that no worker is left with one at the end.
 LONGEST_FILES = [
     *("test_parallelism.py", "test_faults.py", "test_slurm.py", "test_rehearsal.py", "test_estimate.py"),
     *("test_compile.py", "test_exact_sums.py", "test_learning.py", "test_train.py", "test_data_parallel.py"),
-    *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_elsewhere.py", "test_bad_disk.py"),
+    *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_elsewhere.py", "test_disk_faults.py"),
     *("test_multinode.py", "test_checkpoint_elastic.py", "test_hf_to_hf.py", "test_documents.py", "test_prepare.py"),
     *("test_validation.py", "test_hf.py", "test_generation.py", "test_launch.py", "test_evaluate.py", "test_hub.py"),
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all modules of tests are imported: what they make stays
-    config.option.loadscopereorder = False  # by the number of tests in them
-    # Tiny models gain nothing from a second thread, and threads that spin while they wait slow each other down.
+    gc.disable()  # until all test modules are imported: their objects are not garbage
+    config.option.loadscopereorder = False  # pytest-xdist would sort by the number of tests
+    # Tiny models gain nothing from a second thread, and spinning threads slow each other down.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
-    # Inductor tries each kind of vector instructions that the CPU has, in each process: take them as they are.
+    # Otherwise Inductor compiles a test program for each vector instruction set of the CPU, in each process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    if config.option.markexpr != "gpu":  # the others compute on CPUs, and start more ranks than there may be GPUs
+    if config.option.markexpr != "gpu":  # all other tests run on CPUs, with more ranks than there may be GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Read when huggingface_hub is imported. Each process of pytest-xdist has a hub of its own.
+    # Read when huggingface_hub is imported. Each pytest-xdist worker has its own hub.
     os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
     os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
     atexit.register(shutil.rmtree, os.environ["HF_HUB_CACHE"], ignore_errors=True)
@@ -106,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Files that tests read are converted in a folder of their own, here and in processes started from here."""
+    """Use a cache of ``datasets`` for this session alone, in this process and its children."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("datasets"))
         patch.setenv("HF_DATASETS_CACHE", folder)
@@ -115,8 +115,8 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _logger_as_it_was() -> Iterator[None]:
-    """A command that is called in this process sets the logger up: the next test finds it as it was."""
+def _restore_logger() -> Iterator[None]:
+    """Restore the logger after each test: commands called in this process configure it."""
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
     logger.handlers[:] = handlers
@@ -125,8 +125,8 @@ def _logger_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    """A command that is called in this process, and ends with an error, leaves its process group behind."""
+def _destroy_process_group() -> Iterator[None]:
+    """Destroy the process group that a command called in this process leaves behind when it raises."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -138,9 +138,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    positions = {name: position for position, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: positions.get(item.path.name, len(positions)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device and pytest -m gpu"))

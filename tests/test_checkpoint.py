@@ -1,4 +1,4 @@
-"""Checkpoints of one process: what is saved is what is loaded, and what was damaged is not."""
+"""Checkpoints of one process: loading restores what was saved, and never what is damaged."""
 
 import json
 import os
@@ -52,8 +52,8 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.zeros(3), persistent=False)
 
 
-class Place:
-    """A state of its own tensors, as the data loader's place is."""
+class LoaderState:
+    """A state with its own tensors, like that of the data loader."""
 
     def __init__(self, row: int) -> None:
         self.row = row
@@ -72,13 +72,13 @@ class Run:
         torch.manual_seed(seed)
         self.model = Tied()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.place = Place(seed)
+        self.loader = LoaderState(seed)
         config = CheckpointConfig(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
         folder = folder / "checkpoint"
         states = {
             "model": ModelState([self.model]),
             "optimizer": OptimizerState([self.model], self.optimizer),
-            "data": self.place,
+            "data": self.loader,
         }
         start = find_resume_point(config, folder, config_toml)
         self.manager = CheckpointManager(config, folder, states, config_toml, start)
@@ -95,14 +95,14 @@ class Run:
         self.manager.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.place.row += 2
+        self.loader.row += 2
         self.manager.maybe_save(step)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         model = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         state = self.optimizer.state_dict()["state"]
         optimizer = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
-        return {**model, **optimizer, "row": torch.tensor(self.place.row)}
+        return {**model, **optimizer, "row": torch.tensor(self.loader.row)}
 
 
 def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -111,8 +111,8 @@ def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch
         assert torch.equal(first[name], second[name]), name
 
 
-def test_states_that_no_update_has_made_count_no_step() -> None:
-    """As at a save after steps that were all refused."""
+def test_optimizer_state_before_the_first_update_has_step_zero() -> None:
+    """As in a checkpoint after steps whose updates were all skipped."""
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     saved = OptimizerState([model], optimizer).state_dict()
@@ -130,7 +130,7 @@ def only_file(folder: Path) -> Path:
     return file
 
 
-def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_identical_to_an_uninterrupted_run(tmp_path: Path) -> None:
     straight = Run(tmp_path / "straight").train(1, 7)
     Run(tmp_path / "killed").train(1, 5)
     resumed = Run(tmp_path / "killed", seed=1)
@@ -139,7 +139,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     assert_bitwise_equal(resumed.train(5, 7).tensors(), straight.tensors())
 
 
-def test_first_start_has_nothing_to_load(tmp_path: Path) -> None:
+def test_first_start_has_no_checkpoint_to_load(tmp_path: Path) -> None:
     assert Run(tmp_path).manager.start.step is None
 
 
@@ -149,7 +149,7 @@ def test_last_step_is_saved_off_the_interval(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoint") == [2, 3]
 
 
-def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
+def test_tied_parameter_is_saved_once(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     dcp_to_torch_save(tmp_path / "checkpoint/step-2", tmp_path / "all.pt")
     saved = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -158,19 +158,19 @@ def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
     assert saved.keys() == {f"model.{name}" for name in names} | entries | {"data.row"}
 
 
-def test_load_step_picks_a_checkpoint(tmp_path: Path) -> None:
+def test_load_step_selects_a_checkpoint(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 6)
     run = Run(tmp_path, load_step=4)
     assert run.manager.start.step == 4
 
 
-def test_missing_load_step_is_an_error_that_names_what_there_is(tmp_path: Path) -> None:
+def test_missing_load_step_is_an_error_that_lists_the_saved_steps(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 4)
     with pytest.raises(CheckpointError, match=r"load_step = 3 .*does not exist \(steps in that folder: 2, 4\)"):
         Run(tmp_path, load_step=3)
 
 
-def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
+def test_saving_after_load_step_supersedes_later_checkpoints(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 6)
     run = Run(tmp_path, load_step=2)
     run.manager.load(2)
@@ -180,7 +180,7 @@ def test_run_that_went_back_supersedes_what_lay_ahead(tmp_path: Path) -> None:
     assert Run(tmp_path).manager.start.step == 4
 
 
-def test_run_that_went_back_supersedes_what_its_first_save_has_passed(tmp_path: Path) -> None:
+def test_saving_after_load_step_supersedes_only_up_to_the_saved_step(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 6)
     run = Run(tmp_path, load_step=2, interval=5)
     run.manager.load(2)
@@ -198,10 +198,10 @@ def damage_all(folder: Path, how: str) -> None:
                 file.unlink()
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "without manifest", "set aside"])
-def test_a_run_does_not_begin_anew_over_its_damaged_checkpoints(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["truncated", "empty", "without manifest", "renamed"])
+def test_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path, how: str) -> None:
     Run(tmp_path).train(1, 4)
-    if how == "set aside":
+    if how == "renamed":
         for step, name in ((2, "step-2.damaged"), (4, "step-4.superseded-2")):
             (tmp_path / f"checkpoint/step-{step}").rename(tmp_path / "checkpoint" / name)
     damage_all(tmp_path / "checkpoint", how)
@@ -211,7 +211,7 @@ def test_a_run_does_not_begin_anew_over_its_damaged_checkpoints(tmp_path: Path, 
     assert sorted((tmp_path / "checkpoint").iterdir()) == before
 
 
-def test_what_only_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_folders_with_similar_names_are_not_checkpoints(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     for name in ("step-012", "step-x", "step-4.7.partial"):
         (tmp_path / "checkpoint" / name).mkdir()
@@ -219,50 +219,50 @@ def test_what_only_looks_like_a_checkpoint_is_none(tmp_path: Path) -> None:
     assert Run(tmp_path).manager.start.step == 2
 
 
-BEGUN_AT_2 = SOME_CONFIG + "[checkpoint]\nload_step = 2\n"
+WITH_LOAD_STEP_2 = SOME_CONFIG + "[checkpoint]\nload_step = 2\n"
 
 
-def test_a_run_begun_with_load_step_gets_ahead_when_it_is_started_again(
+def test_repeated_starts_with_load_step_resume_from_their_own_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", logger.name)
     Run(tmp_path).train(1, 8)
-    for first, start in ((3, 2), (5, 4), (7, 6)):  # as a scheduler starts it, each time with the same command
-        run = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
+    for first, start in ((3, 2), (5, 4), (7, 6)):  # as a scheduler restarts a job with the same command
+        run = Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2)
         assert run.manager.start.step == start
         run.manager.load(start)
         run.train(first, first + 1)
         assert saved_steps(tmp_path / "checkpoint")[-1] == first + 1
     assert "checkpoint.load_step = 2: goes on from step 6" in caplog.text
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "gone")  # as keep_latest_k does
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 8
+    assert Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2).manager.start.step == 8
 
 
-def test_load_step_goes_back_where_another_run_has_come_further(tmp_path: Path) -> None:
+def test_load_step_applies_again_after_a_run_without_it(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
-    begun_at_2 = Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2)
-    begun_at_2.manager.load(2)
-    begun_at_2.train(3, 4)
-    on = Run(tmp_path)
-    on.manager.load(4)
-    on.train(5, 6)  # without load_step
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.start.step == 2
+    with_load_step = Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2)
+    with_load_step.manager.load(2)
+    with_load_step.train(3, 4)
+    without_load_step = Run(tmp_path)
+    without_load_step.manager.load(4)
+    without_load_step.train(5, 6)
+    assert Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2).manager.start.step == 2
 
 
-def test_a_damaged_checkpoint_since_load_step_is_passed_over(tmp_path: Path) -> None:
-    Run(tmp_path, config_toml=BEGUN_AT_2).train(1, 6)
+def test_damaged_checkpoint_after_load_step_is_skipped(tmp_path: Path) -> None:
+    Run(tmp_path, config_toml=WITH_LOAD_STEP_2).train(1, 6)
     (tmp_path / "checkpoint/step-6/config.toml").unlink()
     flip_bit(only_file(tmp_path / "checkpoint/step-4"))
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "checkpoint/step-3")
     with pytest.raises(CheckpointError, match=r"load_step = 3 cannot be loaded: .*the checkpoint of step 2 under"):
-        Run(tmp_path, config_toml=BEGUN_AT_2, load_step=3)
+        Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=3)
     (tmp_path / "checkpoint/step-3").rename(tmp_path / "checkpoint/step-2")
-    assert Run(tmp_path, config_toml=BEGUN_AT_2, load_step=2).manager.resume() == 2
+    assert Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2).manager.resume() == 2
     assert not (tmp_path / "checkpoint/step-4").exists()
 
 
-def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_path: Path) -> None:
+def test_renamed_or_foreign_checkpoint_is_rejected(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path / "other"):
         run = Run(folder)
         assert run.manager.start.step is None
@@ -279,7 +279,7 @@ def test_a_checkpoint_under_another_name_or_of_another_run_is_not_believed(tmp_p
     assert not (checkpoints / "step-40").exists()
 
 
-def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_path: Path) -> None:
+def test_run_id_is_kept_by_restarts_and_in_a_moved_folder(tmp_path: Path) -> None:
     first = Run(tmp_path)
     first.train(1, 2)
     again = Run(tmp_path)
@@ -296,8 +296,8 @@ def test_a_run_keeps_its_id_through_all_its_starts_and_in_another_folder(tmp_pat
     assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").run} == runs
 
 
-def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
-    """It has a hash of each file, and none of pieces: files are read in full before tensors are."""
+def test_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
+    """It has hashes of files but not of pieces, so that files are verified before tensors are read."""
     saved = Run(tmp_path).train(1, 2).tensors()
     folder = tmp_path / "checkpoint/step-2"
     files = json.loads((folder / MANIFEST).read_text())["files"]
@@ -315,19 +315,19 @@ def test_a_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
         Run(tmp_path).manager.resume()
 
 
-def test_rollback_stays_on_the_path_of_the_run(tmp_path: Path) -> None:
+def test_rollback_loads_only_checkpoints_of_the_current_branch(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 8)
     run = Run(tmp_path, load_step=4, interval=3)
     assert run.manager.start.step == 4
     run.manager.load(4)
-    assert run.manager.roll_back(8, ("model", "optimizer")) == 4  # not 6, which lies on the path that the run has left
+    assert run.manager.roll_back(8, ("model", "optimizer")) == 4  # not 6, which was saved before the run went back to 4
     run.train(5, 6)
     assert run.manager.roll_back(8, ("model", "optimizer")) == 6
     assert run.manager.roll_back(6, ("model", "optimizer")) == 4
     assert run.manager.roll_back(1, ("model", "optimizer")) is None
 
 
-def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
+def test_keep_latest_k_counts_only_complete_checkpoints(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_latest_k=2).train(1, 4)
     (tmp_path / "checkpoint/step-5").mkdir()
     (tmp_path / "checkpoint/step-3.partial").mkdir()
@@ -335,7 +335,7 @@ def test_keep_latest_k_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     assert [step for step in saved_steps(tmp_path / "checkpoint") if step != 5] == [4, 6]
 
 
-def test_config_that_changes_the_run_is_refused_on_resume(tmp_path: Path) -> None:
+def test_config_change_that_changes_the_run_is_an_error_unless_allowed(tmp_path: Path) -> None:
     Run(tmp_path, config_toml="[optimizer]\nlr = 0.1\n").train(1, 2)
     with pytest.raises(CheckpointError, match=r"optimizer.lr = 0.2 \(checkpoint: 0.1\)"):
         Run(tmp_path, config_toml="[optimizer]\nlr = 0.2\n")
@@ -343,7 +343,7 @@ def test_config_that_changes_the_run_is_refused_on_resume(tmp_path: Path) -> Non
     assert allowed.manager.start.step == 2
 
 
-def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
+def test_only_the_newest_lease_holder_saves(tmp_path: Path) -> None:
     older = Run(tmp_path)
     assert older.manager.start.step is None
     older.train(1, 2)
@@ -352,7 +352,7 @@ def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
     newer.manager.load(2)
     newer.train(3, 6)
     manifest = (tmp_path / "checkpoint/step-6" / MANIFEST).read_text()
-    # Not even a third of the failed saves that are allowed in a row.
+    # The error is immediate: fewer saves have failed than max_failed_saves allows.
     with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves in .* generation 1, stops"):
         older.train(3, 4)
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-[0-9]")) == ["step-2", "step-4", "step-6"]
@@ -360,28 +360,28 @@ def test_only_the_newest_incarnation_saves(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
 
 
-def test_of_two_that_start_at_once_the_older_leaves_alone_what_the_newest_writes(
+def test_of_two_simultaneous_starts_the_older_keeps_the_checkpoint_of_the_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = Run(tmp_path)
-    (tmp_path / "checkpoint/generation.json").unlink()  # both have seen none, and take the same generation
+    (tmp_path / "checkpoint/generation.json").unlink()  # so that both acquire the same lease number
     newest = Run(tmp_path)
     assert older.manager.claim.generation == newest.manager.claim.generation
-    make_room = CheckpointManager._retire_newer_checkpoints
+    retire = CheckpointManager._retire_newer_checkpoints
 
-    def make_room_late(manager: CheckpointManager, step: int) -> None:
-        if manager is newest.manager:  # its files are written: now the older one saves the same step
+    def retire_late(manager: CheckpointManager, step: int) -> None:
+        if manager is newest.manager:  # its files are written; the older run now saves the same step
             with pytest.raises(SupersededError):
                 older.train(1, 2)
-        make_room(manager, step)
+        retire(manager, step)
 
-    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", make_room_late)
+    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", retire_late)
     newest.train(1, 2)
     assert saved_steps(tmp_path / "checkpoint") == [2]
     assert Run(tmp_path).manager.start.step == 2
 
 
-def test_left_over_partial_folder_is_neither_loaded_nor_kept(tmp_path: Path) -> None:
+def test_leftover_partial_folder_is_removed_and_not_loaded(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     partial = tmp_path / "checkpoint/step-4.partial"
     partial.mkdir()
@@ -397,7 +397,7 @@ def flip_bit(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["data", ".metadata", "config.toml", MANIFEST])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_checkpoint_is_renamed_and_the_previous_one_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
     Run(tmp_path).train(1, 4)
     folder = tmp_path / "checkpoint/step-4"
     file = only_file(folder) if name == "data" else folder / name
@@ -425,7 +425,7 @@ class Malicious:
 
 
 def replace_metadata(folder: Path, content: bytes) -> None:
-    """Put a new metadata file in place, with a manifest that agrees: an attacker can do that too."""
+    """Replace the metadata file and make the manifest agree, as an attacker could."""
     (folder / ".metadata").write_bytes(content)
     before = read_manifest(folder)
     records = [record for record in before.files if record.name != ".metadata"]
@@ -433,7 +433,7 @@ def replace_metadata(folder: Path, content: bytes) -> None:
     write_manifest(folder, replace(before, files=[*records, own]))
 
 
-def test_malicious_metadata_runs_nothing_and_is_refused(tmp_path: Path) -> None:
+def test_malicious_metadata_is_rejected_without_running_code(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     folder = tmp_path / "checkpoint/step-2"
     replace_metadata(folder, pickle.dumps(Metadata({}, planner_data=Malicious(tmp_path / "owned"))))
@@ -443,14 +443,14 @@ def test_malicious_metadata_runs_nothing_and_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["load", "nn.Module", "_get_layout", "os"])
-def test_metadata_cannot_reach_into_torch(tmp_path: Path, name: str) -> None:
+def test_metadata_cannot_load_other_attributes_of_torch(tmp_path: Path, name: str) -> None:
     Run(tmp_path).train(1, 2)
     replace_metadata(tmp_path / "checkpoint/step-2", f"ctorch\n{name}\n.".encode())
     with pytest.raises(CheckpointError, match=f"asks for torch.{name}"):
         Run(tmp_path).manager.load(2)
 
 
-def test_file_outside_the_checkpoint_is_not_read(tmp_path: Path) -> None:
+def test_file_outside_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     folder = tmp_path / "checkpoint/step-2"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -461,11 +461,11 @@ def test_file_outside_the_checkpoint_is_not_read(tmp_path: Path) -> None:
         Run(tmp_path).manager.load(2)
 
 
-def test_tensors_of_every_kind_are_loaded(tmp_path: Path) -> None:
+def test_tensors_of_all_layouts_and_dtypes_are_loaded(tmp_path: Path) -> None:
     wide = torch.randn(5, 30)
     tensors = {
         "transposed": torch.randn(3, 7).T,
-        "part": wide[1:4, 2:29:3],
+        "slice": wide[1:4, 2:29:3],
         "expanded": torch.randn(4, 1).expand(4, 6),
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(7),
@@ -480,7 +480,7 @@ def test_tensors_of_every_kind_are_loaded(tmp_path: Path) -> None:
     assert_bitwise_equal(loaded, tensors)
 
 
-def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None:
+def test_parameter_missing_from_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     run = Run(tmp_path)
     run.model.extra = nn.Parameter(torch.zeros(2))
@@ -488,22 +488,22 @@ def test_parameter_that_the_checkpoint_lacks_is_an_error(tmp_path: Path) -> None
         run.manager.load(2)
 
 
-def test_a_load_does_not_send_the_metadata_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_does_not_gather_the_metadata_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gather, gathered = dist.all_gather_object, []
 
-    def noted(object_list: list[object], obj: object, group: dist.ProcessGroup) -> None:
+    def record(object_list: list[object], obj: object, group: dist.ProcessGroup) -> None:
         gathered.append(obj)
         gather(object_list, obj, group)
 
     Run(tmp_path).train(1, 2)
     run = Run(tmp_path)
-    monkeypatch.setattr(dist, "all_gather_object", noted)
+    monkeypatch.setattr(dist, "all_gather_object", record)
     run.manager.load(2)
     assert gathered
-    assert not any(isinstance(sent, Metadata) for sent in gathered)  # each rank would hold that of all
+    assert not any(isinstance(sent, Metadata) for sent in gathered)  # each rank would hold the metadata of all ranks
 
 
-def test_part_of_a_parameter_left_unwritten_is_an_error(tmp_path: Path) -> None:
+def test_incomplete_parameter_is_an_error(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     folder = tmp_path / "checkpoint/step-2"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -514,7 +514,7 @@ def test_part_of_a_parameter_left_unwritten_is_an_error(tmp_path: Path) -> None:
         Run(tmp_path).manager.load(2)
 
 
-def test_manifest_lists_every_file(tmp_path: Path) -> None:
+def test_manifest_lists_all_files(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 2)
     folder = tmp_path / "checkpoint/step-2"
     files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
@@ -522,32 +522,32 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
     assert "config.toml" in files
 
 
-def test_a_folder_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_renamed_after_all_its_files_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flush, flushed = os.fsync, []
-    make_room, files_at_rename = CheckpointManager._retire_newer_checkpoints, []
+    retire, files_at_rename = CheckpointManager._retire_newer_checkpoints, []
 
-    def noted_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         flush(descriptor)
         status = os.fstat(descriptor)
         flushed.append((status.st_ino, status.st_size))
 
-    def noted_make_room(manager: CheckpointManager, step: int) -> None:
-        make_room(manager, step)
+    def recorded_retire(manager: CheckpointManager, step: int) -> None:
+        retire(manager, step)
         (partial,) = manager.folder.glob("step-2.*")
         for path in (partial, *partial.iterdir()):
             assert (path.stat().st_ino, path.stat().st_size) in flushed, path
             files_at_rename.append(path.name)
         flushed.clear()
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", noted_make_room)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", recorded_retire)
     Run(tmp_path).train(1, 2)
     assert {path.name for path in (tmp_path / "checkpoint/step-2").iterdir()} < set(files_at_rename)
     folder = (tmp_path / "checkpoint").stat()
     assert flushed == [(folder.st_ino, folder.st_size)]
 
 
-def test_file_is_hashed_and_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_larger_than_a_block_are_hashed_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
     monkeypatch.setattr(files, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
@@ -562,7 +562,7 @@ def no_space(_descriptor: int) -> None:
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_run_survives_failed_saves(
+def test_run_continues_after_failed_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, async_mode: str
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -581,7 +581,7 @@ def test_run_survives_failed_saves(
     assert Run(tmp_path).manager.start.step == 8
 
 
-def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_consecutive_failed_saves_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, max_failed_saves=2).train(1, 2)
     monkeypatch.setattr(os, "fsync", no_space)
     run.train(3, 4)
@@ -593,67 +593,67 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path, monkeypatch
         run.train(9, 10)
 
 
-def test_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_last_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(CheckpointError, match=r"step-1 could not be written"):
         run.manager.maybe_save(1, last=True)
 
 
-def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = threading.Event()
+def test_async_save_stores_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
     prepare = VerifiedWriter.prepare_global_plan
 
-    def prepare_late(writer: VerifiedWriter, plans: list[SavePlan]) -> list[SavePlan]:
-        assert held.wait(20)
+    def prepare_after_release(writer: VerifiedWriter, plans: list[SavePlan]) -> list[SavePlan]:
+        assert released.wait(20)
         return prepare(writer, plans)
 
-    monkeypatch.setattr(VerifiedWriter, "prepare_global_plan", prepare_late)
+    monkeypatch.setattr(VerifiedWriter, "prepare_global_plan", prepare_after_release)
     run = Run(tmp_path, async_mode="async", interval=3)
     for step in range(1, 6):
         run.step(step)
         if step == 3:
             at_save = {name: tensor.clone() for name, tensor in run.tensors().items()}
     assert saved_steps(tmp_path / "checkpoint") == []
-    held.set()
+    released.set()
     run.manager.close()
     loaded = Run(tmp_path, seed=1)
     loaded.manager.load(3)
     assert_bitwise_equal(loaded.tensors(), at_save)
 
 
-def test_files_that_lie_on_another_node_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_on_another_node_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = VerifiedWriter.finish
 
-    def elsewhere(writer: VerifiedWriter, metadata: Metadata, results: Any) -> None:
+    def finish_without_a_file(writer: VerifiedWriter, metadata: Metadata, results: Any) -> None:
         next(writer.partial.glob("*.distcp")).unlink()
         finish(writer, metadata, results)
 
-    monkeypatch.setattr(VerifiedWriter, "finish", elsewhere)
+    monkeypatch.setattr(VerifiedWriter, "finish", finish_without_a_file)
     with pytest.raises(CheckpointError, match="is not seen by this one: the dump folder must lie on a file system"):
         Run(tmp_path).manager.maybe_save(1, last=True)
     assert saved_steps(tmp_path / "checkpoint") == []
 
 
-def test_what_was_rolled_back_is_saved_again_with_its_place_in_the_data(tmp_path: Path) -> None:
+def test_save_after_a_rollback_keeps_the_position_in_the_data(tmp_path: Path) -> None:
     run = Run(tmp_path).train(1, 3)
     run.manager.load(2, only=("model", "optimizer"))
-    run.manager.maybe_save(2, last=True)  # asked to stop just then
+    run.manager.maybe_save(2, last=True)  # as when a stop is requested right after the rollback
     resumed = Run(tmp_path, seed=1)
     resumed.manager.load(2)
-    assert resumed.place.row == run.place.row == 6
+    assert resumed.loader.row == run.loader.row == 6
 
 
-def interrupted(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_in_a_load_or_a_save_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_load_or_save_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Run(tmp_path).train(1, 2)
-    monkeypatch.setattr(storage.VerifiedReader, "read_data", interrupted)
+    monkeypatch.setattr(storage.VerifiedReader, "read_data", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Run(tmp_path).manager.load(2)
-    monkeypatch.setattr(VerifiedWriter, "write_data", interrupted)
+    monkeypatch.setattr(VerifiedWriter, "write_data", interrupt)
     tensors = {"a": torch.ones(2)}
     with pytest.raises(KeyboardInterrupt):
         save_tensors(tensors, tensors.__getitem__, VerifiedWriter(tmp_path / "b", ""), tmp_path / "b")

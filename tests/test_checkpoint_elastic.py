@@ -1,4 +1,4 @@
-"""A run saved on one layout goes on with another: same weights, same optimizer state, same path."""
+"""Resuming on another layout: the same weights and optimizer state, and the same losses to rounding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ GLOBAL_BATCH = 4
 
 
 class Run:
-    """A training run on this rank's share of ``GLOBAL_BATCH`` rows, which depend on the step alone."""
+    """A training run on this rank's rows of ``GLOBAL_BATCH``, which depend only on the step."""
 
     def __init__(self, folder: Path, replicate: int, tied: bool, seed: int = 0) -> None:
         config = replace(
@@ -45,7 +45,7 @@ class Run:
             n_heads=4,
             n_kv_heads=2,
             ffn_dim=48,
-            vocab_size=101,  # no number of ranks divides it
+            vocab_size=101,  # not divisible by any number of ranks
             max_seq_len=16,
             tied_embeddings=tied,
         )
@@ -80,9 +80,10 @@ class Run:
         for step in range(first, last + 1):
             generator = torch.Generator().manual_seed(step)
             rows = torch.randint(0, 101, (GLOBAL_BATCH, 9), generator=generator)
-            mine = rows[rank * GLOBAL_BATCH // ranks : (rank + 1) * GLOBAL_BATCH // ranks]
-            logits = self.model(mine[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum") / (GLOBAL_BATCH * 8)
+            local_rows = rows[rank * GLOBAL_BATCH // ranks : (rank + 1) * GLOBAL_BATCH // ranks]
+            logits = self.model(local_rows[:, :-1])
+            labels = local_rows[:, 1:].flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / (GLOBAL_BATCH * 8)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -118,7 +119,7 @@ def load_and_train(folder: Path, replicate: int, tied: bool) -> tuple[list[float
 
 
 class Rows:
-    """A state of one matrix of 1 Mi numbers, by rows over the ranks."""
+    """A state with one matrix of 1 Mi elements, sharded by rows."""
 
     def __init__(self, value: float) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -144,7 +145,7 @@ def save_rows(folder: Path) -> None:
 
 
 def load_rows(folder: Path) -> int:
-    """Returns how many bytes this rank reads from its start to the end of the load."""
+    """Load, and return the number of bytes that this rank has read since its start."""
 
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
@@ -160,8 +161,8 @@ def load_rows(folder: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 1), (3, 1), (1, 2)])
-def test_a_start_reads_what_it_loads_once(gloo: GlooPool, tmp_path: Path, before: int, after: int) -> None:
-    """Of a piece that several ranks need a part, each reads all, to compare its hash."""
+def test_each_rank_reads_the_bytes_that_it_loads_once(gloo: GlooPool, tmp_path: Path, before: int, after: int) -> None:
+    """A rank that needs only part of a piece reads all of it, to verify its hash."""
     gloo.run(before, save_rows, tmp_path)
     needed = 2**22 // (after if before == after else 1)
     for count in gloo.run(after, load_rows, tmp_path):
@@ -171,20 +172,20 @@ def test_a_start_reads_what_it_loads_once(gloo: GlooPool, tmp_path: Path, before
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
     [
-        ((1, 1), (4, 1), False),  # from 4 ranks to others, and tied on other shards alone: test_resume_elsewhere.py
+        ((1, 1), (4, 1), False),  # test_resume_elsewhere.py has other changes of the layout
         ((2, 1), (4, 2), False),
         ((2, 1), (4, 2), True),
         ((4, 2), (2, 1), False),
         ((4, 2), (2, 1), True),
     ],
 )
-def test_run_goes_on_with_other_ranks(
+def test_resume_on_another_number_of_ranks_is_the_same_run(
     gloo: GlooPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], tied: bool
 ) -> None:
-    """``before`` and ``after``: number of ranks, and how many replicas they make (HSDP)."""
-    stayed: Any = gloo.run(before[0], train_and_save, tmp_path, before[1], tied)[0]
-    moved: Any = gloo.run(after[0], load_and_train, tmp_path, after[1], tied)[0]
-    assert stayed[1].keys() == moved[1].keys()
-    for name, tensor in stayed[1].items():
-        assert torch.equal(tensor, moved[1][name]), name
-    torch.testing.assert_close(moved[0], stayed[0], rtol=1e-5, atol=0)
+    """``before`` and ``after``: the number of ranks, and the number of HSDP replicas."""
+    uninterrupted: Any = gloo.run(before[0], train_and_save, tmp_path, before[1], tied)[0]
+    resumed: Any = gloo.run(after[0], load_and_train, tmp_path, after[1], tied)[0]
+    assert uninterrupted[1].keys() == resumed[1].keys()
+    for name, tensor in uninterrupted[1].items():
+        assert torch.equal(tensor, resumed[1][name]), name
+    torch.testing.assert_close(resumed[0], uninterrupted[0], rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Each axis sends what docs/parallelism.md says."""
+"""Collectives per layer and axis are those that docs/parallelism.md lists."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,7 @@ LAYER = 2 * DIM * DIM + 2 * DIM * KV_DIM + 3 * DIM * TINY.ffn_dim + 2 * DIM
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Notes the name and the bytes of each collective: of the whole tensor, gathered or not yet scattered."""
+    """Counts collectives by name and bytes: those of the full tensor, gathered or not yet scattered."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -31,24 +31,24 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        kinds = {
+        names = {
             "all_gather_into_tensor": "all-gather",
             "_allgather_base_": "all-gather",
             "reduce_scatter_tensor": "reduce-scatter",
             "_reduce_scatter_base_": "reduce-scatter",
-            "alltoall_base_": "reduce-scatter",  # FSDP's on a CPU, with as many bytes
+            "alltoall_base_": "reduce-scatter",  # FSDP's on a CPU, with the same number of bytes
             "all_reduce": "all-reduce",
             "allreduce_": "all-reduce",
         }
-        if name in kinds:
+        if name in names:
             tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
             largest = max(x.numel() * x.element_size() for x in tensors)
-            self.seen[kinds[name], largest * (self.ranks if name == "all_gather_into_tensor" else 1)] += 1
+            self.seen[names[name], largest * (self.ranks if name == "all_gather_into_tensor" else 1)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def _collectives(parallelism: dict[str, Any], n_layers: int, mode: str) -> list[Counter[tuple[str, int]]]:
-    """Of one forward, of one backward, and of what a step does once. ``mode``: of activation checkpointing."""
+    """Collectives of one forward, of one backward, and of the end of a step. ``mode``: of activation checkpointing."""
     config = config_of(parallelism=parallelism, training={"local_batch_size": BS}, activation_checkpoint={"mode": mode})
     model = build(config, replace(TINY, n_layers=n_layers))
     windows = global_batch(1, TINY.vocab_size, SEQ)[:BS]
@@ -71,14 +71,14 @@ PARAMETERS = 4 * LAYER
 KEYS_VALUES = 4 * 2 * BS * SEQ * KV_DIM
 
 
-NORMS = {("all-reduce", 4 * DIM * (2 * 2 + 1)): -1, ("all-reduce", 4 * DIM * (2 * 3 + 1)): 1}  # of 3 layers, not of 2
+NORMS = {("all-reduce", 4 * DIM * (2 * 2 + 1)): -1, ("all-reduce", 4 * DIM * (2 * 3 + 1)): 1}  # 3 layers instead of 2
 TENSOR = {"tensor_parallel_degree": 2}
-WHOLE_SEQUENCE = {**TENSOR, "enable_sequence_parallel": False}
+NO_SEQUENCE_PARALLEL = {**TENSOR, "enable_sequence_parallel": False}
 CONTEXT = {"context_parallel_degree": 2, "fsdp_reshard_after_forward": "always"}
 GATHERS, SCATTERS = ("all-gather", HIDDEN), ("reduce-scatter", HIDDEN)
 REDUCTIONS = ("all-reduce", HIDDEN)
 KEYS_VALUES_GATHERS = ("all-gather", KEYS_VALUES)
-OF_SHARDS = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1}
+FSDP_BACKWARD = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1}
 
 
 @pytest.mark.parametrize(
@@ -88,32 +88,32 @@ OF_SHARDS = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 1}
             {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"},
             "none",
             {("all-gather", PARAMETERS): 1},
-            OF_SHARDS,
+            FSDP_BACKWARD,
             {},
         ),
         (TENSOR, "none", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 2}, NORMS),
-        # What is gathered is gathered again: it is larger than what it is made from. Sums are kept.
+        # All-gathers run again in recomputation, because their outputs are larger than their inputs. Sums are saved.
         (TENSOR, "selective", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 2}, NORMS),
-        (TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS),  # the last has no reader
-        (WHOLE_SEQUENCE, "none", {REDUCTIONS: 2}, {REDUCTIONS: 2}, NORMS),
-        (WHOLE_SEQUENCE, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS),
+        (TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS),  # the last output is not used
+        (NO_SEQUENCE_PARALLEL, "none", {REDUCTIONS: 2}, {REDUCTIONS: 2}, NORMS),
+        (NO_SEQUENCE_PARALLEL, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS),
         (
             CONTEXT,
             "none",
             {KEYS_VALUES_GATHERS: 1, ("all-gather", PARAMETERS): 1},
-            {("reduce-scatter", KEYS_VALUES): 1, **OF_SHARDS},
+            {("reduce-scatter", KEYS_VALUES): 1, **FSDP_BACKWARD},
             {},
         ),
         (
             CONTEXT,
             "selective",
             {KEYS_VALUES_GATHERS: 1, ("all-gather", PARAMETERS): 1},
-            {KEYS_VALUES_GATHERS: 1, ("reduce-scatter", KEYS_VALUES): 1, **OF_SHARDS},
+            {KEYS_VALUES_GATHERS: 1, ("reduce-scatter", KEYS_VALUES): 1, **FSDP_BACKWARD},
             {},
         ),
     ],
 )
-def test_a_layer_more_sends_so_much_more(
+def test_collectives_per_additional_layer(
     gloo: GlooPool,
     parallelism: dict[str, Any],
     mode: str,

@@ -1,4 +1,4 @@
-"""torchtrain.compare names the first tensor that differs, and raises no alarm where only the layout does."""
+"""torchtrain.compare names the first tensor that differs, and reports no difference between layouts."""
 
 import errno
 import functools
@@ -34,7 +34,7 @@ from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 
 ROOT = Path(__file__).parent.parent
 
-# Ranks, and what is not as in the reference: all eight rows of a step on one rank.
+# Number of ranks, and changes of the reference config, in which one rank has all eight rows of a step.
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "1": (1, {"training": {"local_batch_size": 8}}),
     "accumulate": (1, {"activation_checkpoint": {"mode": "full"}, "training": {"loss_chunk_tokens": 8}}),
@@ -68,8 +68,8 @@ def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dt
     train(config, TINY, steps=steps)
 
 
-def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:
-    """Compare each layout with each other; returns how many pairs these are."""
+def compare_all_layouts(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:
+    """Assert that no pair of layouts is reported as different; returns the number of pairs."""
     for name in layouts:
         ranks, changes = LAYOUTS[name]
         gloo.run(ranks, train_with_fingerprints, folder / name, changes, dtype, steps)
@@ -88,25 +88,25 @@ def assert_no_false_alarm(gloo: GlooPool, folder: Path, dtype: str, layouts: tup
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert_no_false_alarm(gloo, tmp_path, dtype, QUICK, steps=2)
+def test_layouts_are_reported_as_identical(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
+    compare_all_layouts(gloo, tmp_path, dtype, QUICK, steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_pairs_of_layouts_are_alike(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    assert assert_no_false_alarm(gloo, tmp_path, dtype, tuple(LAYOUTS), steps=3) >= 20
+def test_all_pairs_of_layouts_are_reported_as_identical(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
+    assert compare_all_layouts(gloo, tmp_path, dtype, tuple(LAYOUTS), steps=3) >= 20
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted in the code of a run: ``new`` in place of ``old`` in ``file``; what compare must then say."""
+    """A fault in the code of a run: ``new`` replaces ``old`` in ``file``. compare must then print ``finding``."""
 
     file: str
     old: str
     new: str
-    says: str
+    finding: str
     ranks: int = 1
     options: tuple[str, ...] = ()
     reference: str = "plain"
@@ -232,27 +232,27 @@ def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
 
 
 def plant(fault: Fault) -> None:
-    """Give what this process has loaded of the fault's file the code that it has with the fault."""
+    """Replace the functions that this process has loaded from the fault's file by those with the fault."""
     module = import_module(f"torchtrain.{fault.file.removesuffix('.py').replace('/', '.')}")
     text = (ROOT / "torchtrain" / fault.file).read_text()
     assert text.count(fault.old) == 1
     faulty: dict[str, Any] = {"__name__": module.__name__}
     exec(compile(text.replace(fault.old, fault.new), fault.file, "exec"), faulty)
 
-    def exchange(good: Any, bad: Any) -> None:
-        for name, found in good.items():
+    def replace_code(originals: Any, faulty_ones: Any) -> None:
+        for name, found in originals.items():
             if getattr(found, "__module__", "") == module.__name__:
                 if isinstance(found, type):
-                    exchange(vars(found), vars(bad[name]))
+                    replace_code(vars(found), vars(faulty_ones[name]))
                 elif isinstance(found, FunctionType):
-                    found.__code__ = bad[name].__code__
+                    found.__code__ = faulty_ones[name].__code__
 
-    exchange(vars(module), faulty)
+    replace_code(vars(module), faulty)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, tuple[str, ...]]]:
-    """By name a run without a fault, on one rank, and its options."""
+    """A function from a name to a run on one rank without a fault, and its options."""
     base = tmp_path_factory.mktemp("references")
     (base / "documents.jsonl").write_text("".join(json.dumps({"text": f"{i} of many"}) + "\n" for i in range(200)))
 
@@ -270,7 +270,7 @@ QUICK_FAULTS = ("dropped microbatch", "batch row swapped", "loss divided by the 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK_FAULTS else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
-def test_a_planted_fault_is_named(references: Any, tmp_path: Path, name: str) -> None:
+def test_injected_fault_is_named(references: Any, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     reference, options = references(fault.reference)
     hook = functools.partial(plant, fault)
@@ -281,15 +281,15 @@ def test_a_planted_fault_is_named(references: Any, tmp_path: Path, name: str) ->
             run(tmp_path / "good", *options, *saving, "--training.steps", end, ranks=2)
         assert compare(reference, tmp_path / "good")[0] == 0
         run(tmp_path / "bad", *options, *saving, "--training.steps", "2", ranks=2)
-        shutil.rmtree(tmp_path / "bad/fingerprints")  # what was before the fault
+        shutil.rmtree(tmp_path / "bad/fingerprints")  # those from before the fault
         options = (*options, *saving)
     bad = run(tmp_path / "bad", *options, ranks=fault.ranks, hook=hook)
     code, report = compare(reference, bad)
-    said = report["computed"]["lines"]
+    lines = report["computed"]["lines"]
     assert code == 1
-    assert said[0].startswith(fault.says), said
+    assert lines[0].startswith(fault.finding), lines
     if name == "batch row swapped":
-        assert "(B's is row 2 of A)" in said[0]
+        assert "(B's is row 2 of A)" in lines[0]
 
 
 def fake_run(folder: Path, losses: list[float | None], **changes: Any) -> Path:
@@ -300,14 +300,14 @@ def fake_run(folder: Path, losses: list[float | None], **changes: Any) -> Path:
     return folder
 
 
-def test_curves_drift_or_jump(tmp_path: Path) -> None:
+def test_curves_that_drift_are_distinguished_from_those_that_jump(tmp_path: Path) -> None:
     losses = [8 - 0.1 * step for step in range(20)]
     a = fake_run(tmp_path / "a", losses)
     drift = fake_run(tmp_path / "drift", [x * (1 + 1e-7 * 2**step) for step, x in enumerate(losses)])
     jump = fake_run(tmp_path / "jump", [x * (1 + (1e-7 if step < 9 else 1e-2)) for step, x in enumerate(losses)])
-    alike = fake_run(tmp_path / "alike", [x * (1 + 1e-7) for x in losses], metrics={"log_freq": 3})
+    same = fake_run(tmp_path / "same", [x * (1 + 1e-7) for x in losses], metrics={"log_freq": 3})
 
-    code, report = compare(a, alike)
+    code, report = compare(a, same)
     assert code == 0
     assert report["logged"]["lines"][0] == "loss: 1.0e-07 apart at most, at 20 steps up to 20"
     assert report["config"]["lines"] == ["changes nothing: metrics.log_freq = 10 in A, 3 in B"]
@@ -328,7 +328,7 @@ def add_lines(folder: Path, *lines: dict[str, Any]) -> None:
         file.writelines(f"\n{json.dumps(line)}\n" for line in lines)
 
 
-def test_a_line_of_validation_alone_is_no_step_of_a_curve(tmp_path: Path) -> None:
+def test_line_with_only_a_validation_loss_is_not_a_step_of_the_curve(tmp_path: Path) -> None:
     a, b = fake_run(tmp_path / "a", [1.0] * 12), fake_run(tmp_path / "b", [1.0] * 9)  # as with another log_freq
     for folder in (a, b):
         add_lines(folder, {"step": 10, "validation_loss": 2.0}, {"step": 20, "validation_loss": 2.0})
@@ -337,16 +337,16 @@ def test_a_line_of_validation_alone_is_no_step_of_a_curve(tmp_path: Path) -> Non
     assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 9 steps up to 9"
 
 
-def test_steps_of_a_run_that_began_anew_are_not_those_before(tmp_path: Path) -> None:
+def test_steps_before_a_restart_from_scratch_are_not_compared(tmp_path: Path) -> None:
     a, b = fake_run(tmp_path / "a", [1.0] * 8), fake_run(tmp_path / "b", [2.0] * 8)
-    made_again = [{"step": step, "loss": 1.0, "grad_norm": 2.0, "lr": 1e-3} for step in range(1, 5)]
-    add_lines(b, {"step": 0, "event": "start", "ranks": 1}, *made_again)
+    repeated = [{"step": step, "loss": 1.0, "grad_norm": 2.0, "lr": 1e-3} for step in range(1, 5)]
+    add_lines(b, {"step": 0, "event": "start", "ranks": 1}, *repeated)
     code, report = compare(a, b)
     assert code == 0, report
     assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 4 steps up to 4"
 
 
-def test_a_config_that_does_not_fit_the_last_start_keeps_no_curve_from_being_compared(tmp_path: Path) -> None:
+def test_curves_are_compared_when_the_config_does_not_fit_the_last_start(tmp_path: Path) -> None:
     a, b = (fake_run(tmp_path / name, [1.0], parallelism={"data_parallel_shard_degree": 2}) for name in "ab")
     for folder, ranks in ((a, 2), (b, 4)):
         lines = (folder / "metrics.jsonl").read_text()
@@ -357,7 +357,7 @@ def test_a_config_that_does_not_fit_the_last_start_keeps_no_curve_from_being_com
     assert "options are the same" in report["config"]["lines"]
 
 
-def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_compared(tmp_path: Path) -> None:
     finite, nan, also = (
         fake_run(tmp_path / name, losses)
         for name, losses in (("a", [1.0, 1.0]), ("b", [1.0, None]), ("c", [1.0, None]))
@@ -368,7 +368,7 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert report["logged"]["found"][0] == {"curve": "loss", "step": 2, "how": "jumps", "distance": None}
 
 
-def test_rows_that_differ_are_told_without_the_tokenizer(tmp_path: Path) -> None:
+def test_differing_rows_are_shown_as_token_ids_without_the_tokenizer(tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         folder = fake_run(tmp_path / name, [1.0], model={"tokenizer_path": str(tmp_path / "gone")})
         Step({}, np.full((1, 2, 4), number, dtype=np.int32)).save(folder / "fingerprints/step-1")
@@ -377,7 +377,7 @@ def test_rows_that_differ_are_told_without_the_tokenizer(tmp_path: Path) -> None
     assert "from token 0 on '[0, 0, 0, 0]' in A, '[1, 1, 1, 1]' in B" in report["computed"]["lines"][0]
 
 
-def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
+def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> None:
     a = fake_run(tmp_path / "a", [1.0])
     b = fake_run(
         tmp_path / "b", [1.0], optimizer={"lr": 1.0}, compile={"enable": True}, debug={"fingerprint_steps": ()}
@@ -392,7 +392,7 @@ def test_config_is_told_by_what_it_means(tmp_path: Path) -> None:
     assert report["computed"]["alike"] is None
 
 
-def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path) -> None:
+def test_global_batch_size_that_depends_on_the_ranks_changes_the_run(tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / name, [1.0], training={"global_batch_size": -1}) for name in "ab"]
     for ranks, folder in enumerate(folders, 1):
         lines = (folder / "metrics.jsonl").read_text()
@@ -405,7 +405,7 @@ def test_a_global_batch_that_grows_with_the_ranks_changes_the_run(tmp_path: Path
     )
 
 
-def test_what_cannot_be_compared_is_a_clear_error(
+def test_invalid_arguments_are_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
@@ -427,7 +427,7 @@ def test_what_cannot_be_compared_is_a_clear_error(
         config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
 
 
-def test_checkpoints_and_damage(tmp_path: Path) -> None:
+def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
     a = run(tmp_path / "a", *saving)
@@ -462,7 +462,7 @@ def test_checkpoints_and_damage(tmp_path: Path) -> None:
     assert code == 0
 
 
-def test_what_is_not_finite_in_both_is_alike() -> None:
+def test_non_finite_values_in_both_runs_are_equal() -> None:
     def distance_of(first: list[float], second: list[float]) -> float:
         return distance(*(Fingerprint("float32", [4], "", np.array(numbers)) for numbers in (first, second)))
 
@@ -475,8 +475,8 @@ def test_what_is_not_finite_in_both_is_alike() -> None:
     assert distance_of([3.0, 3.0, 2.0, 1.0, 2.0], [nan, nan, nan, 1.0, nan]) == inf
 
 
-def test_weights_at_the_end_of_a_decay_are_alike(tmp_path: Path) -> None:
-    """By then the rate is 0: what they are apart is of all updates before."""
+def test_weights_at_the_end_of_the_decay_are_within_rounding(tmp_path: Path) -> None:
+    """The learning rate is 0 there, so that the difference is that of all earlier updates."""
     options = ("--checkpoint.enable", "--optimizer.lr", "1e-2", "--lr_scheduler.total_steps", "3")
     options += ("--lr_scheduler.warmup_steps", "1")
     a = run(tmp_path / "a", *options)
@@ -485,7 +485,7 @@ def test_weights_at_the_end_of_a_decay_are_alike(tmp_path: Path) -> None:
     assert report["saved"]["lines"] == ["step 3: alike, 21 tensors to within rounding, the others bitwise"]
 
 
-def test_a_file_that_lacks_something_is_damaged(gloo: GlooPool, tmp_path: Path) -> None:
+def test_incomplete_fingerprint_file_is_damaged(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(1, train_with_fingerprints, tmp_path, LAYOUTS["1"][1], "float32", 1)
     folder = tmp_path / "fingerprints/step-1"
     step = read(folder)
@@ -512,7 +512,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_lines_that_are_no_numbers_of_a_step_are_passed_over(folder: Path) -> None:
+def test_invalid_lines_of_metrics_are_skipped(folder: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "loss": "low"}\n{"step": 3, "lr": []}\n[4]\n5\n{"step": 6, "loss": null}\n{"ste')
     run = open_run(folder)
@@ -520,7 +520,7 @@ def test_lines_that_are_no_numbers_of_a_step_are_passed_over(folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
-def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unreadable_run_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     read_bytes = Path.read_bytes
 
     def fail(path: Path) -> bytes:
@@ -534,7 +534,7 @@ def test_a_run_that_cannot_be_read_is_a_clear_error(folder: Path, monkeypatch: p
         open_run(folder)
 
 
-def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
+def test_comparison_with_transformers_finds_differences(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     checked_command("torchtrain.convert", str(trained_run), str(tmp_path / "rounded"))
     code, report = compare(trained_run, "--against", tmp_path / "rounded")
@@ -563,15 +563,15 @@ def test_another_implementation(trained_run: Path, tmp_path: Path) -> None:
     assert first.startswith("step 1, layers.0.attention.wq.weight: ")
     assert second.startswith("its rows are in the order of Meta's files")
 
-    for spoil in (lambda: os.truncate(file, 1000), file.unlink):
-        spoil()
+    for damage in (lambda: os.truncate(file, 1000), file.unlink):
+        damage()
         found = run_command("torchtrain.compare", str(trained_run), "--against", str(tmp_path / "hf"))
         assert found.returncode == 2
         assert f"error: {tmp_path}/hf cannot be loaded by transformers: " in found.stderr
         assert "Traceback" not in found.stderr
 
 
-def test_another_implementation_where_the_data_end_within_its_batch(tmp_path: Path) -> None:
+def test_comparison_with_transformers_of_an_incomplete_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "one.txt").write_text("a document alone, for one row of a batch " * 20)
     options = ("--checkpoint.enable", "--data.path", str(tmp_path / "one.txt"), "--data.when_exhausted", "stop")
@@ -582,7 +582,7 @@ def test_another_implementation_where_the_data_end_within_its_batch(tmp_path: Pa
     assert found.stdout.endswith("alike to rounding\n")
 
 
-def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> None:
+def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:
     options = ("--checkpoint.enable", "--optimizer.name", "muon", "--ema.enable")
     a = run(tmp_path / "a", *options)
     code, report = compare(a, run(tmp_path / "b", *options, "--parallelism.tensor_parallel_degree", "2", ranks=2))
@@ -595,7 +595,7 @@ def test_muon_and_averages_are_compared_as_they_are_saved(tmp_path: Path) -> Non
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
 
 
-def test_checkpoints_of_a_model_without_a_flavor_are_compared(tmp_path: Path) -> None:
+def test_checkpoints_of_a_model_without_flavor_are_compared(tmp_path: Path) -> None:
     shape = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32}
     options = [word for key, value in shape.items() for word in (f"--model.shape.{key}", str(value))]
     finish(tmp_path, "--model.flavor", "", *options, "--training.steps", "2", ranks=1)

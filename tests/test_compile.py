@@ -1,4 +1,4 @@
-"""One compilation serves all blocks for a whole run, and the compiled run is the eager one."""
+"""All blocks share one compiled graph for the whole run, and a compiled run equals the eager one."""
 
 import warnings
 from dataclasses import replace
@@ -17,23 +17,23 @@ from torchtrain.models.llama import TransformerConfig
 
 SHAPE = replace(TINY, n_layers=2)
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
-DOCUMENT_START = 7  # a token of TINY's vocabulary of 100: here and there in the random rows
-# The C++ of a graph takes most of the time. A plain block and a tensor-parallel one have theirs compiled. What else
-# there is changes the graphs that Inductor would get, which are made and cut in two as for it, and run as they are.
+DOCUMENT_START = 7  # a token of TINY's vocabulary of 100, which occurs in the random rows
+# Compiling C++ takes most of the time, so only a plain block and a tensor-parallel one are compiled by Inductor. The
+# other tests build and partition the graphs that Inductor would get, and run them uncompiled.
 GRAPHS = "aot_eager_decomp_partition"
 
 
-def by_both(*case: Any) -> list[Any]:
+def both_backends(*case: Any) -> list[Any]:
     return [pytest.param(*case, GRAPHS), pytest.param(*case, "inductor", marks=pytest.mark.slow)]
 
 
 def train_and_count(
     config: JobConfig, shape: TransformerConfig = SHAPE, document_start: int | None = None, backend: str = "inductor"
 ) -> tuple[Curve, dict[str, Any]]:
-    """Any compilation after the first of its kind raises."""
+    """Train with recompilation as an error; returns the curve, and the numbers of graphs and graph breaks."""
     torch._dynamo.reset()
     counters.clear()
-    # The compiler warns of what it does itself, and shows it to nobody unless warnings are errors.
+    # The compiler emits warnings about its own operation, which would be errors here.
     with (
         warnings.catch_warnings(),
         torch._dynamo.config.patch(error_on_recompile=True),
@@ -49,38 +49,40 @@ def eager(gloo: GlooPool) -> Curve:
     return gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("mode", "backend"), [("none", "inductor"), *by_both("selective"), *by_both("full")])
-def test_one_graph_for_all_blocks_and_one_for_the_loss(gloo: GlooPool, eager: Curve, mode: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "backend"), [("none", "inductor"), *both_backends("selective"), *both_backends("full")]
+)
+def test_blocks_share_one_graph_and_the_loss_has_one(gloo: GlooPool, eager: Curve, mode: str, backend: str) -> None:
     config = config_of(training=TRAINING, compile={"enable": True}, activation_checkpoint={"mode": mode})
     [(compiled, counts)] = gloo.run(1, train_and_count, config, SHAPE, None, backend)
     assert counts == {"graphs": 2, "breaks": {}}
     assert_same_run([compiled], eager)
 
 
-@pytest.mark.parametrize("backend", by_both())
-def test_one_graph_where_documents_are_kept_apart(gloo: GlooPool, eager: Curve, backend: str) -> None:
+@pytest.mark.parametrize("backend", both_backends())
+def test_document_masks_do_not_add_graphs(gloo: GlooPool, eager: Curve, backend: str) -> None:
     config = config_of(training=TRAINING, compile={"enable": True})
     [(compiled, counts)] = gloo.run(1, train_and_count, config, SHAPE, DOCUMENT_START, backend)
     assert counts == {"graphs": 2, "breaks": {}}
-    [apart] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS, DOCUMENT_START)
-    assert_same_run([compiled], apart)
-    assert apart.losses != eager.losses
+    [masked] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS, DOCUMENT_START)
+    assert_same_run([compiled], masked)
+    assert masked.losses != eager.losses
 
 
-@pytest.mark.parametrize("backend", by_both())
-def test_one_graph_on_ranks_of_a_context_parallel_group(gloo: GlooPool, eager: Curve, backend: str) -> None:
+@pytest.mark.parametrize("backend", both_backends())
+def test_context_parallel_ranks_compile_one_graph(gloo: GlooPool, eager: Curve, backend: str) -> None:
     config = config_of(training=TRAINING, parallelism={"context_parallel_degree": 2}, compile={"enable": True})
     found = gloo.run(2, train_and_count, config, SHAPE, None, backend)
     assert [counts for _, counts in found] == [{"graphs": 2, "breaks": {}}] * 2
     assert_same_run([compiled for compiled, _ in found], eager)
 
 
-def test_one_graph_on_ranks_of_a_tensor_parallel_group(gloo: GlooPool) -> None:
-    shape = replace(SHAPE, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # of Qwen3
+def test_tensor_parallel_ranks_compile_one_graph(gloo: GlooPool) -> None:
+    shape = replace(SHAPE, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # as Qwen3
     config = config_of(
         training={"local_batch_size": 4}, parallelism={"tensor_parallel_degree": 2}, compile={"enable": True}
     )
     [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), shape, STEPS)
     for compiled, counts in gloo.run(2, train_and_count, config, shape):
-        assert counts == {"graphs": 1, "breaks": {}}  # the loss of split logits is not compiled
+        assert counts == {"graphs": 1, "breaks": {}}  # the loss of sharded logits is not compiled
         assert_same_run([compiled], eager)

@@ -1,4 +1,4 @@
-"""Disks that are full, that fail or hang, under real runs: nothing is lost, and nothing is taken for what it is not."""
+"""Full, failing and hanging disks during real runs: no checkpoint is lost, and errors are not mistaken for damage."""
 
 import errno
 import io
@@ -47,7 +47,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of one rank that is complete; not to be written to."""
+    """Dump folder of a finished run of one rank, which must not be changed."""
     folder = tmp_path_factory.mktemp("finished")
     finish(folder, ranks=1)
     return folder
@@ -60,7 +60,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def names(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
@@ -70,23 +70,23 @@ def run_ends_with(code: int, folder: Path, *options: str, ranks: int = 1) -> str
     return run.output()
 
 
-def test_a_new_run_does_not_begin_where_all_checkpoints_are_damaged(copied: Path) -> None:
-    before = names(copied)
+def test_run_with_only_damaged_checkpoints_does_not_start_over(copied: Path) -> None:
+    before = checkpoint_names(copied)
     for file in copied.glob("checkpoint/step-*/__0_0.distcp"):
         os.truncate(file, 100)
-    for _ in range(2):  # the second start finds what the first has left
+    for _ in range(2):  # the second start must find the same files as the first
         output = run_ends_with(2, copied, "--training.steps", "10")
         assert "none of these is a good checkpoint" in output
         assert "step-8/__0_0.distcp has 100 bytes" in output
         assert "take another job.dump_folder" in output
-    assert names(copied) == before
+    assert checkpoint_names(copied) == before
 
 
 CONFIG = CheckpointConfig(enable=True, interval=1)
 
 
 class Numbers:
-    """A state of one tensor."""
+    """A state with one tensor."""
 
     def __init__(self) -> None:
         self.numbers = torch.arange(8.0) * (1 + dist.get_rank())
@@ -98,33 +98,33 @@ class Numbers:
         pass
 
 
-def manager_in(folder: Path, start: ResumePoint) -> CheckpointManager:
+def make_manager(folder: Path, start: ResumePoint) -> CheckpointManager:
     return CheckpointManager(CONFIG, folder / "checkpoint", {"state": Numbers()}, "", start)
 
 
-def save_two(folder: Path) -> None:
-    manager = manager_in(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
+def save_two_checkpoints(folder: Path) -> None:
+    manager = make_manager(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
     for step in (1, 2):
         manager.maybe_save(step, last=True)
     manager.close()
 
 
 @contextmanager
-def quick_pauses() -> Iterator[None]:
-    """Between two attempts to read a tenth of the time."""
-    brief = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
-    with patch.object(files, "time", brief):
+def short_retry_delays() -> Iterator[None]:
+    """Divide the delays between read attempts by ten."""
+    faster_time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10), monotonic=time.monotonic)
+    with patch.object(files, "time", faster_time):
         yield
 
 
-def quickly() -> None:
-    quick_pauses().__enter__()
+def use_short_retry_delays() -> None:
+    short_retry_delays().__enter__()
 
 
-@quick_pauses()
+@short_retry_delays()
 def resume(folder: Path) -> str:
     try:
-        manager = manager_in(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
+        manager = make_manager(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
     except StorageError as error:
         return f"{error.exit_code}: {error}"
     manager.states["state"].numbers.zero_()
@@ -138,9 +138,9 @@ def resume(folder: Path) -> str:
         manager.close()
 
 
-@quick_pauses()
+@short_retry_delays()
 def load(folder: Path) -> str:
-    manager = manager_in(folder, ResumePoint(new_gloo_group(GROUP_TIMEOUT)))
+    manager = make_manager(folder, ResumePoint(new_gloo_group(GROUP_TIMEOUT)))
     try:
         manager.load(2)
         return "loaded"
@@ -151,9 +151,9 @@ def load(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("operation", "pattern", "error", "told"),
+    ("operation", "pattern", "error", "message"),
     [
-        # Of two ranks the second one verifies this file, alone.
+        # The second of two ranks verifies this file alone.
         ("open", "step-2/__0_0.distcp", errno.EACCES, "2: .*/step-2/__0_0.distcp cannot be read: Permission denied"),
         ("read", "step-2/__0_0.distcp", errno.EIO, "74: .*/step-2/__0_0.distcp cannot be read: Input/output error"),
         ("stat", "step-2/__0_0.distcp", errno.ESTALE, "74: .*/step-2/__0_0.distcp cannot be read: Stale file handle"),
@@ -161,38 +161,40 @@ def load(folder: Path) -> str:
         ("list", "", errno.EIO, "74: .*/checkpoint cannot be read: Input/output error"),
     ],
 )
-def test_a_read_that_fails_is_no_damage(
-    gloo: GlooPool, disk: DiskFaults, tmp_path: Path, operation: str, pattern: str, error: int, told: str
+def test_read_error_is_not_damage_and_is_retried(
+    gloo: GlooPool, disk: DiskFaults, tmp_path: Path, operation: str, pattern: str, error: int, message: str
 ) -> None:
-    gloo.run(2, save_two, tmp_path)
-    before = names(tmp_path)
+    gloo.run(2, save_two_checkpoints, tmp_path)
+    before = checkpoint_names(tmp_path)
     disk.fail(operation, tmp_path / "checkpoint" / pattern, error)
     for found in gloo.run(2, resume, tmp_path):
-        assert re.match(told, found), found
-    assert names(tmp_path) == before
+        assert re.match(message, found), found
+    assert checkpoint_names(tmp_path) == before
     disk.heal()
     disk.fail(operation, tmp_path / "checkpoint" / pattern, error, times=1)
-    assert gloo.run(2, resume, tmp_path) == ["2", "2"]  # an error that passes costs a moment
+    assert gloo.run(2, resume, tmp_path) == ["2", "2"]  # a transient error is retried
 
 
 @pytest.mark.parametrize(
-    ("operation", "path", "error", "told"),
+    ("operation", "path", "error", "message"),
     [
         ("mkdir", "away/run", errno.EIO, "away/run' cannot be used"),
-        ("mkdir", "away/run", errno.ENOTCONN, "away/run' cannot be used"),  # a mount whose server is gone
+        ("mkdir", "away/run", errno.ENOTCONN, "away/run' cannot be used"),  # a mount whose server is unreachable
         ("create", "away/run/checkpoint/*", errno.EIO, "json cannot be written"),
     ],
 )
-def test_a_file_system_that_fails_at_the_start_is_no_mistake_of_the_user(
-    disk: DiskFaults, tmp_path: Path, operation: str, path: str, error: int, told: str
+def test_file_system_error_at_start_is_reported_as_such(
+    disk: DiskFaults, tmp_path: Path, operation: str, path: str, error: int, message: str
 ) -> None:
     disk.fail(operation, tmp_path / path, error)
     output = run_ends_with(74, tmp_path / "log", "--job.dump_folder", str(tmp_path / "away/run"))
-    assert f"{told}: {os.strerror(error)}. Start again when the file system answers" in output
+    assert f"{message}: {os.strerror(error)}. Start again when the file system answers" in output
 
 
 @pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
-def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error: int, code: int) -> None:
+def test_every_command_reports_a_path_that_cannot_be_accessed(
+    disk: DiskFaults, tmp_path: Path, error: int, code: int
+) -> None:
     path = tmp_path / "shut"
     disk.fail("stat", f"{path}*", error)
     for command, *options in (
@@ -203,15 +205,15 @@ def test_a_path_that_cannot_be_looked_at(disk: DiskFaults, tmp_path: Path, error
         ("estimate", "--model.tokenizer_path", path),
         ("compare", path, tmp_path),
     ):
-        found = run_command(f"torchtrain.{command}", *map(str, options), hook=quickly)
+        found = run_command(f"torchtrain.{command}", *map(str, options), hook=use_short_retry_delays)
         assert found.returncode == code, found.stderr
-        (told,) = found.stderr.splitlines()
-        assert f"error: {path}" in told
-        assert f" cannot be used: {os.strerror(error)}" in told
+        (line,) = found.stderr.splitlines()
+        assert f"error: {path}" in line
+        assert f" cannot be used: {os.strerror(error)}" in line
 
 
-def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
-    gloo.run(2, save_two, tmp_path)
+def test_failed_read_of_tensors_is_retried(gloo: GlooPool, disk: DiskFaults, tmp_path: Path) -> None:
+    gloo.run(2, save_two_checkpoints, tmp_path)
     disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO, times=1)
     assert gloo.run(2, load, tmp_path) == ["loaded"] * 2
     disk.fail("read", f"{tmp_path}/*/__1_0.distcp", errno.EIO)
@@ -222,15 +224,15 @@ def test_a_load_is_tried_again(gloo: GlooPool, disk: DiskFaults, tmp_path: Path)
 
 @pytest.mark.parametrize("times", [1, -1])
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
-def test_a_bit_that_flips_while_tensors_are_loaded(
+def test_flipped_bit_is_read_again_or_the_previous_checkpoint_is_loaded(
     gloo: GlooPool, disk: DiskFaults, tmp_path: Path, file: str, times: int
 ) -> None:
-    """Where it flips once, the tensor is read again; where it always does, all ranks go back to the step before."""
-    gloo.run(2, save_two, tmp_path)
+    """A bit that flips once is read again; if it flips at every read, all ranks load the checkpoint before."""
+    gloo.run(2, save_two_checkpoints, tmp_path)
     disk.fail("flip", tmp_path / "checkpoint/step-2" / file, times=times)
     assert gloo.run(2, resume, tmp_path) == (["2", "2"] if times == 1 else ["1", "1"])
     left = ["step-1", "step-2"] if times == 1 else ["step-1", "step-2.damaged"]
-    assert [name for name in names(tmp_path) if name.startswith("step-")] == left
+    assert [name for name in checkpoint_names(tmp_path) if name.startswith("step-")] == left
 
 
 def flip_each(file: Path) -> None:
@@ -241,93 +243,99 @@ def flip_each(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_run_goes_back_to_the_newest_checkpoint_that_it_can_load(copied: Path) -> None:
-    """Damage that is found when half of the tensors are loaded already leaves nothing behind."""
+def test_run_resumes_from_the_newest_checkpoint_that_can_be_loaded(copied: Path) -> None:
+    """Damage that is found after half of the tensors were loaded leaves no trace in the weights."""
     before = saved_tensors(copied, 8)
     flip_each(copied / "checkpoint/step-8/__0_0.distcp")
-    bent = bytearray((copied / "checkpoint/step-6/__0_0.distcp").read_bytes())
-    bent[-1500] ^= 1  # in the last tensor
-    (copied / "checkpoint/step-6/__0_0.distcp").write_bytes(bent)
+    damaged = bytearray((copied / "checkpoint/step-6/__0_0.distcp").read_bytes())
+    damaged[-1500] ^= 1  # in the last tensor
+    (copied / "checkpoint/step-6/__0_0.distcp").write_bytes(damaged)
     output = finish(copied, ranks=1)
     assert "checkpoint of step 8 is damaged, and renamed to step-8.damaged" in output
     assert "checkpoint of step 6 is damaged, and renamed to step-6.damaged" in output
     assert "resumed from" in output
-    assert {"step-4", "step-6", "step-8", "step-6.damaged", "step-8.damaged"} <= set(names(copied))
+    assert {"step-4", "step-6", "step-8", "step-6.damaged", "step-8.damaged"} <= set(checkpoint_names(copied))
     assert same_tensors(saved_tensors(copied, 8), before)
 
 
 @pytest.mark.parametrize("load_step", [-1, 4])
-def test_nothing_is_renamed_where_no_checkpoint_can_be_loaded(copied: Path, load_step: int) -> None:
+def test_no_checkpoint_is_renamed_if_none_can_be_loaded(copied: Path, load_step: int) -> None:
     for file in copied.glob("checkpoint/step-*/__0_0.distcp"):
         flip_each(file)
-    before = names(copied)
+    before = checkpoint_names(copied)
     for _ in range(2):
         output = run_ends_with(2, copied, "--training.steps", "10", "--checkpoint.load_step", str(load_step))
-        told = "none of these is a good checkpoint" if load_step == -1 else "checkpoint.load_step = 4 cannot be loaded"
-        assert told in output
+        message = (
+            "none of these is a good checkpoint" if load_step == -1 else "checkpoint.load_step = 4 cannot be loaded"
+        )
+        assert message in output
         assert "__0_0.distcp does not have the hash that its manifest names" in output
         assert "Traceback" not in output
-    assert names(copied) == before
+    assert checkpoint_names(copied) == before
 
 
-def load_what_this_rank_sees(folder: Path) -> Tensor:
+def load_newest_seen_by_this_rank(folder: Path) -> Tensor:
     model = Transformer(TINY)
     load_weights([model], step_folder(folder / "checkpoint", STEPS - 2 * dist.get_rank()), TINY)
     return model.tok_embeddings.weight.detach()
 
 
-def test_ranks_that_see_another_newest_checkpoint_load_the_same(gloo: GlooPool, finished: Path) -> None:
-    first, second = gloo.run(2, load_what_this_rank_sees, finished)
+def test_ranks_with_different_newest_checkpoints_load_the_same(gloo: GlooPool, finished: Path) -> None:
+    first, second = gloo.run(2, load_newest_seen_by_this_rank, finished)
     assert torch.equal(first, second)
 
 
-def test_what_is_missing_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_missing_file_is_not_retried(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(FileNotFoundError):
         with_retries(lambda: (tmp_path / "nothing").read_text(), tmp_path / "nothing")
     assert time.monotonic() - started < 0.2
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def metrics_lines(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
-    # The last line may be half written.
+    # The last line may be incomplete.
     return [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()] if file.exists() else []
 
 
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[ForkedRun]:
-    """A run of one rank that goes on until it is stopped."""
+    """A run of one rank that trains until it is stopped."""
     options = ["--training.steps", "100000", "--metrics.enable_tensorboard", "--profiling.enable_profiling"]
     run = ForkedRun(tmp_path, *options, "--checkpoint.interval", "100000", ranks=1)
     yield run
     run.end()
 
 
-def test_a_full_disk_does_not_end_the_run_that_reports(disk: DiskFaults, tmp_path: Path, long_run: ForkedRun) -> None:
-    long_run.wait_for(lambda: len(lines(tmp_path)) > 3)
+def test_full_disk_loses_metrics_but_does_not_end_the_run(
+    disk: DiskFaults, tmp_path: Path, long_run: ForkedRun
+) -> None:
+    long_run.wait_for(lambda: len(metrics_lines(tmp_path)) > 3)
     for pattern in ("metrics.jsonl", "tensorboard/*", "traces/*"):
         disk.fail("write", f"{tmp_path}/{pattern}", errno.ENOSPC)
         disk.fail("create", f"{tmp_path}/{pattern}", errno.ENOSPC)
     long_run.wait_for(lambda: "profiling: [Errno 28]" in long_run.output())
-    lost_from = lines(tmp_path)[-1]["step"] + 1
+    lost_from = metrics_lines(tmp_path)[-1]["step"] + 1
     curves = sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*"))
     time.sleep(0.5)
     disk.heal()
-    long_run.wait_for(lambda: lines(tmp_path)[-1]["step"] > lost_from)
+    long_run.wait_for(lambda: metrics_lines(tmp_path)[-1]["step"] > lost_from)
     long_run.kill(number=signal.SIGTERM)
     assert long_run.wait() == [75]
     for reporter in ("metrics.jsonl", "TensorBoard", "profiling"):
-        said = re.findall(rf"{reporter}: \[Errno 28\] No space left on device.*; the run goes on", long_run.output())
-        assert len(said) == 1
+        warnings = re.findall(
+            rf"{reporter}: \[Errno 28\] No space left on device.*; the run goes on", long_run.output()
+        )
+        assert len(warnings) == 1
     assert "metrics.jsonl: works again" in long_run.output()
-    steps = [line["step"] for line in lines(tmp_path)]
+    steps = [line["step"] for line in metrics_lines(tmp_path)]
     gap = [step for step in range(1, steps[-1]) if step not in steps]
     assert gap == list(range(lost_from, lost_from + len(gap)))
     assert len(gap) > 0
     assert sum(path.stat().st_size for path in tmp_path.glob("tensorboard/*")) > curves
 
 
-def test_a_full_disk_leaves_the_config_of_the_start_before(disk: DiskFaults, copied: Path) -> None:
+def test_full_disk_keeps_the_previous_config_file(disk: DiskFaults, copied: Path) -> None:
     before = (copied / "config.toml").read_text()
     disk.fail("write", f"{copied}/config.toml*", errno.ENOSPC)
     output = finish(copied, "--training.steps", "10", ranks=1)
@@ -338,7 +346,7 @@ def test_a_full_disk_leaves_the_config_of_the_start_before(disk: DiskFaults, cop
 
 @contextmanager
 def unreadable_code() -> Iterator[None]:
-    """The disk that holds the package fails."""
+    """Make reading the package's source files fail."""
     read_bytes = Path.read_bytes
 
     def read(path: Path) -> bytes:
@@ -350,21 +358,21 @@ def unreadable_code() -> Iterator[None]:
         yield
 
 
-def test_code_that_cannot_be_hashed_does_not_end_the_run(tmp_path: Path) -> None:
+def test_unreadable_source_code_does_not_end_the_run(tmp_path: Path) -> None:
     output = finish(tmp_path, "--training.steps", "2", hook=unreadable_code)
     assert "the first line of metrics.jsonl: [Errno 5] Input/output error" in output
     assert [line["step"] for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())] == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
+def test_unwritable_log_does_not_change_the_exit_code() -> None:
     command = [sys.executable, "-m", "torchtrain.train", "--job.config_file", "none.toml"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stderr=full, stdout=full, timeout=100, check=False).returncode == 2
 
 
 PRINTS = "import sys; from torchtrain.cli import run_command; sys.exit(run_command(lambda: print('found') or 0))"
-# A process that a script starts in the background ignores SIGINT, and so would those that it starts.
+# A background process of a shell script ignores SIGINT, and its children inherit that.
 WAITS = """import signal, sys, time; from torchtrain.cli import run_command
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(run_command(lambda: print(flush=True) or time.sleep(60)))"""
@@ -372,12 +380,12 @@ sys.exit(run_command(lambda: print(flush=True) or time.sleep(60)))"""
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("buffered", ["", "1"])
-def test_output_that_cannot_be_written_is_an_error(buffered: str) -> None:
+def test_unwritable_output_is_a_one_line_error(buffered: str) -> None:
     reader, writer = os.pipe()
-    os.close(reader)  # as `| head` does when it has its lines
+    os.close(reader)  # as `| head` does after its lines
     full = os.open("/dev/full", os.O_WRONLY)
     for output, why in ((full, "No space left on device"), (writer, "Broken pipe")):
-        told = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", PRINTS],
             env={**os.environ, "PYTHONUNBUFFERED": buffered},
             stdout=output,
@@ -386,12 +394,12 @@ def test_output_that_cannot_be_written_is_an_error(buffered: str) -> None:
             check=False,
         )
         os.close(output)
-        assert told.returncode == 2
-        assert len(told.stderr.splitlines()) == 1
-        assert told.stderr.endswith(f"error: the output cannot be written: {why}\n")
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1
+        assert result.stderr.endswith(f"error: the output cannot be written: {why}\n")
 
 
-def test_ctrl_c_gives_one_line() -> None:
+def test_ctrl_c_prints_one_line_and_exits_with_130() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -404,16 +412,16 @@ def test_ctrl_c_gives_one_line() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_generation_onto_a_full_disk(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_reports_a_full_disk(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out.jsonl").symlink_to("/dev/full")
     options = ["--prompt", "a", "--max_new_tokens", "1", "--output_file", str(tmp_path / "out.jsonl")]
     assert generate.main([str(trained_run), *options]) == 2
     dist.destroy_process_group()
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.endswith("out.jsonl' could not be written: No space left on device; make room, or name another file")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("out.jsonl' could not be written: No space left on device; make room, or name another file")
 
 
-def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, tmp_path: Path) -> None:
+def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults, tmp_path: Path) -> None:
     text, folder = tmp_path / "text.jsonl", tmp_path / "prepared"
     text.write_text('{"text": "some words"}\n' * 40)
     arguments = ("--data.path", str(text), "--prepare.output", str(folder), "--prepare.processes", "1")
@@ -423,17 +431,17 @@ def test_data_that_cannot_be_read_are_not_missing_or_damaged(disk: DiskFaults, t
         ("open", folder / "shard-00000.tokens", errno.EMFILE, ("--prepare.verify",)),
     ):
         disk.fail(operation, path, error)
-        found = run_command("torchtrain.prepare", *arguments, *options, hook=quickly)
+        found = run_command("torchtrain.prepare", *arguments, *options, hook=use_short_retry_delays)
         assert found.returncode == 74
         assert f"error: {path} cannot be read: {os.strerror(error)}, in 4 attempts" in found.stderr
         assert "Traceback" not in found.stderr
         disk.heal()
         if not options:
             disk.fail(operation, path, error, times=1)
-            checked_command("torchtrain.prepare", *arguments, hook=quickly)  # an error that passes costs a moment
+            checked_command("torchtrain.prepare", *arguments, hook=use_short_retry_delays)  # retried
 
 
-def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: DiskFaults, tmp_path: Path) -> None:
+def test_unreadable_hugging_face_weights_are_not_reported_as_missing(disk: DiskFaults, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from torchtrain.checkpoint.hf import write_hf_config
@@ -441,12 +449,12 @@ def test_weights_of_hugging_face_that_cannot_be_opened_are_not_missing(disk: Dis
     write_hf_config(tmp_path, TINY, "float32", "")
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
     disk.fail("open", tmp_path / "model.safetensors", errno.EACCES)
-    found = run_command("torchtrain.convert", str(tmp_path), str(tmp_path / "out"), hook=quickly)
+    found = run_command("torchtrain.convert", str(tmp_path), str(tmp_path / "out"), hook=use_short_retry_delays)
     assert found.returncode == 2
     assert "model.safetensors cannot be read: Permission denied, in 4 attempts" in found.stderr
 
 
-def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_incomplete_last_line_does_not_corrupt_the_next(tmp_path: Path) -> None:
     from torchtrain.metrics.writers import JsonLines
 
     file = tmp_path / "metrics.jsonl"
@@ -455,38 +463,38 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
     assert file.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 2}']
 
 
-def test_failed_saves_leave_nothing_and_a_start_makes_room_first(disk: DiskFaults, copied: Path) -> None:
-    before = names(copied)
+def test_failed_saves_leave_no_files_and_a_start_removes_leftovers(disk: DiskFaults, copied: Path) -> None:
+    before = checkpoint_names(copied)
     disk.fail("write", f"{copied}/checkpoint/step-*", errno.ENOSPC)
     options = ["--training.steps", "30", "--checkpoint.max_failed_saves", "3"]
     output = run_ends_with(2, copied, *options)
     assert "step-10 could not be written: OSError(28, 'No space left on device') (rank 0)" in output
     assert "that is 3 failed saves in a row" in output
-    assert names(copied) == before
+    assert checkpoint_names(copied) == before
 
     disk.heal()
     left_over = copied / "checkpoint/step-10.7.partial"
     left_over.mkdir()
     (left_over / "__0_0.distcp").write_bytes(bytes(1000))
-    old_claim = copied / "checkpoint/generation.json.0123"
-    old_claim.write_text("")
-    os.utime(old_claim, (0, 0))
+    old_lease = copied / "checkpoint/generation.json.0123"
+    old_lease.write_text("")
+    os.utime(old_lease, (0, 0))
     disk.fail("create", f"{copied}/checkpoint/generation.json*", errno.ENOSPC)
     output = run_ends_with(2, copied, *options)
     assert "generation.json cannot be written (No space left on device), and so no checkpoint: make room" in output
-    assert names(copied) == before
+    assert checkpoint_names(copied) == before
 
 
-def limit_as_configured() -> None:
-    import torchtrain.fault_tolerance.watchdog as hangs
+def use_configured_timeout() -> None:
+    import torchtrain.fault_tolerance.watchdog as watchdog
 
-    hangs.TIMES_FIRST_STEP = 0  # on a busy machine the first step may be slow, and the limit another one
+    watchdog.TIMES_FIRST_STEP = 0  # otherwise a slow first step on a busy machine would raise the timeout
 
 
-def test_a_save_that_hangs_is_reported_and_a_stop_ends_the_waiting(disk: DiskFaults, tmp_path: Path) -> None:
+def test_hanging_save_is_reported_and_a_stop_ends_the_wait(disk: DiskFaults, tmp_path: Path) -> None:
     disk.fail("fsync", f"{tmp_path}/checkpoint/step-4.*/__1_0.distcp", seconds=3600, rank=1)
     options = ["--comm.train_timeout_seconds", "2", "--faults.stop_grace_seconds", "2"]
-    run = ForkedRun(tmp_path, *options, hook=limit_as_configured)
+    run = ForkedRun(tmp_path, *options, hook=use_configured_timeout)
     run.wait_for(lambda: "so ranks 0 are waiting for ranks 1" in run.output())
     assert "save of step 6 takes more than 2 s" in run.output()
     assert "ranks 1 are at manager.py" in run.output()
@@ -503,11 +511,11 @@ def test_a_save_that_hangs_is_reported_and_a_stop_ends_the_waiting(disk: DiskFau
     assert "resumed from" in finish(tmp_path)
 
 
-def test_a_generation_that_cannot_be_read_is_no_other_one(disk: DiskFaults, copied: Path, finished: Path) -> None:
+def test_unreadable_lease_does_not_supersede_the_run(disk: DiskFaults, copied: Path, finished: Path) -> None:
     disk.fail("read", f"{copied}/checkpoint/generation.json", errno.EIO)
     run = ForkedRun(copied, "--training.steps", "14", "--checkpoint.max_failed_saves", "9", ranks=1)
     try:
-        # The start reads it, too, and waits for it.
+        # The start also reads the file, and retries.
         time.sleep(1)
         disk.heal()
         run.wait_for(lambda: "resumed from" in run.output())
@@ -525,33 +533,33 @@ def test_a_generation_that_cannot_be_read_is_no_other_one(disk: DiskFaults, copi
 
 
 @pytest.mark.parametrize("content", ["", "null", '{"generation": null}', "[]"])
-def test_a_spoilt_generation_file_is_written_anew(copied: Path, content: str) -> None:
+def test_invalid_lease_file_is_replaced(copied: Path, content: str) -> None:
     (copied / "checkpoint/generation.json").write_text(content)
     finish(copied, "--training.steps", "10", ranks=1)
     assert json.loads((copied / "checkpoint/generation.json").read_text())["generation"] == 1
 
 
-def test_data_that_changed_are_noticed(tmp_path: Path) -> None:
+def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     documents = [json.dumps({"text": f"document {n} " * 40}) + "\n" for n in range(300)]
     data.write_text("".join(documents))
     options = ["--data.path", str(data), "--training.steps"]
     finish(tmp_path / "run", *options, "4", ranks=1)
     data.write_text("".join(documents[:100]))
-    refused = run_ends_with(2, tmp_path / "run", *options, "6")
-    assert "resuming would not go on with the same run: data.path = '1 file(s) of " in refused
-    assert "checkpoint.allow_changes = ['data.path']" in refused
-    data.write_text("".join(documents))  # another time of modification
+    error = run_ends_with(2, tmp_path / "run", *options, "6")
+    assert "resuming would not go on with the same run: data.path = '1 file(s) of " in error
+    assert "checkpoint.allow_changes = ['data.path']" in error
+    data.write_text("".join(documents))  # the same content with another modification time
     assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
     data.write_text("".join(documents[:200]))
     allowed = finish(tmp_path / "run", *options, "8", "--checkpoint.allow_changes", "data.path", ranks=1)
     assert "config differs from the checkpoint's (changes the run): data.path" in allowed
     options[1] = write_prepared(tmp_path / "prepared", str(data))
-    refused = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
-    assert "whether each is text or prepared, must stay" in refused
+    error = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
+    assert "whether each is text or prepared, must stay" in error
 
 
-def test_data_that_changed_between_the_sampled_blocks_are_noticed(tmp_path: Path) -> None:
+def test_changed_data_between_the_sampled_blocks_are_detected(tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     text = "".join(f"line {n * n % 9973} of the text\n" for n in range(100_000))
     data.write_text(text)
@@ -559,28 +567,28 @@ def test_data_that_changed_between_the_sampled_blocks_are_noticed(tmp_path: Path
     finish(tmp_path / "run", *options, "2", ranks=1)
     assert "resumed from" in finish(tmp_path / "run", *options, "4", "--data.verify_gib", "1e-3", ranks=1)
     assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
-    place = text.index("line", len(text) // 3)
-    data.write_text(text[:place] + "LINE" + text[place + 4 :])
-    refused = run_ends_with(2, tmp_path / "run", *options, "8")
-    assert f"data.path = '1 file(s) of {len(text):,} bytes, hash " in refused
-    assert "checkpoint.allow_changes = ['data.path']" in refused
+    position = text.index("line", len(text) // 3)
+    data.write_text(text[:position] + "LINE" + text[position + 4 :])
+    error = run_ends_with(2, tmp_path / "run", *options, "8")
+    assert f"data.path = '1 file(s) of {len(text):,} bytes, hash " in error
+    assert "checkpoint.allow_changes = ['data.path']" in error
 
 
-def in_a_folder_that_is_gone() -> None:
+def enter_deleted_folder() -> None:
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
 
 
-def test_a_working_folder_that_is_gone_is_told() -> None:
-    found = run_command("torchtrain.train", "--job.config_file", "none.toml", hook=in_a_folder_that_is_gone)
+def test_deleted_working_folder_is_a_one_line_error() -> None:
+    found = run_command("torchtrain.train", "--job.config_file", "none.toml", hook=enter_deleted_folder)
     assert found.returncode == 2
-    told = "error: the working folder, or the one of TMPDIR, cannot be used: No such file or directory\n"
-    assert found.stderr.endswith(told)
+    message = "error: the working folder, or the one of TMPDIR, cannot be used: No such file or directory\n"
+    assert found.stderr.endswith(message)
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_what_another_library_says_of_a_missing_file_is_kept() -> None:
+def test_file_not_found_error_of_another_library_keeps_its_message() -> None:
     def missing() -> int:
         raise FileNotFoundError("Config file not found: a.yaml")
 
@@ -588,7 +596,7 @@ def test_what_another_library_says_of_a_missing_file_is_kept() -> None:
         run_in_this_process(missing)
 
 
-def test_another_tokenizer_under_the_same_name_is_noticed(tmp_path: Path) -> None:
+def test_changed_tokenizer_of_the_same_name_is_detected(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
     text = tmp_path / "text.txt"
     text.write_text("Words That Are No News\n" * 500)
@@ -597,14 +605,14 @@ def test_another_tokenizer_under_the_same_name_is_noticed(tmp_path: Path) -> Non
     library = Tokenizer.from_file(str(tokenizer))
     library.normalizer = normalizers.Lowercase()
     library.save(str(tokenizer))
-    refused = run_ends_with(2, tmp_path / "run", *options, "6")
-    assert "would not go on with the same run: model.tokenizer_path = 'SHA-256 " in refused
+    error = run_ends_with(2, tmp_path / "run", *options, "6")
+    assert "would not go on with the same run: model.tokenizer_path = 'SHA-256 " in error
     allowed = finish(tmp_path / "run", *options, "6", "--checkpoint.allow_changes", "model.tokenizer_path", ranks=1)
     assert "resumed from" in allowed
 
 
 def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]:
-    dist.destroy_process_group()  # of the pool: a command makes its own
+    dist.destroy_process_group()  # the pool's group: the command initializes its own
     errors = io.StringIO()
     with redirect_stderr(errors), patch.dict(os.environ):
         os.environ.pop("RANK", None)
@@ -614,7 +622,7 @@ def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
-def test_a_conversion_onto_a_full_disk_leaves_nothing(
+def test_conversion_to_a_full_disk_leaves_no_files(
     gloo: GlooPool, disk: DiskFaults, trained_run: Path, tmp_path: Path, to: str
 ) -> None:
     disk.fail("write", f"{tmp_path}/*", errno.ENOSPC)
@@ -625,7 +633,7 @@ def test_a_conversion_onto_a_full_disk_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_onto_a_full_disk_leaves_the_checkpoints(disk: DiskFaults, tmp_path: Path) -> None:
+def test_failed_export_keeps_the_checkpoints(disk: DiskFaults, tmp_path: Path) -> None:
     disk.fail("write", f"{tmp_path}/hf*", errno.ENOSPC)
     output = run_ends_with(2, tmp_path, "--checkpoint.last_save_in_hf", "--training.steps", "2", ranks=2)
     assert "hf could not be written" in output
