@@ -45,8 +45,8 @@ class Curve:
     first: dict[str, Tensor]
     last: dict[str, Tensor]
     moments: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """The optimizer's state at the end, where sums are exact."""
     """The optimizer's state at the end; only for exact sums."""
+    z_losses: list[float] = dataclasses.field(default_factory=list)
     averaged_loss: float = 0.0
     """The loss of the last batch with the averaged weights."""
     averages: dict[str, Tensor] = dataclasses.field(default_factory=dict)
