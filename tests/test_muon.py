@@ -19,7 +19,7 @@ from parity import TINY, Curve, assert_same_run, build, config_of, train
 from test_exact_sums import assert_same_bits, config_with
 from test_exact_sums import run as run_exact_sums
 from test_parallelism import LAYOUTS, MODELS, run
-from test_resume_elsewhere import SAVED, bytes_of_tensors, run_layout
+from test_resume_on_other_layouts import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParameterGroupConfig

@@ -1,4 +1,4 @@
-"""One seed, one run: every parallel axis, and their combinations, against a single rank."""
+"""One seed gives one run on every parallel layout: each axis, and combinations of axes, compared with one rank."""
 
 import argparse
 import math
@@ -42,7 +42,7 @@ AXES |= {"P": "pipeline_parallel"}
 
 
 def layout(text: str) -> tuple[int, dict[str, Any]]:
-    """``"S2 T2"`` as a number of ranks and [parallelism] options; a further word is the pipeline's schedule."""
+    """Parse ``"S2 T2"`` to a number of ranks and [parallelism] options; another word is the pipeline schedule."""
     ranks, options = 1, {}
     for word in text.split():
         if word[0] in AXES and word[1:].isdecimal():
@@ -55,7 +55,7 @@ def layout(text: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def references(gloo: GlooPool) -> dict[str, Curve]:
-    """One rank, the whole batch at once."""
+    """Curves of one rank with the batch in one microbatch, by model."""
     config = config_of(training={"local_batch_size": 8})
     return {name: gloo.run(1, train, config, model)[0] for name, model in MODELS.items()}
 
@@ -71,13 +71,13 @@ def run(
     rows = 8 // (options.get("data_parallel_replicate_degree", 1) * options.get("data_parallel_shard_degree", 1))
     training = {"local_batch_size": rows, **changes.pop("training", {})}
     parallelism = {**options, **changes.pop("parallelism", {})}
-    if "P" in text and ("T" in text or "C" in text):  # where each microbatch takes long
+    if "P" in text and ("T" in text or "C" in text):  # these layouts take long per microbatch
         parallelism.setdefault("pipeline_parallel_microbatches", rows // 2)
     config = config_of(training=training, parallelism=parallelism, **changes)
     return gloo.run(ranks, function, config, model)  # type: ignore[return-value]
 
 
-# Each axis alone, by its schedules where it has some; what two axes have to do with each other; all of them at once.
+# Each axis alone (a pipeline with each of its schedules), pairs of axes that interact, and all axes together.
 LAYOUTS = [
     ("S2", "odd"),
     ("S8", "plain"),
@@ -104,55 +104,51 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("text", "model"), LAYOUTS)
-def test_every_layout_gives_the_run_of_one_rank(
-    gloo: GlooPool, references: dict[str, Curve], text: str, model: str
-) -> None:
+def test_every_layout_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     assert_same_run(run(gloo, text, MODELS[model]), references[model])
 
 
 @pytest.mark.parametrize(
     ("text", "model"), [("S2", "tied"), ("T2", "odd"), ("C2", "plain"), ("P2", "tied"), ("S2 T2 P2", "plain")]
 )
-def test_a_loss_in_chunks_gives_the_same_run(
-    gloo: GlooPool, references: dict[str, Curve], text: str, model: str
-) -> None:
+def test_chunked_loss_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     curves = run(gloo, text, MODELS[model], training={"loss_chunk_tokens": 8})
     assert_same_run(curves, references[model])
-    for curve in curves:  # before training has made the least difference larger
+    for curve in curves:  # the first step, before training amplifies differences
         assert curve.losses[0] == pytest.approx(references[model].losses[0], rel=1e-6)
         assert curve.grad_norms[0] == pytest.approx(references[model].grad_norms[0], rel=1e-6)
 
 
-def train_and_count_whole_gradients(config: JobConfig, shape: TransformerConfig) -> tuple[Curve, int, int]:
-    """Also of this rank's parameters: the most with an unsharded gradient when a forward begins, and how many."""
+def train_and_count_unsharded_gradients(config: JobConfig, shape: TransformerConfig) -> tuple[Curve, int, int]:
+    """Also return the maximum number of unsharded gradients at the start of a forward, and the number of parameters."""
     seen: list[tuple[int, int]] = []
     forward = Transformer.forward
 
     def counted(model: Transformer, *args: Any, **options: Any) -> Tensor:
         groups = chain.from_iterable(
-            # torch 2.11 has one group at most.
+            # In torch 2.11 a module has at most one group.
             state._fsdp_param_groups
             if hasattr(state, "_fsdp_param_groups")
             else filter(None, [state._fsdp_param_group])
             for state in fully_shard.state(model)._state_ctx.all_states
         )
         parameters = list(chain.from_iterable(group.fsdp_params for group in groups))
-        whole = [
+        unsharded = [
             parameter.unsharded_accumulated_grad is not None
             or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
             for parameter in parameters
         ]
-        seen.append((sum(whole), len(whole)))
+        seen.append((sum(unsharded), len(unsharded)))
         return forward(model, *args, **options)
 
     with patch.object(Transformer, "forward", counted):
         curve = train(config, shape)
-    return curve, max(whole for whole, _ in seen), max(count for _, count in seen)
+    return curve, max(unsharded for unsharded, _ in seen), max(count for _, count in seen)
 
 
 @pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
 @pytest.mark.parametrize("text", ["S2", "R2 S2", "S2 P2", "R2 P2 Interleaved1F1B", "P2 InterleavedZeroBubble"])
-def test_what_microbatches_add_their_gradients_to(
+def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
     gloo: GlooPool, references: dict[str, Curve], text: str, accumulation: str
 ) -> None:
     model = "deep" if "Interleaved" in text else "plain"
@@ -160,17 +156,17 @@ def test_what_microbatches_add_their_gradients_to(
         gloo,
         text,
         MODELS[model],
-        train_and_count_whole_gradients,  # type: ignore[arg-type]
+        train_and_count_unsharded_gradients,  # type: ignore[arg-type]
         training={"local_batch_size": 4 if "P" in text else 1},
         parallelism={"fsdp_gradient_accumulation": accumulation},
     )
     curves = [curve for curve, _, _ in found]
     assert_same_run(curves, references[model])
-    for _, whole, parameters in found:
+    for _, unsharded, parameters in found:
         if accumulation == "unsharded":
-            assert whole > parameters / 2
-        elif "ZeroBubble" not in text:  # whose weights' gradients come after the hooks that reduce
-            assert whole == 0
+            assert unsharded > parameters / 2
+        elif "ZeroBubble" not in text:  # there weight gradients are computed after the hooks that reduce them
+            assert unsharded == 0
 
 
 @pytest.mark.parametrize(
@@ -186,7 +182,7 @@ def test_what_microbatches_add_their_gradients_to(
         ("P2 InterleavedZeroBubble", "deep", {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}}),
     ],
 )
-def test_options_change_nothing(
+def test_options_do_not_change_the_run(
     gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, dict[str, Any]]
 ) -> None:
     assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
@@ -199,7 +195,7 @@ def test_options_change_nothing(
         ("T2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
     ],
 )
-def test_biases_and_norms_of_heads_go_with_options(
+def test_qkv_bias_and_qk_norm_do_not_change_with_options(
     gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, Any]
 ) -> None:
     assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
@@ -223,23 +219,26 @@ def _bfloat16(seed: int, **training: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bfloat16_alone(gloo: GlooPool) -> dict[int, list[Curve]]:
-    """One rank in bfloat16, by seed: the batch in 1, 2, 4 and 8 splits, and in 1 and 8 by another attention kernel."""
-    ways = [(_ten_steps, rows, "auto") for rows in (8, 4, 2, 1)]
-    ways += [(_ten_steps_with_plain_attention, rows, "math") for rows in (8, 1)]
+def bfloat16_one_rank(gloo: GlooPool) -> dict[int, list[Curve]]:
+    """One rank in bfloat16, by seed: 1, 2, 4 and 8 microbatches, and 1 and 8 with another attention kernel."""
+    variants = [(_ten_steps, rows, "auto") for rows in (8, 4, 2, 1)]
+    variants += [(_ten_steps_with_plain_attention, rows, "math") for rows in (8, 1)]
     return {
         seed: [
             gloo.run(
-                1, way, config_of(**_bfloat16(seed, local_batch_size=size, attention_backend=backend)), BFLOAT16_MODEL
+                1,
+                function,
+                config_of(**_bfloat16(seed, local_batch_size=size, attention_backend=backend)),
+                BFLOAT16_MODEL,
             )[0]
-            for way, size, backend in ways
+            for function, size, backend in variants
         ]
         for seed in BFLOAT16_SEEDS
     }
 
 
 def _distances(pairs: Iterable[tuple[Curve, Curve]], name: str) -> list[float]:
-    """Of each pair the root mean square, over steps, of the relative differences."""
+    """Return, for each pair, the root mean square over steps of the relative differences."""
     return [
         math.sqrt(
             sum((x / y - 1) ** 2 for x, y in zip(getattr(a, name), getattr(b, name), strict=True)) / len(a.losses)
@@ -248,20 +247,20 @@ def _distances(pairs: Iterable[tuple[Curve, Curve]], name: str) -> list[float]:
     ]
 
 
-# A split of the batch rounds gradients elsewhere, but no activation. Tensor and context ranks round activations
-# elsewhere: partial products before they are added, probabilities in attention. So does another attention kernel.
-# What T2 and C2 do to it together is that and the wiring, which float32 shows to 1e-5.
+# Splitting the batch changes where gradients are rounded, but not activations. Tensor and context parallelism change
+# where activations are rounded: partial products before they are summed, probabilities in attention. So does another
+# attention kernel. "T2 C2" adds nothing to these but the combination itself, which float32 verifies to 1e-5.
 @pytest.mark.parametrize("text", ["S2", "P2", "T2", "C2", pytest.param("T2 C2", marks=pytest.mark.slow)])
 def test_bfloat16_stays_within_the_noise_of_one_rank(
-    gloo: GlooPool, bfloat16_alone: dict[int, list[Curve]], text: str
+    gloo: GlooPool, bfloat16_one_rank: dict[int, list[Curve]], text: str
 ) -> None:
     curves = {seed: run(gloo, text, BFLOAT16_MODEL, _ten_steps, **_bfloat16(seed))[0] for seed in BFLOAT16_SEEDS}
-    # Shards and stages are held to the splits alone, which come first. The others' distance is the largest of a few:
-    # from 0.6 to 1.3 by choice of the seeds.
+    # Shards and stages are compared with the first four runs, the splits of the batch. The distance of the other axes
+    # is the largest of a few values: it is 0.6 to 1.3 times the noise, depending on the seeds.
     count, factor = (4, 1.1) if text in ("S2", "P2") else (6, 1.5)
-    references = {seed: alone[:count] for seed, alone in bfloat16_alone.items()}
+    references = {seed: curves[:count] for seed, curves in bfloat16_one_rank.items()}
     for name in ("losses", "grad_norms"):
-        noise = math.hypot(*(max(_distances(combinations(alone, 2), name)) for alone in references.values()))
+        noise = math.hypot(*(max(_distances(combinations(one_rank, 2), name)) for one_rank in references.values()))
         distance = math.hypot(
             *(max(_distances(product([curve], references[seed]), name)) for seed, curve in curves.items())
         )
@@ -270,7 +269,7 @@ def test_bfloat16_stays_within_the_noise_of_one_rank(
 
 
 def _text(step: int, _vocab_size: int, seq_len: int) -> Tensor:
-    """Bytes (8, seq_len + 1) of a source file, from random places."""
+    """Bytes (8, seq_len + 1) of a source file, from random offsets."""
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
     starts = torch.randint(len(text) - seq_len, (8,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + seq_len + 1] for start in starts]).long()
@@ -281,16 +280,16 @@ def _learn(config: JobConfig, model: TransformerConfig) -> Curve:
 
 
 def _is_farthest(curve: Curve, others: list[Curve], name: str) -> bool:
-    """Whether ``curve`` is farther from all of ``others`` than any of them from the rest."""
+    """Return whether ``curve`` has the largest mean distance to the other curves."""
     curves = [*others, curve]
     means = [mean(_distances(((one, other) for other in curves if other is not one), name)) for one in curves]
     return means[-1] == max(means)
 
 
-# The test above sees rounding alone: few steps, and random tokens, of which nothing is learned. A run that learns
-# amplifies every difference. One seed's ratio lies between a half and three, also for P2, which rounds no activation
-# elsewhere: so the geometric mean of nine. And of an axis and three splits the axis is the odd one out in 2.25
-# seeds of nine if it is like a split, and in more than 6 once in 700 times.
+# The test above has few steps and random tokens, so that nothing is learned and only rounding is measured. A run that
+# learns amplifies every difference. The ratio of one seed is between 0.5 and 3, even for P2, which rounds activations
+# as one rank does: therefore the geometric mean of nine seeds. If an axis is like a split of the batch, it is the
+# farthest of the axis and three splits in 2.25 of nine seeds on average, and in more than 6 once in 700 times.
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool) -> None:
@@ -299,17 +298,17 @@ def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool
     times_farthest: Counter[tuple[str, str]] = Counter()
     for seed in range(1, 10):
         changes = {**_bfloat16(seed, seq_len=64), "lr_scheduler": {"warmup_steps": 10}}
-        alone = []
+        one_rank = []
         for rows in (8, 4, 2):
             training = {**changes["training"], "local_batch_size": rows}
-            alone += gloo.run(1, _learn, config_of(**{**changes, "training": training}), model)
-        assert alone[0].losses[0] - alone[0].losses[-1] > 2
+            one_rank += gloo.run(1, _learn, config_of(**{**changes, "training": training}), model)
+        assert one_rank[0].losses[0] - one_rank[0].losses[-1] > 2
         for text in ("S2", "T2", "C2", "P2"):
             curve = run(gloo, text, model, function=_learn, **changes)[0]
             for name in ("losses", "grad_norms"):
-                noise = mean(_distances(combinations(alone, 2), name))
-                ratios.setdefault((text, name), []).append(mean(_distances(product([curve], alone), name)) / noise)
-                times_farthest[text, name] += _is_farthest(curve, alone, name)
+                noise = mean(_distances(combinations(one_rank, 2), name))
+                ratios.setdefault((text, name), []).append(mean(_distances(product([curve], one_rank), name)) / noise)
+                times_farthest[text, name] += _is_farthest(curve, one_rank, name)
     means = {axis: geometric_mean(values) for axis, values in ratios.items()}
     assert max(means.values()) < 1.5, means
     assert max(times_farthest.values()) <= 6, times_farthest

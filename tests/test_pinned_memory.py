@@ -1,4 +1,4 @@
-"""Buffers in pinned memory: few allocations, of which torch rounds each up to a power of two."""
+"""Buffers in pinned memory: few allocations, since torch rounds each up to a power of two."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from torchtrain.pinned_memory import pinned_like
 
 
 def buffers_of(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[int]]:
-    """``pinned_like``, here without a GPU to pin for, and the bytes of each allocation."""
+    """Return the buffers of ``pinned_like``, without pinning them, and the bytes of each allocation."""
     sizes: list[int] = []
     empty = torch.empty
 
@@ -29,20 +29,22 @@ def rounded(sizes: list[int]) -> int:
     return sum(1 << (size - 1).bit_length() for size in sizes)
 
 
-def test_a_checkpoint_of_8b_takes_little_more_than_its_bytes() -> None:
-    """Of a rank of 32: its shards of parameters and of AdamW's two states."""
+def test_pinned_buffers_of_an_8b_model_take_less_than_10_percent_extra() -> None:
+    """The tensors of one rank of 32: its shards of the parameters and of AdamW's two states."""
     with torch.device("meta"):
         model = Transformer(replace(flavor_config("qwen3", "8B"), vocab_size=151936))
     shards = {name: p.new_empty(-(-p.shape[0] // 32), *p.shape[1:]) for name, p in model.named_parameters()}
     tensors = {f"{state} {name}": shard for state in range(3) for name, shard in shards.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
     found, allocated = buffers_of(tensors)
-    assert len(allocated) == 3  # of a GiB each at most
+    assert len(allocated) == 3  # each at most 1 GiB
     assert rounded(allocated) < 1.1 * total
-    assert rounded([tensor.nbytes for tensor in tensors.values()]) > 1.2 * total  # one by one
+    assert rounded([tensor.nbytes for tensor in tensors.values()]) > 1.2 * total  # with one allocation per tensor
     for name, tensor in tensors.items():
         assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
-        assert found[name].untyped_storage().nbytes() == tensor.nbytes  # else a save would copy or write the rest
+        assert (
+            found[name].untyped_storage().nbytes() == tensor.nbytes
+        )  # otherwise a save would copy or write the rest of the storage
 
 
 def test_buffers_do_not_overlap() -> None:

@@ -1,4 +1,4 @@
-"""scripts/plot.py draws what metrics.jsonl says."""
+"""scripts/plot.py plots the metrics, restarts and faults in metrics.jsonl."""
 
 import errno
 import importlib.util
@@ -25,7 +25,7 @@ def numbers(step: int, loss: float) -> dict:
     return {"step": step, "loss": loss, "grad_norm": 2 * loss, "tokens_per_second": 100.0, "memory_gib": None}
 
 
-def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> None:
+def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -53,7 +53,7 @@ def test_the_picture_holds_the_curves_restarts_and_faults(tmp_path: Path) -> Non
     script.plt.close(figure)
 
 
-def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
@@ -63,7 +63,7 @@ def test_a_folder_that_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_cannot_be_read_is_told(disk: DiskFaults, tmp_path: Path) -> None:
+def test_unreadable_metrics_file_is_an_error(disk: DiskFaults, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [numbers(1, 8.0)])
     disk.fail("open", run / "metrics.jsonl", errno.EIO)
     found = run_command("scripts/plot.py", str(run))

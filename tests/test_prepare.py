@@ -1,4 +1,4 @@
-"""Prepared data: the bytes do not depend on how the work went, and nothing that is wrong is read."""
+"""Tokenized datasets: the same bytes after interruptions and for any number of processes; damaged data are detected."""
 
 import base64
 import errno
@@ -49,15 +49,15 @@ def tokens_of(folder: Path) -> list[int]:
     return np.concatenate(parts).tolist()  # type: ignore[no-any-return]
 
 
-def of_fewer_files() -> None:
-    """A hook: the standard library has a quarter of its files."""
+def use_fewer_files() -> None:
+    """A hook: only a quarter of the files of the standard library are tokenized."""
     tokenize_dataset.SHARD_BYTES = 1
     found = files.standard_library_files()[::4]
     files.standard_library_files = lambda: found
 
 
-def slowly_of_fewer_files() -> None:
-    of_fewer_files()
+def use_fewer_files_slowly() -> None:
+    use_fewer_files()
     write_shard = tokenize_dataset._write_shard
 
     def write_slowly(*arguments: Any) -> None:
@@ -67,13 +67,13 @@ def slowly_of_fewer_files() -> None:
     tokenize_dataset._write_shard = write_slowly
 
 
-def records(folder: Path) -> int:
-    """Shards of unfinished work that are complete."""
+def complete_shards(folder: Path) -> int:
+    """Return the number of complete shards in an unfinished dataset."""
     return len(list(folder.glob("shard-*.json")))
 
 
-class EndsHere:
-    """Garbage that only the process which made it may collect, as a process group is."""
+class OwnedByProcess:
+    """An object that only the process that created it may collect, like a process group."""
 
     def __init__(self) -> None:
         self.itself, self.process = self, os.getpid()
@@ -83,7 +83,9 @@ class EndsHere:
             os._exit(9)
 
 
-def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_processes_do_not_collect_garbage_of_their_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_shard = tokenize_dataset._write_shard
 
     def collect_and_write(*arguments: Any) -> None:
@@ -93,7 +95,7 @@ def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkey
     monkeypatch.setattr(tokenize_dataset, "_write_shard", collect_and_write)
     gc.disable()
     try:
-        EndsHere()
+        OwnedByProcess()
         prepare(
             SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)), "data", "", tmp_path / "out", processes=1
         )
@@ -101,31 +103,31 @@ def test_processes_do_not_collect_the_garbage_of_this_one(tmp_path: Path, monkey
         gc.enable()
 
 
-def test_killed_ten_times_it_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    checked_command("torchtrain.prepare", "--prepare.output", str(undisturbed), hook=of_fewer_files)
+def test_prepare_killed_ten_times_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    checked_command("torchtrain.prepare", "--prepare.output", str(uninterrupted), hook=use_fewer_files)
     rng = random.Random(0)
     for _ in range(10):
-        prepare_slowly = ("torchtrain.prepare", "--prepare.output", str(disturbed))
-        [process], _ = start_command(tmp_path, *prepare_slowly, hook=slowly_of_fewer_files)
-        wanted = records(disturbed) + rng.randrange(4)  # all is done after 64
-        while records(disturbed) < wanted:
-            assert process.is_alive(), "it has ended by itself"
+        prepare_slowly = ("torchtrain.prepare", "--prepare.output", str(killed))
+        [process], _ = start_command(tmp_path, *prepare_slowly, hook=use_fewer_files_slowly)
+        wanted = complete_shards(killed) + rng.randrange(4)  # there are 64 shards in total
+        while complete_shards(killed) < wanted:
+            assert process.is_alive(), "prepare ended before it was killed"
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.03))
-        process.kill()  # its worker processes see that it is gone
+        process.kill()  # its worker processes notice and exit
         process.join()
-    assert not (disturbed / "manifest.json").exists()
-    checked_command("torchtrain.prepare", "--prepare.output", str(disturbed), hook=of_fewer_files)
-    assert contents(disturbed) == contents(undisturbed)
-    monkeypatch.setattr(files, "standard_library_files", files.standard_library_files)  # to be as it was again
-    of_fewer_files()
+    assert not (killed / "manifest.json").exists()
+    checked_command("torchtrain.prepare", "--prepare.output", str(killed), hook=use_fewer_files)
+    assert contents(killed) == contents(uninterrupted)
+    monkeypatch.setattr(files, "standard_library_files", files.standard_library_files)  # is restored after the test
+    use_fewer_files()
     source = files.open_standard_library()
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in source.read_all(range(20)) if text]
-    assert tokens_of(disturbed)[: sum(map(len, expected))] == [token for document in expected for token in document]
+    assert tokens_of(killed)[: sum(map(len, expected))] == [token for document in expected for token in document]
 
 
-def test_work_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
+def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     prepare(source, "data", "", tmp_path / "whole", processes=2)
     whole = contents(tmp_path / "whole")
@@ -140,7 +142,7 @@ def test_work_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
         (folder / f"{kept.name}.{suffix}").write_bytes(whole[f"{kept.name}.{suffix}"])
     (folder / f"{kept.name}.json").write_text(json.dumps(plan["shards"][5]))
     written = (folder / f"{kept.name}.tokens").stat().st_mtime_ns
-    lost = manifest.shards[6]  # its record is there, but the disk has not kept all of it
+    lost = manifest.shards[6]  # its record exists, but its tokens are truncated
     (folder / f"{lost.name}.json").write_text(json.dumps(plan["shards"][6]))
     (folder / f"{lost.name}.tokens").write_bytes(whole[f"{lost.name}.tokens"][:-2])
     (folder / f"{manifest.shards[7].name}.json").write_text('{"cut')
@@ -149,7 +151,7 @@ def test_work_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
     assert (folder / f"{kept.name}.tokens").stat().st_mtime_ns == written
 
 
-def test_the_manifest_counts(tmp_path: Path) -> None:
+def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
     documents: list[Any] = [*DOCUMENTS[:20], None, 5, "", "zwölf"]
     folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents)))
     shards = Manifest.read(folder / "manifest.json", "").shards
@@ -163,7 +165,7 @@ def test_the_manifest_counts(tmp_path: Path) -> None:
     assert [length for offsets in starts for length in np.diff(offsets)] == [len(document) for document in encoded]
 
 
-def test_large_vocabularies_take_four_bytes() -> None:
+def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
     assert Manifest("", 1 << 16, "", "").dtype == np.dtype("<u2")
     assert Manifest("", (1 << 16) + 1, "", "").dtype == np.dtype("<u4")
 
@@ -173,7 +175,7 @@ def prepared(tmp_path: Path) -> Path:
     return Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
 
 
-def test_another_tokenizer_is_refused(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer_raises_a_data_error(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", 256)
     other = tmp_path / "tokenizer.model"
     other.write_text("".join(f"{base64.b64encode(bytes((n,))).decode()} {n}\n" for n in range(256)))
@@ -185,19 +187,19 @@ def test_another_tokenizer_is_refused(prepared: Path, tmp_path: Path, monkeypatc
         make_loader(DataConfig(path=str(prepared)))
 
 
-def test_other_data_are_refused(prepared: Path, tmp_path: Path) -> None:
+def test_other_data_raise_a_data_error(prepared: Path, tmp_path: Path) -> None:
     source = SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[1:]))
     with pytest.raises(DataError, match="begun with other data"):
         prepare(source, "data", "", prepared, processes=1)
 
 
-def test_prepared_data_are_not_prepared_again(prepared: Path, tmp_path: Path) -> None:
+def test_prepared_data_as_input_raise_a_data_error(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is prepared already: train on it, or give the texts"):
         prepare(SourceConfig(path=str(prepared)), "data", "", tmp_path / "again", processes=1)
     assert not (tmp_path / "again").exists()
 
 
-def test_two_at_work_in_one_folder_are_refused(prepared: Path, tmp_path: Path) -> None:
+def test_second_prepare_in_one_folder_raises_a_data_error(prepared: Path, tmp_path: Path) -> None:
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
     command = [sys.executable, "-c", hold, str(prepared / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -215,9 +217,7 @@ def text_folder(path: Path) -> str:
     return str(path)
 
 
-def test_a_disk_that_fails_in_a_process_is_no_mistake_of_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_failure_in_a_worker_raises_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -227,7 +227,7 @@ def test_a_disk_that_fails_in_a_process_is_no_mistake_of_the_user(
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_raises_a_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -236,7 +236,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
 
-def test_ctrl_c_says_that_the_work_goes_on(
+def test_ctrl_c_logs_that_the_same_command_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -250,7 +250,7 @@ def test_ctrl_c_says_that_the_work_goes_on(
     assert second.endswith("stopped by Ctrl-C")
 
 
-def test_preparing_is_the_work_of_one_process(
+def test_prepare_under_torchrun_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -265,19 +265,19 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_shards_are_found(prepared: Path) -> None:
+def test_damaged_shards_raise_a_data_error(prepared: Path) -> None:
     damage(prepared / "shard-00007.tokens")
     with pytest.raises(DataError, match=r"shard-00007.tokens is damaged"):
         make_loader(DataConfig(path=str(prepared)))
-    make_loader(DataConfig(path=str(prepared), verify_gib=0))  # large data are verified by hand:
+    make_loader(DataConfig(path=str(prepared), verify_gib=0))  # larger data are verified on request only
     assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
-    damage(prepared / "shard-00007.tokens")  # back
+    damage(prepared / "shard-00007.tokens")  # restores the flipped bit
     assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 0
     damage(prepared / "shard-00003.documents")
     assert command.main(["--prepare.output", str(prepared), "--prepare.verify"]) == 2
 
 
-def test_missing_and_cut_shards_are_found(prepared: Path) -> None:
+def test_missing_and_truncated_shards_raise_a_data_error(prepared: Path) -> None:
     path = prepared / "shard-00007.tokens"
     content = path.read_bytes()
     path.write_bytes(content[:-2])
@@ -291,18 +291,18 @@ def test_missing_and_cut_shards_are_found(prepared: Path) -> None:
         make_loader(DataConfig(path=str(prepared)))
 
 
-def test_too_little_for_a_window(prepared: Path) -> None:
+def test_data_shorter_than_one_window_raise_a_data_error(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"tokens do not fill a window of training.seq_len \+ 1 = 100001 tokens"):
         make_loader(DataConfig(path=str(prepared)), seq_len=100_000)
 
 
-def test_sources_without_text_are_refused(tmp_path: Path) -> None:
+def test_sources_without_text_raise_a_data_error(tmp_path: Path) -> None:
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [None, None]))
     with pytest.raises(DataError, match="no text in its 2 documents"):
         prepare(source, "data", "", tmp_path / "prepared", processes=1)
 
 
-def test_windows_reach_over_shards(prepared: Path) -> None:
+def test_windows_span_shards(prepared: Path) -> None:
     tokens = tokens_of(prepared)
     shards = Manifest.read(prepared / "manifest.json", "").shards
     opened = PreparedTokens(prepared, TOKENIZER.content_hash, 0, "")
@@ -313,31 +313,33 @@ def test_windows_reach_over_shards(prepared: Path) -> None:
         assert out.tolist() == tokens[start : start + len(out)]
 
 
-@pytest.mark.parametrize("asked", [0, 5])
-def test_as_many_processes_tokenize_as_asked(asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = asked or min(len(os.sched_getaffinity(0)), len(DOCUMENTS))  # 0: all cores
+@pytest.mark.parametrize("requested", [0, 5])
+def test_number_of_worker_processes_is_the_configured_one(
+    requested: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = requested or min(len(os.sched_getaffinity(0)), len(DOCUMENTS))  # 0: all cores
     barrier = multiprocessing.get_context("fork").Barrier(processes, timeout=120)
-    first_here = [True]  # each process has its own
+    first_here = [True]  # every forked process has its own copy
     encode = type(TOKENIZER).encode
 
-    def met_and_recorded(tokenizer: Tokenizer, text: str, *, bos: bool, eos: bool) -> list[int]:
+    def encode_and_record(tokenizer: Tokenizer, text: str, *, bos: bool, eos: bool) -> list[int]:
         if first_here:
             first_here.clear()
-            barrier.wait()  # so that none can do all the work before another has begun
+            barrier.wait()  # so that no process can do all the work before another starts
         with open(tmp_path / "log", "a") as log:
             log.write(f"{os.getpid()} {text.splitlines()[0]}\n")
         return encode(tokenizer, text, bos=bos, eos=eos)
 
-    monkeypatch.setattr(type(TOKENIZER), "encode", met_and_recorded)
+    monkeypatch.setattr(type(TOKENIZER), "encode", encode_and_record)
     source, output = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), str(tmp_path / "prepared")
-    options = ["--data.path", source, "--prepare.output", output, "--prepare.processes", str(asked)]
+    options = ["--data.path", source, "--prepare.output", output, "--prepare.processes", str(requested)]
     assert command.main(options) == 0
     lines = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
     assert len({pid for pid, _ in lines} - {str(os.getpid())}) == processes
     assert sorted(text for _, text in lines) == sorted(text.splitlines()[0] for text in DOCUMENTS)
 
 
-def test_each_source_has_a_folder(tmp_path: Path) -> None:
+def test_each_source_has_its_own_folder(tmp_path: Path) -> None:
     first, second = (write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n::2]) for n in range(2))
     config = tmp_path / "mix.toml"
     config.write_text(f'[[data.sources]]\npath = "{first}"\n[[data.sources]]\npath = "{second}"\nweight = 2\n')
@@ -348,7 +350,7 @@ def test_each_source_has_a_folder(tmp_path: Path) -> None:
     assert command.main([]) == 2
 
 
-def test_a_process_that_dies_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_of_a_worker_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(tokenizer: Tokenizer, text: str, *, bos: bool, eos: bool) -> list[int]:  # noqa: ARG001
         if text.startswith("document 0 "):
             os._exit(9)
@@ -356,18 +358,18 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(type(TOKENIZER), "encode", die)
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    before = set(multiprocessing.active_children())  # of other tests
+    before = set(multiprocessing.active_children())  # started by other tests
     with pytest.raises(DataError, match=r"ended with code 9, .* fewer --prepare.processes"):
         prepare(source, "data", "", tmp_path / "prepared", processes=2)
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
-    """A loader stands at any place at once: reading goes on there, and nothing is read or kept for what came before."""
+def test_loading_a_state_at_window_ten_million_reads_nothing_before_it(tmp_path: Path) -> None:
+    """A loader resumes at any position at once: nothing is read or kept in memory for earlier windows."""
     seq_len, windows = 256, 20_000_000
     tokens = windows * seq_len + 1
     with open(tmp_path / "shard-00000.tokens", "wb") as file:
-        file.truncate(tokens * 2)  # 10 GB of zeros that take no room
+        file.truncate(tokens * 2)  # 10 GB of zeros that take no space on disk
     shard = Shard("shard-00000", tokens, 1, 0, 0, "", "")
     (tmp_path / "manifest.json").write_text(
         json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", (shard,))))
@@ -387,41 +389,43 @@ def test_place_ten_million_of_a_sparse_file(tmp_path: Path) -> None:
     assert take(loader, 2).count_nonzero() == 0
 
 
-def test_reading_takes_from_the_disk_what_is_used_and_no_more(tmp_path: Path) -> None:
+def test_loader_reads_from_disk_only_what_it_uses(tmp_path: Path) -> None:
     write_random_tokens(tmp_path / "cold", 2, 1 << 23)
     files = sorted((tmp_path / "cold").glob("*.tokens"))
     drop_from_cache(tmp_path / "cold")
     if sum(map(cached_bytes, files)) > 0:
-        pytest.skip("needs files that lie on a disk")
+        pytest.skip("needs a file system on a disk")
     batches = make_loader(DataConfig(path=str(tmp_path / "cold"), prefetch=0, verify_gib=0), seq_len=8192)
     take(batches, 2)
     used = 2 * 8 * 8193 * 2
     assert used <= sum(map(cached_bytes, files)) <= 1.5 * used
 
 
-def test_all_windows_of_a_batch_are_asked_for_before_the_first_is_read(
+def test_all_windows_of_a_batch_are_prefetched_before_the_first_is_read(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     advise, pread = os.posix_fadvise, os.pread
 
     def advised(file: int, start: int, length: int, advice: int) -> None:
-        calls.extend(["asked"] * (advice == os.POSIX_FADV_WILLNEED))
+        calls.extend(["advise"] * (advice == os.POSIX_FADV_WILLNEED))
         advise(file, start, length, advice)
 
     def read(file: int, length: int, start: int) -> bytes:
         calls.append("read")
-        return pread(file, min(length, 10), start)  # less than was asked for, as some file systems give
+        return pread(file, min(length, 10), start)  # a short read, which some file systems return
 
     whole = take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1)
     monkeypatch.setattr(os, "posix_fadvise", advised)
     monkeypatch.setattr(os, "pread", read)
     assert torch.equal(take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1), whole)
     assert calls == sorted(calls)
-    assert calls.count("asked") >= 8
+    assert calls.count("advise") >= 8
 
 
-def test_a_disk_that_fails_is_waited_for(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reads_are_retried_for_minutes_then_raise_a_storage_error(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches, pauses, pread = make_loader(DataConfig(path=str(prepared), prefetch=0)), list[float](), os.pread
     whole = take(make_loader(DataConfig(path=str(prepared), prefetch=0)), 1)
 
@@ -441,7 +445,7 @@ def test_a_disk_that_fails_is_waited_for(prepared: Path, monkeypatch: pytest.Mon
         take(batches, 1)
 
 
-def test_tokens_of_four_bytes_are_read_from_their_place(tmp_path: Path) -> None:
+def test_four_byte_tokens_are_read_at_any_offset(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
     manifest = Manifest("hash", 128_256, "", "", (Shard("shard-00000", 100, 1, 0, 0, "", ""),))
     (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
@@ -451,25 +455,25 @@ def test_tokens_of_four_bytes_are_read_from_their_place(tmp_path: Path) -> None:
         assert out.tolist() == list(range(70_000 + start, 70_020 + start))
 
 
-def errors_on_a_full_disk() -> None:
+def stderr_on_a_full_disk() -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 
 
-def errors_that_nobody_reads() -> None:
+def stderr_is_a_closed_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 2)
 
 
-@pytest.mark.parametrize("errors", [errors_on_a_full_disk, errors_that_nobody_reads])
-def test_prepare_goes_on_where_nobody_sees_how_far_it_is(tmp_path: Path, errors: Callable[[], None]) -> None:
+@pytest.mark.parametrize("hook", [stderr_on_a_full_disk, stderr_is_a_closed_pipe])
+def test_prepare_continues_if_its_progress_cannot_be_written(tmp_path: Path, hook: Callable[[], None]) -> None:
     texts = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     options = ("--data.path", texts, "--prepare.output", str(tmp_path / "out"))
-    assert run_command("torchtrain.prepare", *options, hook=errors).returncode == 0
+    assert run_command("torchtrain.prepare", *options, hook=hook).returncode == 0
     assert (tmp_path / "out/manifest.json").exists()
 
 
-def test_what_shards_were_made_from_is_removed_when_the_manifest_is_on_disk(
+def test_shard_records_are_removed_after_the_manifest_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records: list[int] = []
@@ -481,7 +485,7 @@ def test_what_shards_were_made_from_is_removed_when_the_manifest_is_on_disk(
     assert not list((tmp_path / "out").glob("shard-*.json"))
 
 
-def test_little_text_makes_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_shards_depends_on_the_size_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for size, shards in ((1, 1), (135_000, 1), (600_000, 2), (1_300_000, 4)):
         documents = ["some words " * 10] * (size // 110 + 1)
@@ -495,14 +499,14 @@ def test_little_text_makes_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert len(tokenize_dataset._deal(documents, gib << 30)) == shards
 
 
-def test_work_that_dealt_the_documents_out_to_other_shards_begins_again(tmp_path: Path) -> None:
+def test_unfinished_work_with_other_shards_starts_from_the_beginning(tmp_path: Path) -> None:
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     folder = tmp_path / "out"
     prepare(source, "data", "", folder, processes=1)
     whole = contents(folder)
     plan = json.loads(whole["manifest.json"])
     (folder / "manifest.json").unlink()
-    del plan["shard_count"]  # as an earlier version left it
+    del plan["shard_count"]  # as in files of an earlier version
     (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
     for name in ("shard-00003", "shard-00099"):
         shard = {**plan["shards"][7], "name": name}

@@ -1,4 +1,4 @@
-"""How ranks are connected: by few connections, over no more open files than the system allows, and for how long."""
+"""Process groups: number of connections, limits on open files, threads and memory, and timeouts."""
 
 import errno
 import math
@@ -43,11 +43,11 @@ RANKS = 16
 
 
 def connections_of_a_group(lazy: bool) -> int:
-    """How many this process has more with one group more, after a collective of each kind that is used there."""
+    """Return the connections that one more group adds, after each collective that is used on such groups."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
     before = len(psutil.Process().net_connections("tcp"))
     group = new_gloo_group(timedelta(seconds=60))
-    made = len(psutil.Process().net_connections("tcp")) - before
+    added = len(psutil.Process().net_connections("tcp")) - before
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, "some words", group=group)
     dist.broadcast_object_list(values, src=0, group=group)
@@ -55,21 +55,21 @@ def connections_of_a_group(lazy: bool) -> int:
     dist.scatter_object_list([None], values if dist.get_rank() == 0 else None, src=0, group=group)
     dist.all_reduce(torch.ones(100), dist.ReduceOp.MAX, group=group)
     dist.barrier(group)
-    assert len(psutil.Process().net_connections("tcp")) - before == made  # all were there from the beginning
+    assert len(psutil.Process().net_connections("tcp")) - before == added  # all connections exist from the start
     del os.environ["TORCH_GLOO_LAZY_INIT"]
-    return made
+    return added
 
 
-def test_lazy_connections_are_as_many_as_docs_cluster_says(gloo: GlooPool) -> None:
+def test_number_of_lazy_connections_is_that_of_docs_cluster(gloo: GlooPool) -> None:
     first, *others = gloo.run(RANKS, connections_of_a_group, True)
-    listening = 1  # a group's own socket, not a connection
+    listening = 1  # the listening socket of a group is not a connection
     assert first - listening <= RANKS - 1
     assert max(others) - listening <= 2 * math.log2(RANKS) + 2
     eager = gloo.run(4, connections_of_a_group, False)
-    assert {made - listening for made in eager} == {3}
+    assert {connections - listening for connections in eager} == {3}
 
 
-def test_a_network_interface_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_interface_raises_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
     with pytest.raises(ConfigError, match=r"'lo,nosuch0' in the environment is no network interface of .*, which has "):
         init_process_group(torch.device("cpu"), 60)
@@ -83,7 +83,7 @@ def limits_after(ranks: int, soft: int, hard: int) -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-def refusal(ranks: int, hard: int) -> str:
+def file_limit_error(ranks: int, hard: int) -> str:
     try:
         limits_after(ranks, hard, hard)
     except ConfigError as error:
@@ -91,31 +91,31 @@ def refusal(ranks: int, hard: int) -> str:
     return "no error"
 
 
-def test_the_limit_on_open_files_is_raised_or_refused(gloo: GlooPool) -> None:
+def test_open_file_limit_is_raised_or_a_config_error_names_it(gloo: GlooPool) -> None:
     assert gloo.run(1, limits_after, 4, 1024, 20000) == [(ENOUGH_FILES, 20000)]
     assert gloo.run(1, limits_after, 4096, 1024, 20000) == [(OTHER_FILES + 3 * 4096, 20000)]
     assert gloo.run(1, limits_after, 4, 12000, 20000) == [(12000, 20000)]
-    assert gloo.run(1, limits_after, 4, 256, 4096) == [(4096, 4096)]  # macOS begins with 256
-    (message,) = gloo.run(1, refusal, 1024, 2048)
+    assert gloo.run(1, limits_after, 4, 256, 4096) == [(4096, 4096)]  # the default on macOS is 256
+    (message,) = gloo.run(1, file_limit_error, 1024, 2048)
     assert "1024 ranks may need 3328 open files and connections each, and the system allows 2048" in message
     assert "ulimit -n 3328" in message
 
 
-def test_only_groups_of_the_step_get_its_timeout(gloo: GlooPool) -> None:
+def test_train_timeout_is_set_on_the_groups_of_the_step_only(gloo: GlooPool) -> None:
     assert gloo.run(2, timeouts_after_the_first_step) == [(7.0, 3600.0)] * 2
 
 
 def timeouts_after_the_first_step() -> tuple[float, float]:
-    patient = new_gloo_group(timedelta(hours=1))
-    set_timeout(7, longer=[patient])
+    longer = new_gloo_group(timedelta(hours=1))
+    set_timeout(7, longer=[longer])
     world = dist.group.WORLD
     assert world is not None
     return tuple(  # type: ignore[return-value]
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, patient)
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, longer)
     )
 
 
-def test_a_run_s_groups_have_the_first_step_s_timeout_from_its_beginning(gloo: GlooPool, tmp_path: Path) -> None:
+def test_groups_of_a_new_trainer_have_the_init_timeout(gloo: GlooPool, tmp_path: Path) -> None:
     assert gloo.run(2, timeouts_of_a_new_run, tmp_path) == [{70.0 + REPORT_SECONDS, GROUP_TIMEOUT.total_seconds()}] * 2
 
 
@@ -136,7 +136,7 @@ def timeouts_of_a_new_run(folder: Path) -> set[float]:
     return timeouts
 
 
-def test_cuda_gets_nccl_alone_its_device_and_lazy_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_uses_nccl_only_with_its_device_and_lazy_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     device = torch.device("cuda", 0)
@@ -147,7 +147,7 @@ def test_cuda_gets_nccl_alone_its_device_and_lazy_gloo(monkeypatch: pytest.Monke
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
 
 
-def test_a_limit_on_open_files_that_cannot_be_raised_matters_where_it_is_too_low(gloo: GlooPool) -> None:
+def test_fixed_open_file_limit_is_an_error_only_if_it_is_too_low(gloo: GlooPool) -> None:
     assert gloo.run(1, limits_that_cannot_be_raised, 1) == ["no error"]
     (message,) = gloo.run(1, limits_that_cannot_be_raised, 4000)
     assert "the limit of " in message
@@ -162,19 +162,19 @@ def limits_that_cannot_be_raised(ranks: int) -> str:
     ):
         try:
             raise_file_limit(ranks)
-        except ConfigError as told:
-            return str(told)
+        except ConfigError as config_error:
+            return str(config_error)
     return "no error"
 
 
 def limit_address_space() -> None:
-    """By 64 MiB more than is in use: eight stacks of threads."""
+    """Limit the address space to 64 MiB more than is in use: the stacks of eight threads."""
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
 
 
 def limit_threads() -> None:
-    """As ulimit -u does for users who are not root: Python's words and C++'s."""
+    """Fail like ``ulimit -u``, which does not apply to root: Python's error message."""
     start = threading.Thread.start
 
     def start_three(thread: threading.Thread) -> None:
@@ -186,7 +186,9 @@ def limit_threads() -> None:
 
 
 @pytest.mark.parametrize("limit", [limit_address_space, limit_threads])
-def test_too_few_threads_are_one_message_before_groups_are_made(tmp_path: Path, limit: Callable[[], None]) -> None:
+def test_too_few_threads_are_one_error_before_process_group_initialization(
+    tmp_path: Path, limit: Callable[[], None]
+) -> None:
     options = ("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path))
     found = run_command("torchtrain.train", *options, hook=limit)
     assert found.returncode == 2, found.stderr
@@ -196,9 +198,9 @@ def test_too_few_threads_are_one_message_before_groups_are_made(tmp_path: Path, 
     )
 
 
-TOO_LITTLE = [
+LIMIT_ERRORS = [
     RuntimeError("can't start new thread"),
-    RuntimeError("Resource temporarily unavailable"),  # std::thread, as of gloo
+    RuntimeError("Resource temporarily unavailable"),  # std::thread, as in gloo
     BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # fork
     MemoryError(),
     RuntimeError("std::bad_alloc"),
@@ -207,26 +209,28 @@ TOO_LITTLE = [
 ]
 
 
-@pytest.mark.parametrize("error", TOO_LITTLE, ids=repr)
-def test_a_limit_that_is_reached_later_is_one_message(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("error", LIMIT_ERRORS, ids=repr)
+def test_limit_that_is_reached_during_the_run_is_one_error_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> int:
         raise error
 
     assert cli.run_command(fail) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1
-    what = "memory" if error in TOO_LITTLE[3:] else "threads or processes"
-    assert f"no more {what}" in told
-    assert "; ulimit -u (processes and threads of this user) is " in told
+    output = capsys.readouterr().err
+    assert len(output.splitlines()) == 1
+    what = "memory" if error in LIMIT_ERRORS[3:] else "threads or processes"
+    assert f"no more {what}" in output
+    assert "; ulimit -u (processes and threads of this user) is " in output
 
 
-def test_other_errors_are_not_taken_for_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_reported_as_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
     for other in (
         RuntimeError("Connection closed by peer"),
         OSError(errno.EAGAIN, "Resource temporarily unavailable", "/nfs/file"),
         ImportError("No module named torch"),
-        allocation,  # the size of the model is the matter (docs/estimate.md)
+        allocation,  # the model is too large (docs/estimate.md)
     ):
         assert limit_error(other) is None
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 30, resource.RLIM_INFINITY))

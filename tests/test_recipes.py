@@ -1,4 +1,4 @@
-"""scripts/recipes.py: what it would run, in which order, and what it says of what has been run."""
+"""scripts/recipes.py: the configs that it runs, their order, stored results and the report."""
 
 import argparse
 from dataclasses import replace
@@ -27,13 +27,13 @@ def results(tmp_path: Path) -> Results:
 
 
 def test_one_file_in_20_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: None)  # which tokenizes
+    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: None)  # in place of the tokenization
     prepare(tmp_path)
     held_out, train = ((tmp_path / f"data/{name}.jsonl").read_bytes().count(b"\n") for name in ("held_out", "train"))
     assert 10 < train / held_out < 40
 
 
-def test_every_recipe_is_a_config_that_the_trainer_takes(results: Results, tmp_path: Path) -> None:
+def test_every_recipe_is_a_valid_config(results: Results, tmp_path: Path) -> None:
     for part in ("rates", "decays", "seeds", "schedules", "z", "mup"):
         recipes = list(recipes_of(part, START, results, CHOSEN))
         for recipe in (recipes[0], recipes[-1]):
@@ -44,7 +44,7 @@ def test_every_recipe_is_a_config_that_the_trainer_takes(results: Results, tmp_p
             assert config.training.steps * 2048 == recipe.tokens
 
 
-def test_later_parts_take_the_best_rate_and_then_the_best_decay(results: Results) -> None:
+def test_later_parts_use_the_best_learning_rate_and_weight_decay(results: Results) -> None:
     decays = list(recipes_of("decays", START, results, CHOSEN))
     assert [(r.optimizer, r.lr, r.decay) for r in decays] == [
         (name, lr, decay) for name, lr in (("adamw", 1e-3), ("muon", 4e-3)) for decay in DECAYS
@@ -54,18 +54,18 @@ def test_later_parts_take_the_best_rate_and_then_the_best_decay(results: Results
     assert [(r.lr, r.decay, r.seed) for r in seeds] == [(1e-3, 0.3, seed) for seed in SEEDS]
 
 
-def test_a_part_without_the_one_before_is_a_clear_error(tmp_path: Path) -> None:
+def test_part_without_its_prerequisite_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="part z needs the best rate of adamw: run --parts rates with it first"):
         list(recipes_of("z", START, Results(tmp_path / "results.jsonl"), CHOSEN))
 
 
-def test_what_has_been_run_is_read_again(results: Results) -> None:
+def test_results_are_read_from_the_file(results: Results) -> None:
     again = Results(results.file)
     assert again.lines == results.lines
     assert len(again.lines) == 12
 
 
-def test_a_line_that_was_cut_is_passed_over(results: Results) -> None:
+def test_truncated_line_of_results_is_skipped(results: Results) -> None:
     with results.file.open("a") as file:
         file.write('{"name": "cut sho')
     again = Results(results.file)
@@ -74,16 +74,16 @@ def test_a_line_that_was_cut_is_passed_over(results: Results) -> None:
     assert Results(results.file).lines == again.lines
 
 
-def test_what_a_killed_run_has_logged_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_lines_of_metrics_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = argparse.Namespace(returncode=0)
-    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: ended)  # which trains
+    monkeypatch.setattr("recipes.subprocess.run", lambda *_, **__: ended)  # in place of the training
     lines = ['{"step": 1, "step_seconds": 2.0}', '{"step": 2, "lo', '{"step": 2, "validation_loss": 3.0']
     lines += ['{"step": 2, "validation_loss": 3.0, "validation_ema_loss": 4.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert train(START, tmp_path, tmp_path, 1) == ([{"step": 2, "loss": 3.0, "ema": 4.0}], 2.0, 1)
 
 
-def test_a_run_that_fails_is_told_with_its_log(
+def test_failed_run_is_reported_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = argparse.Namespace(returncode=75)
@@ -93,13 +93,13 @@ def test_a_run_that_fails_is_told_with_its_log(
     assert capsys.readouterr().err == f"error: the run ended with exit code 75; {tmp_path}/log.txt says why\n"
 
 
-def test_tokens_to_a_loss_lie_on_straight_lines_between_validations() -> None:
+def test_tokens_to_a_loss_are_interpolated_linearly() -> None:
     assert reaches(curve_to(4.0), 4.25, 10) == 875
     assert reaches(curve_to(4.0), 6.0, 10) == 500
     assert reaches(curve_to(4.0), 3.9, 10) is None
 
 
-def test_the_report_says_what_was_not_run(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_marks_missing_results(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     report(results, START, tmp_path / "curves.png")
     text = capsys.readouterr().out

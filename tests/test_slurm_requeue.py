@@ -1,4 +1,4 @@
-"""scripts/train.slurm, among stand-ins for SLURM's commands: which ends of a step put the job into the queue again."""
+"""scripts/train.slurm with fake SLURM commands: after which exit codes of a step it requeues the job."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SRUN = """#!/bin/bash
-set -- $(head -n 1 "$STEPS"); sed -i 1d "$STEPS"  # the exit code, and the step of a checkpoint that is saved before
+set -- $(head -n 1 "$STEPS"); sed -i 1d "$STEPS"  # the exit code, and the step of a checkpoint to save first
 echo "$SLURM_JOB_END_TIME" >"$STEPS.end"
 [ -z "$2" ] || mkdir -p "$FOLDER/checkpoint/step-$2"
 exit "$1"
@@ -32,11 +32,11 @@ exec {sys.executable} "$@"
 """
 
 
-ENDS = "EndTime=2030-01-01T00:00:10"
+END_TIME = "EndTime=2030-01-01T00:00:10"
 
 
 class Job:
-    """Starts of one job."""
+    """Runs scripts/train.slurm for one job with fake SLURM commands."""
 
     def __init__(self, folder: Path) -> None:
         self.run, self.steps, self.requeued = folder / "run", folder / "steps", folder / "requeued"
@@ -60,8 +60,8 @@ class Job:
             "SLURM_SUBMIT_DIR": str(ROOT),
         }
 
-    def ends(self, step: str) -> tuple[int, bool]:
-        """The script's exit code, and whether it has put the job into the queue again."""
+    def run_step(self, step: str) -> tuple[int, bool]:
+        """Run the script with a step that ends as in ``step``; return its exit code and whether it requeued the job."""
         self.steps.write_text(step + "\n")
         self.requeued.unlink(missing_ok=True)
         command = ["bash", "scripts/train.slurm"]
@@ -76,26 +76,26 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_storage_that_does_not_answer_is_tried_ten_times(job: Job) -> None:
+def test_storage_failure_requeues_ten_times(job: Job) -> None:
     tries = job.run / "logs/7.tries"
     for number in (1, 2):
-        assert job.ends("74") == (0, True)
+        assert job.run_step("74") == (0, True)
         assert tries.read_text() == f"{number}\n"
     tries.write_text("9\n")
-    assert job.ends("74") == (0, True)
-    assert job.ends("74") == (74, False)
+    assert job.run_step("74") == (0, True)
+    assert job.run_step("74") == (74, False)
 
 
-def test_a_start_that_came_further_is_tried_ten_times_more(job: Job) -> None:
+def test_progress_resets_the_number_of_storage_failures(job: Job) -> None:
     tries = job.run / "logs/7.tries"
     tries.parent.mkdir(parents=True)
     tries.write_text("9\n")
-    assert job.ends("74 20") == (0, True)
-    assert job.ends("74") == (0, True)
+    assert job.run_step("74 20") == (0, True)
+    assert job.run_step("74") == (0, True)
     assert tries.read_text() == "1\n"
     tries.write_text("9\n")
-    assert job.ends("74") == (0, True)
-    assert job.ends("74") == (74, False)
+    assert job.run_step("74") == (0, True)
+    assert job.run_step("74") == (74, False)
 
 
 @pytest.mark.parametrize(
@@ -109,51 +109,51 @@ def test_a_start_that_came_further_is_tried_ten_times_more(job: Job) -> None:
         ("137 20", (0, True)),
     ],
 )
-def test_other_ends(job: Job, step: str, end: tuple[int, bool]) -> None:
-    assert job.ends(step) == end
+def test_exit_code_decides_whether_the_job_is_requeued(job: Job, step: str, end: tuple[int, bool]) -> None:
+    assert job.run_step(step) == end
 
 
-def test_a_link_to_the_checkpoints_is_followed(job: Job, tmp_path: Path) -> None:
+def test_checkpoint_folder_may_be_a_symbolic_link(job: Job, tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     job.run.mkdir()
     (job.run / "checkpoint").symlink_to(tmp_path / "large disk")
-    assert job.ends("1 20") == (0, True)
-    assert job.ends("1") == (1, False)
+    assert job.run_step("1 20") == (0, True)
+    assert job.run_step("1") == (1, False)
 
 
-def test_storage_of_the_run_that_does_not_answer_is_waited_for(job: Job, tmp_path: Path) -> None:
-    job.run.write_text("in the place of a folder")
+def test_unavailable_dump_folder_is_retried(job: Job, tmp_path: Path) -> None:
+    job.run.write_text("a file where the folder should be")
     third = '[ $(wc -l <"$FOLDER.slept") != 3 ] || rm "$FOLDER"'
     (tmp_path / "sleep").write_text(f'#!/bin/bash\necho >>"$FOLDER.slept"\n{third}\n')
     (tmp_path / "sleep").chmod(0o755)
-    assert job.ends("74") == (0, True)
+    assert job.run_step("74") == (0, True)
     assert (job.run / "logs/7.tries").read_text() == "1\n"
 
 
 @pytest.mark.parametrize(
-    ("told", "end"),
+    ("job_info", "end"),
     [
-        (f"JobId=7 Name=a StartTime=2030-01-01T00:00:00 {ENDS} Nodes=a\\n", "1893456010"),
-        (f"JobId=8 Name=a EndTime=2031-01-01T00:00:00 Nodes=a\\nJobId=7 Name=a {ENDS} Nodes=a\\n", "1893456010"),
+        (f"JobId=7 Name=a StartTime=2030-01-01T00:00:00 {END_TIME} Nodes=a\\n", "1893456010"),
+        (f"JobId=8 Name=a EndTime=2031-01-01T00:00:00 Nodes=a\\nJobId=7 Name=a {END_TIME} Nodes=a\\n", "1893456010"),
         ("JobId=7 JobName=a EndTime=Unknown NodeList=a\\n", ""),
         ("JobId=7\\n", ""),
         ("", ""),  # scontrol fails
     ],
 )
-def test_the_ranks_are_told_when_the_job_ends(job: Job, told: str, end: str) -> None:
-    job.environment |= {"JOB": told, "TZ": "UTC"}
-    assert job.ends("0") == (0, False)
+def test_end_time_of_the_job_is_passed_to_the_ranks(job: Job, job_info: str, end: str) -> None:
+    job.environment |= {"JOB": job_info, "TZ": "UTC"}
+    assert job.run_step("0") == (0, False)
     assert job.steps.with_name("steps.end").read_text() == f"{end}\n"
 
 
-def test_a_job_without_gpus_has_one_rank(job: Job) -> None:
+def test_job_without_gpus_has_one_rank(job: Job) -> None:
     job.environment |= {"SLURM_GPUS_PER_NODE": "0"}
-    assert job.ends("0") == (0, False)
+    assert job.run_step("0") == (0, False)
     assert "1 node(s) x 1 rank(s)" in job.output
     assert "error" not in job.output
 
 
-def test_a_wrong_option_ends_the_job_before_srun(job: Job) -> None:
+def test_invalid_option_ends_the_job_before_srun(job: Job) -> None:
     job.environment |= {"PYTHON": sys.executable, "CONFIG_FILE": "no where.toml"}
     command = ["bash", "scripts/train.slurm"]
     result = subprocess.run(command, cwd=ROOT, env=job.environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""A run saved on one layout goes on along the same path on another, with the same state and the same batches."""
+"""Resume on another layout: a checkpoint of one layout gives the same states, batches and losses on any other."""
 
 import json
 import shutil
@@ -46,18 +46,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class Part(NamedTuple):
-    """What one rank saw: global losses, and its rows of the batches as [step][row]."""
+class RankResult(NamedTuple):
+    """The results of one rank: global losses, and its rows of the batches as [step][row]."""
 
     losses: list[float]
     batch_rank: int
     tokens: list[list[list[int]]]
 
 
-def train(config: JobConfig, shape: TransformerConfig) -> Part:
-    """Train through the real joinery to step ``LAST``, from the beginning or the checkpoint of step ``SAVED``.
+def train(config: JobConfig, shape: TransformerConfig) -> RankResult:
+    """Train with a ``Trainer`` to step ``LAST``, from the beginning or from the checkpoint of step ``SAVED``.
 
-    What it loads it saves again, in the dump folder's ``loaded``, before its first step.
+    What is loaded is saved in the folder ``loaded`` before the first step.
     """
 
     with use_existing_process_group(shape):
@@ -86,11 +86,11 @@ def train(config: JobConfig, shape: TransformerConfig) -> Part:
         if number == SAVED:
             trainer.checkpointer.maybe_save(number)
     trainer.checkpointer.close()
-    return Part(losses, trainer.parallel_dims.batch_rank(dist.get_rank()), tokens)
+    return RankResult(losses, trainer.parallel_dims.batch_rank(dist.get_rank()), tokens)
 
 
 def bytes_of_tensors(checkpoints: Path) -> dict[str, bytes]:
-    """The tensors of the checkpoint of step ``SAVED``, gathered whole from the files of all ranks."""
+    """Return the unsharded tensors of the checkpoint of step ``SAVED``, as bytes."""
     dcp_to_torch_save(checkpoints / f"step-{SAVED}", checkpoints / "whole.pt")
     tensors = torch.load(checkpoints / "whole.pt", weights_only=True)
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
@@ -104,12 +104,12 @@ def run_layout(
     optimizer: OptimizerConfig = ADAMW,
     n_layers: int = TINY.n_layers,
 ) -> tuple[list[float], list[list[list[int]]]]:
-    """Losses, and the rows of each global batch, put together from the ranks, which must agree.
+    """Train on a layout; return the losses, and the rows of each global batch, after checking that all ranks agree.
 
-    ``tied`` embeddings, which pipeline stages may have a copy each of, come with averaged weights.
+    With ``tied`` embeddings, of which each pipeline stage may have a copy, weights are averaged too.
     """
     ranks, parallelism = LAYOUTS[layout]
-    shape = replace(TINY, n_layers=n_layers, ffn_dim=66, tied_embeddings=tied)  # 66: four ranks cannot share it evenly
+    shape = replace(TINY, n_layers=n_layers, ffn_dim=66, tied_embeddings=tied)  # 66: not divisible by four ranks
     documents = folder / "documents.jsonl"
     code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_data*.py")))
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
@@ -125,13 +125,13 @@ def run_layout(
         parallelism=ParallelismConfig(**parallelism),
         checkpoint=CheckpointConfig(enable=True, interval=SAVED),
     )
-    parts: list[Part] = gloo.run(ranks, train, config, shape)
+    results: list[RankResult] = gloo.run(ranks, train, config, shape)
     rows: dict[int, list[list[list[int]]]] = {}
-    for part in parts:
-        assert part.losses == parts[0].losses
-        assert part.tokens == rows.setdefault(part.batch_rank, part.tokens)
-    batches = [[row for rank in sorted(rows) for row in rows[rank][step]] for step in range(len(parts[0].losses))]
-    return parts[0].losses, batches
+    for result in results:
+        assert result.losses == results[0].losses
+        assert result.tokens == rows.setdefault(result.batch_rank, result.tokens)
+    batches = [[row for rank in sorted(rows) for row in rows[rank][step]] for step in range(len(results[0].losses))]
+    return results[0].losses, batches
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def run_layout(
         ("pipeline 2", ["shard 4", "pipeline 2, interleaved"], True),
     ],
 )
-def test_resumed_on_another_layout_the_path_is_the_same(
+def test_resume_on_another_layout_has_the_same_states_batches_and_losses(
     gloo: GlooPool, tmp_path: Path, saved_on: str, resumed_on: list[str], tied: bool
 ) -> None:
     n_layers = 4 if "pipeline 2, interleaved" in resumed_on else 2
@@ -152,7 +152,7 @@ def test_resumed_on_another_layout_the_path_is_the_same(
     states = {"model", "optimizer", "loader"} | ({"ema"} if tied else set())
     assert {name.split(".")[0] for name in saved} == states
     assert len(losses) == LAST
-    assert len({tuple(row) for batch in batches for row in batch}) == LAST * 8  # no two rows alike, to tell them apart
+    assert len({tuple(row) for batch in batches for row in batch}) == LAST * 8  # all rows differ
     for layout in resumed_on:
         resumed, resumed_batches = run_layout(gloo, tmp_path, layout, tied, n_layers=n_layers)
         torch.testing.assert_close(resumed, losses[SAVED:], rtol=1e-5, atol=0)

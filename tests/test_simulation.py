@@ -1,4 +1,4 @@
-"""The GPU's code paths without a GPU: what train does on one, rehearsed on fake CUDA tensors (``fake_cuda``)."""
+"""GPU code paths without a GPU: training steps simulated on fake CUDA tensors (``harness/fake_cuda.py``)."""
 
 import random
 import re
@@ -33,7 +33,7 @@ from torchtrain.trainer import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
 
-# That of a Hugging Face model has no shape of its own.
+# Without continue_hf.toml, whose model sizes come from a Hugging Face folder.
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("[!c]*.toml"))
 P = "parallelism."
 SMALL = {"training.seq_len": 64, "training.local_batch_size": 4, "training.loss_chunk_tokens": 0}
@@ -49,10 +49,10 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.Worker]:
 
 @pytest.fixture(scope="module")
 def on_gpu(gpu: fake_cuda.Worker) -> Reports:
-    """Of a layout of ``MATRIX`` or ``OFFLOADED``, rehearsed once."""
+    """Return a function from a name in ``MATRIX`` or ``OFFLOADED`` to its report; each is simulated once."""
     layouts = {**MATRIX, **OFFLOADED}
     return cache(
-        lambda name: debug(gpu, *layouts[name], compare=name in MATRIX, shape={"tied_embeddings": "tied" in name})
+        lambda name: simulate(gpu, *layouts[name], compare=name in MATRIX, shape={"tied_embeddings": "tied" in name})
     )
 
 
@@ -61,38 +61,38 @@ def layout(**degrees: int) -> dict[str, int]:
     return {f"{P}{names.get(axis, axis + '_parallel')}_degree": degree for axis, degree in degrees.items()}
 
 
-def debug(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any], **more: Any) -> Report:
-    """Of the debug model with two layers; of a pipeline with four, one or two to a stage."""
+def simulate(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any], **kwargs: Any) -> Report:
+    """Simulate the debug model with two layers; in a pipeline with four, one or two per stage."""
     pipeline = options.get(f"{P}pipeline_parallel_degree", 1)
-    if pipeline > 1:  # microbatches: as few as 1F1B takes
+    if pipeline > 1:  # as many microbatches as 1F1B needs at least
         options = {"training.local_batch_size": pipeline, **options}
-    shape = {"n_layers": 4 if pipeline > 1 else 2, "vocab_size": 512, **more.pop("shape", {})}
-    report: Report = worker.run(simulated_step.run, {**SMALL, **options}, world_size, shape=shape, **more)
+    shape = {"n_layers": 4 if pipeline > 1 else 2, "vocab_size": 512, **kwargs.pop("shape", {})}
+    report: Report = worker.run(simulated_step.run, {**SMALL, **options}, world_size, shape=shape, **kwargs)
     return report
 
 
 def check(report: Report, *, offload: bool = False) -> None:
     assert report.disagreements == []
     assert report.rounded_gradients == set()  # training.mixed_precision_reduce is float32
-    if not offload:  # there the update is made on the host, which waits for the norm of the gradient
+    if not offload:  # with offload the host makes the update, and waits for the gradient norm
         assert report.readbacks == []
         assert report.host_work == set()
 
 
 def ranks_of(path: Path) -> int:
-    """The number of ranks in the head of a config: the least, where that says "or more"; 1 where it says nothing."""
+    """Return the number of GPUs in the first line of a config: the minimum for "N or more GPUs"; 1 if there is none."""
     found = re.search(r"on (\d+) (?:or more )?GPUs", path.read_text().splitlines()[0])
     return int(found[1]) if found else 1
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config(gpu: fake_cuda.Worker, path: Path) -> None:
-    """Its real shape, layout, ranks and options; but two layers a stage, which are all alike, and two microbatches."""
-    report = gpu.run(shipped, str(path), ranks_of(path))
+def test_config_of_the_repository_runs_on_gpus(gpu: fake_cuda.Worker, path: Path) -> None:
+    """With its model sizes, layout, ranks and options; but with two layers per stage, since all layers are equal."""
+    report = gpu.run(simulate_config, str(path), ranks_of(path))
     check(report)
 
 
-def shipped(path: str, world_size: int) -> Report:
+def simulate_config(path: str, world_size: int) -> Report:
     parallelism = simulated_step.config_of({"job.config_file": path}).parallelism
     stages = parallelism.pipeline_parallel_layers_per_stage
     layers = (
@@ -110,8 +110,8 @@ SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_chec
 COMPILE, DOCUMENTS = {"compile.enable": True}, {"data.document_mask": True}
 BFLOAT16, MUON = {"optimizer.state_dtype": "bfloat16"}, {"optimizer.name": "muon"}
 EMA_AND_Z = {"ema.enable": True, "training.z_loss_weight": 1e-4}
-THREE = {"training.local_batch_size": 3}  # microbatches: one forward between two backwards
-NINE = {"training.local_batch_size": 9}  # microbatches: one more than the times that torch compiles a function
+THREE = {"training.local_batch_size": 3}  # microbatches: one forward between two backward passes
+NINE = {"training.local_batch_size": 9}  # microbatches: one more than torch's recompile limit
 UNSHARDED = {f"{P}fsdp_gradient_accumulation": "unsharded"}
 
 
@@ -143,30 +143,34 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-OLD = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot: limits/layout.py")
+NOT_ON_TORCH_2_11 = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="parallelisms/validate.py rejects it with torch 2.11"
+)
 
 
-def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=OLD) if name == "memory-budget" else name for name in names]
+def with_version_marks(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=NOT_ON_TORCH_2_11) if name == "memory-budget" else name for name in names]
 
 
-@pytest.mark.parametrize("name", each(MATRIX))
-def test_options(on_gpu: Reports, name: str) -> None:
+@pytest.mark.parametrize("name", with_version_marks(MATRIX))
+def test_layout_has_matching_collectives_and_no_host_synchronization(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name))
 
 
-def test_exact_sums_are_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
-    report = debug(gpu, 16, {**layout(tensor=4, replicate=2), "training.sums": "exact"}, shape={"qk_norm": True})
+def test_exact_sums_reduce_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
+    report = simulate(gpu, 16, {**layout(tensor=4, replicate=2), "training.sums": "exact"}, shape={"qk_norm": True})
     assert report.disagreements == []
     assert report.rounded_gradients == set()
     found = {(axis, dtype) for axis, _, dtype, _ in report.ranks[0].reductions}
     assert {("replicate", torch.int64), ("tensor", torch.int64)} <= found
 
 
-@pytest.mark.parametrize("name", each(("replicas", "memory-budget", "GPipe")))
-def test_cudnn_attention_takes_the_place_of_flash_attention(gpu: fake_cuda.Worker, on_gpu: Reports, name: str) -> None:
-    """It is torch's first choice on an H100: kept for backward wherever flash attention is."""
-    report = debug(gpu, *MATRIX[name], fault=fake_cuda.cudnn)
+@pytest.mark.parametrize("name", with_version_marks(("replicas", "memory-budget", "GPipe")))
+def test_cudnn_attention_is_saved_for_backward_like_flash_attention(
+    gpu: fake_cuda.Worker, on_gpu: Reports, name: str
+) -> None:
+    """cuDNN is torch's first choice on an H100: its results are saved wherever those of flash attention are."""
+    report = simulate(gpu, *MATRIX[name], fault=fake_cuda.cudnn)
     check(report)
     flash = {seen.rank: seen for seen in on_gpu(name).ranks}
     for seen in report.ranks:
@@ -183,26 +187,28 @@ OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offload(on_gpu: Reports, name: str) -> None:
+def test_offload_has_matching_collectives(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name), offload=True)
 
 
-def test_offload_counts_what_crosses_to_the_host(gpu: fake_cuda.Worker, on_gpu: Reports) -> None:
-    """Parameters before each gathering, gradients after each reduction: by closed form, in float32 shards."""
+def test_offload_copies_parameters_and_gradients_as_often_as_they_are_used(
+    gpu: fake_cuda.Worker, on_gpu: Reports
+) -> None:
+    """Parameters are copied before each all-gather, gradients after each reduce-scatter, as float32 shards."""
     (rank,) = on_gpu("offloaded").ranks
-    (stand_in,) = debug(gpu, *OFFLOADED["offloaded"], device="cpu").ranks
-    crossed = dict.fromkeys(("copy_to_gpu", "copy_to_host", "copy_to_host_and_wait"), 0)
+    (cpu_rank,) = simulate(gpu, *OFFLOADED["offloaded"], device="cpu").ranks
+    copied = dict.fromkeys(("copy_to_gpu", "copy_to_host", "copy_to_host_and_wait"), 0)
     for (axis, name, size), count in rank.collectives.items():
         if axis == "host":
-            crossed[name] += size * count
-    assert {key: n for key, n in stand_in.collectives.items() if key[0] == "host"} == {
+            copied[name] += size * count
+    assert {key: n for key, n in cpu_rank.collectives.items() if key[0] == "host"} == {
         key: n for key, n in rank.collectives.items() if key[0] == "host"
     }
-    # Two microbatches: the second adds to what is there. The root and the last block are gathered once for each.
+    # There are two microbatches, and the second accumulates. The root and the last block are gathered once in each.
     gathered = sum(n for (axis, name, _), n in rank.collectives.items() if name == "allgather_base")
     assert sum(n for (_, name, _), n in rank.collectives.items() if name == "copy_to_gpu") == gathered
-    assert crossed["copy_to_host"] == crossed["copy_to_host_and_wait"] > 0
-    assert crossed["copy_to_gpu"] > 2 * crossed["copy_to_host"]
+    assert copied["copy_to_host"] == copied["copy_to_host_and_wait"] > 0
+    assert copied["copy_to_gpu"] > 2 * copied["copy_to_host"]
 
 
 UNFUSED: dict[str, dict[str, Any]] = {
@@ -211,14 +217,14 @@ UNFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_an_update_that_is_not_fused_waits_for_the_guard_alone(gpu: fake_cuda.Worker, name: str) -> None:
-    report = debug(gpu, 8, UNFUSED[name], compare=True)
+def test_unfused_update_synchronizes_with_the_host_for_the_guard_only(gpu: fake_cuda.Worker, name: str) -> None:
+    report = simulate(gpu, 8, UNFUSED[name], compare=True)
     assert report.disagreements == []
     assert set(report.readbacks) == {"item in update"}
 
 
 def sampled(seed: int) -> tuple[int, dict[str, Any]]:
-    """A layout and options at random: most that do not go together are among them."""
+    """Draw a layout and options at random, including most incompatible combinations."""
     pick = random.Random(seed)
     degrees = {axis: pick.choice((1, 1, 2)) for axis in ("replicate", "tensor", "context", "pipeline")}
     world_size = prod(degrees.values()) * pick.choice((1, 2))
@@ -241,27 +247,29 @@ def sampled(seed: int) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_not_refused_at_once_runs(gpu: fake_cuda.Worker, seed: int) -> None:
-    """No refusal comes after the checks of a run, when a cluster has been set up."""
+def test_config_that_passes_validation_runs(gpu: fake_cuda.Worker, seed: int) -> None:
+    """No config is rejected after validation, when process groups exist."""
     world_size, options = sampled(seed)
-    # What is refused does not depend on the number of layers: a pipeline has one to a stage.
+    # Validation does not depend on the number of layers: use one per pipeline stage.
     pipeline = options[f"{P}pipeline_parallel_degree"]
     layers = pipeline * STAGES_PER_RANK[options[f"{P}pipeline_parallel_schedule"]] if pipeline > 1 else 2
-    report = debug(gpu, world_size, options, shape={"n_layers": layers}, allow_config_error=True)
+    report = simulate(gpu, world_size, options, shape={"n_layers": layers}, allow_config_error=True)
     assert report.config_error or report.ranks
     assert report.disagreements == []
 
 
-# The same on the CPU, where the planner works by default.
+# The same on the CPU, where the planner simulates by default.
 
-ALIKE = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
+SIMULATED_ON_CPU = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("name", each(ALIKE))
-def test_the_planner_s_stand_in_agrees(gpu: fake_cuda.Worker, on_gpu: Reports, name: str) -> None:
-    """The plan is made on fake CPU tensors: live bytes by kind, collectives and operations are those on a GPU."""
+@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU))
+def test_simulation_on_the_cpu_agrees_with_the_simulation_on_a_gpu(
+    gpu: fake_cuda.Worker, on_gpu: Reports, name: str
+) -> None:
+    """The planner uses fake CPU tensors: live bytes by kind, collectives and FLOPs are those on a GPU."""
     on_gpus = {seen.rank: seen for seen in on_gpu(name).ranks}
-    for other in debug(gpu, *MATRIX[name], device="cpu").ranks:
+    for other in simulate(gpu, *MATRIX[name], device="cpu").ranks:
         one = on_gpus[other.rank]
         live = sum(one.peak.values())
         assert live == pytest.approx(sum(other.peak.values()), rel=0.01)
@@ -272,7 +280,7 @@ def test_the_planner_s_stand_in_agrees(gpu: fake_cuda.Worker, on_gpu: Reports, n
         assert one.recomputed == other.recomputed
 
 
-# It finds what it is for: each of these is a fault in the trainer, of any size.
+# The simulation detects faults: each of the following tests injects one into the trainer.
 
 ONE_LAYER, TWO_LAYERS = {"n_layers": 1}, {"n_layers": 2}
 
@@ -285,9 +293,9 @@ def rope_on_the_host() -> AbstractContextManager[Any]:
     return patch.object(simulation, "initialize_buffers", initialize_buffers)
 
 
-def test_finds_a_tensor_on_the_wrong_device(gpu: fake_cuda.Worker) -> None:
+def test_tensor_on_the_wrong_device_is_detected(gpu: fake_cuda.Worker) -> None:
     with pytest.raises(AssertionError, match=r"cuda:0 and cpu|found two different devices cuda:0, cpu"):
-        debug(gpu, 8, OFFLOAD, shape=ONE_LAYER, fault=rope_on_the_host)
+        simulate(gpu, 8, OFFLOAD, shape=ONE_LAYER, fault=rope_on_the_host)
 
 
 def item_in_the_step() -> AbstractContextManager[Any]:
@@ -301,8 +309,8 @@ def item_in_the_step() -> AbstractContextManager[Any]:
     return patch.object(TrainStep, "__call__", waiting)
 
 
-class Names(TorchDispatchMode):
-    """Of the operations that are called."""
+class OperationNames(TorchDispatchMode):
+    """Records the names of the operations that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,8 +322,8 @@ class Names(TorchDispatchMode):
 
 
 def attention_kernels(dtype: torch.dtype, masked: bool, context: Any = nullcontext) -> list[str]:
-    """That two heads of queries for each head of keys take within ``context``."""
-    with context(), FakeTensorMode(), Names() as names:
+    """Return the attention kernels for two query heads per key/value head, within ``context``."""
+    with context(), FakeTensorMode(), OperationNames() as names:
         q, k = (torch.empty(1, heads, 16, 8, dtype=dtype, device="cuda") for heads in (4, 2))
         mask = torch.ones(16, 16, dtype=torch.bool, device="cuda") if masked else None
         attend(q, k, k, mask)
@@ -331,10 +339,10 @@ def attention_kernel_in_the_log(dtype: torch.dtype) -> str:
     ("dtype", "masked", "kernel"),
     [(torch.bfloat16, False, "flash"), (torch.bfloat16, True, "efficient"), (torch.float32, False, "efficient")],
 )
-def test_grouped_heads_take_a_fused_kernel(
+def test_grouped_query_attention_uses_a_fused_kernel(
     gpu: fake_cuda.Worker, dtype: torch.dtype, masked: bool, kernel: str
 ) -> None:
-    """In the math kernel all scores would exist at once."""
+    """The math kernel would materialize all scores."""
     assert gpu.run(attention_kernels, dtype, masked) == [f"_scaled_dot_product_{kernel}_attention"]
     assert masked or gpu.run(attention_kernel_in_the_log, dtype) == kernel
 
@@ -356,8 +364,8 @@ class Transfers(TorchDispatchMode):
         return out
 
 
-def transfers_of_offloaded_averages(parameters: int) -> dict[str, int]:
-    """In one update; "synchronized": how often the host waits for a stream."""
+def transfers_of_offloaded_ema(parameters: int) -> dict[str, int]:
+    """Count the transfers of one EMA update; "synchronized" is how often the host waits for a stream."""
     counts = {"synchronized": 0}
 
     def synchronize(_: fake_cuda.Stream) -> None:
@@ -378,9 +386,9 @@ def transfers_of_offloaded_averages(parameters: int) -> dict[str, int]:
     return {**counts, **transfers.counts}
 
 
-def test_offloaded_averages_wait_for_the_gpu_once_per_bucket(gpu: fake_cuda.Worker) -> None:
-    """And once for whether there was an update at all."""
-    found = gpu.run(transfers_of_offloaded_averages, 290)
+def test_offloaded_ema_synchronizes_with_the_gpu_once_per_bucket(gpu: fake_cuda.Worker) -> None:
+    """And once to read whether the update was skipped."""
+    found = gpu.run(transfers_of_offloaded_ema, 290)
     assert found == {"waited for": 1, "enqueued": 290, "synchronized": 1}
 
 
@@ -391,14 +399,14 @@ def cudnn_in_generation() -> AbstractContextManager[Any]:
     return stack
 
 
-def test_generation_takes_no_kernel_of_cudnn(gpu: fake_cuda.Worker) -> None:
+def test_generation_does_not_use_cudnn_attention(gpu: fake_cuda.Worker) -> None:
     assert gpu.run(attention_kernels, torch.bfloat16, True, fake_cuda.cudnn) == ["_scaled_dot_product_cudnn_attention"]
     kernels = gpu.run(attention_kernels, torch.bfloat16, True, cudnn_in_generation)
     assert kernels == ["_scaled_dot_product_efficient_attention"]
 
 
-def test_finds_a_read_back(gpu: fake_cuda.Worker) -> None:
-    report = debug(gpu, 8, {}, shape=ONE_LAYER, fault=item_in_the_step)
+def test_device_to_host_synchronization_is_detected(gpu: fake_cuda.Worker) -> None:
+    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=item_in_the_step)
     assert report.readbacks == ["item in forward", "item in forward"]
 
 
@@ -415,36 +423,38 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
     return patch.object(TrainStep, "clip_and_update", swapped)
 
 
-def test_finds_collectives_in_another_order(gpu: fake_cuda.Worker) -> None:
-    report = debug(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
+def test_collectives_in_another_order_are_detected(gpu: fake_cuda.Worker) -> None:
+    report = simulate(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 48 bytes"]
 
 
-def one_more_on_the_last_rank() -> AbstractContextManager[Any]:
+def additional_collective_on_the_last_rank() -> AbstractContextManager[Any]:
     update = TrainStep.clip_and_update
 
-    def with_one_more(step: TrainStep, number: int, loss: Any) -> Tensor:
+    def with_additional_collective(step: TrainStep, number: int, loss: Any) -> Tensor:
         if dist.get_rank() == 7:
             dist.all_reduce(torch.zeros(5, device=loss.total.device), group=step.model.mesh.batch.get_group())
         return update(step, number, loss)
 
-    return patch.object(TrainStep, "clip_and_update", with_one_more)
+    return patch.object(TrainStep, "clip_and_update", with_additional_collective)
 
 
-def test_finds_a_collective_in_a_group_that_rank_0_is_not_in(gpu: fake_cuda.Worker) -> None:
-    """Rank 7 would wait for 1, 3 and 5, which are not rehearsed."""
-    report = debug(gpu, 8, layout(tensor=2), shape=ONE_LAYER, fault=one_more_on_the_last_rank, compare=True)
+def test_additional_collective_in_a_group_without_rank_0_is_detected(gpu: fake_cuda.Worker) -> None:
+    """Rank 7 would wait for ranks 1, 3 and 5, which are not simulated."""
+    report = simulate(
+        gpu, 8, layout(tensor=2), shape=ONE_LAYER, fault=additional_collective_on_the_last_rank, compare=True
+    )
     (found,) = report.disagreements
     assert re.fullmatch(r"call \d+ of a group: rank 0 has .*, rank 7 allreduce on \w+ of 20 bytes", found)
 
 
-def attention_not_kept() -> AbstractContextManager[Any]:
+def attention_not_saved() -> AbstractContextManager[Any]:
     kept = activation_checkpoint.OPS_TO_SAVE - {torch.ops.higher_order.flex_attention}
     return patch.object(activation_checkpoint, "OPS_TO_SAVE", kept)
 
 
-def test_finds_attention_that_is_computed_again(gpu: fake_cuda.Worker) -> None:
+def test_recomputed_attention_is_detected(gpu: fake_cuda.Worker) -> None:
     options = {**DOCUMENTS, **SELECTIVE}
-    faults: tuple[dict[str, Any], ...] = ({}, {"fault": attention_not_kept})
-    kept, again = (debug(gpu, 8, options, shape=ONE_LAYER, **fault).ranks[0] for fault in faults)
+    faults: tuple[dict[str, Any], ...] = ({}, {"fault": attention_not_saved})
+    kept, again = (simulate(gpu, 8, options, shape=ONE_LAYER, **fault).ranks[0] for fault in faults)
     assert again.recomputed > kept.recomputed
