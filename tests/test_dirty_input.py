@@ -79,7 +79,7 @@ def test_training(
 def test_a_pipe_is_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "tokenizer.model")  # to open it would wait for ever
     options = ["--model.tokenizer_path", str(tmp_path / "tokenizer.model"), "--job.dump_folder", str(tmp_path / "out")]
-    assert "is no regular file" in refused(train.main, options, capsys)
+    assert "is not a regular file" in refused(train.main, options, capsys)
 
 
 def test_a_dump_folder_that_may_not_be_written_to(disk: DiskFaults, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "step-8/manifest.json").unlink()
     os.mkfifo(tmp_path / "step-8/manifest.json")
     told = refused(convert.main, [str(tmp_path / "step-8"), str(tmp_path / "out")], capsys)
-    assert "manifest.json is missing (is no regular file)" in told
+    assert "manifest.json is missing (is not a regular file)" in told
 
 
 def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,7 +324,7 @@ def test_full_disk_loses_metrics_but_does_not_end_the_run(
     assert long_run.wait() == [75]
     for reporter in ("metrics.jsonl", "TensorBoard", "profiling"):
         warnings = re.findall(
-            rf"{reporter}: \[Errno 28\] No space left on device.*; the run goes on", long_run.output()
+            rf"{reporter}: \[Errno 28\] No space left on device.*; training continues", long_run.output()
         )
         assert len(warnings) == 1
     assert "metrics.jsonl: works again" in long_run.output()
@@ -339,7 +339,7 @@ def test_full_disk_keeps_the_previous_config_file(disk: DiskFaults, copied: Path
     before = (copied / "config.toml").read_text()
     disk.fail("write", f"{copied}/config.toml*", errno.ENOSPC)
     output = finish(copied, "--training.steps", "10", ranks=1)
-    assert "config.toml: [Errno 28] No space left on device; the run goes on without it" in output
+    assert "config.toml: [Errno 28] No space left on device; training continues without it" in output
     assert (copied / "config.toml").read_text() == before
     assert not list(copied.glob("config.toml.*"))
 
@@ -418,7 +418,7 @@ def test_generate_reports_a_full_disk(trained_run: Path, tmp_path: Path, capsys:
     assert generate.main([str(trained_run), *options]) == 2
     dist.destroy_process_group()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("out.jsonl' could not be written: No space left on device; make room, or name another file")
+    assert line.endswith("out.jsonl' could not be written: No space left on device; free space, or name another file")
 
 
 def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults, tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_a_stop_in_the_export_lets_it_end_or_leaves_it_to_the_next_start(tmp_pat
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     output = run.output()
     assert output.count("SIGTERM received: completing the export to hf/, for which 1 s are left; a second signal") == 1
-    assert output.count("the export to hf/ does not end in time: start the run again to export") == 1
+    assert output.count("the export to hf/ exceeds the grace period: start the run again to export") == 1
     assert "Traceback" not in output
     assert "stopping after this step" not in output
     assert saved_steps(tmp_path / "checkpoint") == [2]
@@ -704,10 +704,12 @@ def test_of_many_ranks_one_looks_at_the_reports_of_all(
     ranks = 200
     monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
-    waiting = watchdog.Place("a.py:1 (b)", "all_reduce", {"0": ["all_reduce", 7, list(range(ranks))]}, {"0": 7}, "")
+    waiting = watchdog.RankStatus(
+        "a.py:1 (b)", "all_reduce", {"0": ["all_reduce", 7, list(range(ranks))]}, {"0": 7}, ""
+    )
     for rank in range(ranks - 1):
         (tmp_path / f"step-4-rank-{rank}.txt").write_text(json.dumps(asdict(waiting)) + "\n")
-    monkeypatch.setattr(watchdog, "_place", lambda *_: waiting)
+    monkeypatch.setattr(watchdog, "_current_status", lambda *_: waiting)
     with (
         patch.object(json, "loads", wraps=json.loads) as read,
         patch.object(watchdog, "_awaited", wraps=watchdog._awaited),
@@ -767,7 +769,7 @@ def test_a_report_of_an_earlier_attempt_at_a_step_does_not_count(
     monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
     old = tmp_path / "step-4-rank-0.txt"
-    old.write_text(json.dumps(asdict(watchdog.Place("a.py:1 (b)", "", {}, {}, ""))) + "\n")
+    old.write_text(json.dumps(asdict(watchdog.RankStatus("a.py:1 (b)", "", {}, {}, ""))) + "\n")
     os.utime(old, (0, 0))
     with watchdog.Watchdog(tmp_path, 1, 2, 1000, doing=str) as watch:
         watch._report("step 4")

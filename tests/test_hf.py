@@ -762,7 +762,7 @@ def break_folder(folder: Path, how: str) -> None:
         ("third layer", "does not have: model.layers.2.input_layernorm.weight, .* and 4 more"),
         ("shape", r"has shape \(16,\); by config.json it has \(32,\)"),
         ("escape", r"does not have: '\\x1b\]0;owned\\x07\\n'"),
-        ("pipe", r"model.safetensors is no regular file"),
+        ("pipe", r"model.safetensors is not a regular file"),
         ("NUL", r"names 'b\\+x00.safetensors', which is not in its folder"),
         ("two files", "holds 2 safetensors files and neither model.safetensors nor model.safetensors.index.json"),
         ("pickled", "has a config.json, and no weights in safetensors files beside it"),

@@ -226,7 +226,7 @@ def test_several_processes_without_ranks_are_rejected(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"^{variable} = 3 in the environment, and RANK is not set: 3 processes"):
         world_size()
-    with pytest.raises(ConfigError, match=rf"^convert is the work of one process, and {variable} = 3: start it once"):
+    with pytest.raises(ConfigError, match=rf"^convert runs in one process, and {variable} = 3: start it once"):
         require_one_process("convert")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")

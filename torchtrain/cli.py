@@ -1,4 +1,4 @@
-"""Wraps the package's commands: errors become one message and a documented exit code."""
+"""Wrapper of the package's commands, which turns errors into one message and a documented exit code."""
 
 import atexit
 import errno
@@ -17,52 +17,61 @@ from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
 from torchtrain.logging import init_logging, logger
 
-# Errors with a cause outside of the program: of any output, and of a path that the user or the config names.
+# Errors whose cause is outside of the program: errors of any output, and of a path that the user or the config names.
 DISK_FULL_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 BAD_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *TRANSIENT_ERRNOS)
-TURN_SECONDS = 2.0
+LOG_DELAY_SECONDS = 2.0
 
 
 def is_first_rank() -> bool:
-    """Whether this is the first process that torchrun started, the only one, or one whose RANK is no number."""
+    """Whether this process is rank 0, the only process, or has an invalid RANK."""
     rank = os.environ.get("RANK", "0")
     return rank == "0" or not rank.isdecimal()
 
 
-def _tell(error: TorchtrainError, *, alone: bool = False) -> None:
-    """Log ``error``, once for all ranks that have it. ``alone``: even with a process group, only this one may.
+def _log_once(error: TorchtrainError, *, only_this_rank: bool = False) -> None:
+    """Log ``error`` once for all ranks that raise it.
 
-    With a process group all ranks have the same TorchtrainError, and the first one logs it. Before that this rank may
-    be alone with it. It waits for its turn, since torchrun kills the other ranks of a node when one ends.
+    After process-group initialization all ranks raise the same TorchtrainError, and rank 0 logs it. Before, an error
+    may be raised on a single rank. That rank delays the message by a time that depends on its number, because torchrun
+    kills the other ranks of a node as soon as one exits, so that the first message is the only one.
+
+    Args:
+        error: the error to log.
+        only_this_rank: whether ``error`` may have been raised on this rank only, even after initialization.
     """
     if not is_first_rank():
-        dist = sys.modules.get("torch.distributed")  # a config that is refused needs no torch, and all have the same
-        met = dist is None or dist.is_initialized()
-        if not (met and alone):
-            if met or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(error, StoppedError):
+        # Without torch the config was rejected, by all ranks with the same message.
+        dist = sys.modules.get("torch.distributed")
+        raised_on_all = dist is None or dist.is_initialized()
+        if not (raised_on_all and only_this_rank):
+            if raised_on_all or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(error, StoppedError):
                 return
-            time.sleep(TURN_SECONDS + int(os.environ.get("LOCAL_RANK", "0")) / 8)  # < launch.SHARED_ENDING_SECONDS
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            time.sleep(LOG_DELAY_SECONDS + local_rank / 8)  # less than launch.SHARED_ENDING_SECONDS
     logger.error("error: %s", error)
 
 
 def run_command(run: Callable[[], int]) -> int:
-    """Call ``run``, which returns an exit code. A TorchtrainError becomes its exit code and one message; so do Ctrl-C,
-    a disk that is full, a path that cannot be used, and output that nobody reads, as of ``| head``.
+    """Call ``run`` and return its exit code, with one message and a documented exit code for errors of the environment.
+
+    These are a TorchtrainError, Ctrl-C, a full disk, a path that cannot be used, and a closed pipe such as ``| head``.
+    Other exceptions are raised.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for a terminal that is not in UTF-8
+        sys.stdout.reconfigure(errors="replace")  # the encoding of the terminal may not be UTF-8
     init_logging()
     try:
         code = run()
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
-        _tell(error)
+        _log_once(error)
         if isinstance(error, StoppedError):
-            os._exit(error.exit_code)  # a thread that hangs would keep the process
+            os._exit(error.exit_code)  # a hanging thread would keep the process alive
         return error.exit_code
     except KeyboardInterrupt:
         if is_first_rank():
@@ -70,34 +79,34 @@ def run_command(run: Callable[[], int]) -> int:
         return 128 + signal.SIGINT
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         if limit := limit_error(error):
-            _tell(limit, alone=True)
+            _log_once(limit, only_this_rank=True)
             return limit.exit_code
         if not isinstance(error, OSError):
             raise
-        nowhere = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
+        no_folder = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
         if (
             error.errno not in DISK_FULL_ERRNOS
-            and not nowhere
+            and not no_folder
             and not (error.filename and error.errno in BAD_PATH_ERRNOS)
         ):
             raise
         what = "written" if error.errno in DISK_FULL_ERRNOS else "used"
-        name = "the working folder, or the one of TMPDIR," if nowhere else error.filename or "the output"
+        name = "the working folder, or the one of TMPDIR," if no_folder else error.filename or "the output"
         message = f"{name} cannot be {what}: {error.strerror}"
-        passes = error.errno in TRANSIENT_ERRNOS
-        told = StorageError(f"{message}. Start again when it answers") if passes else TorchtrainError(message)
-        _tell(told, alone=True)
-        return told.exit_code
+        is_transient = error.errno in TRANSIENT_ERRNOS
+        reported = StorageError(f"{message}. Start again when it answers") if is_transient else TorchtrainError(message)
+        _log_once(reported, only_this_rank=True)
+        return reported.exit_code
     finally:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-        except OSError:  # Python would end with a code of its own
+        except OSError:  # else Python's shutdown would fail to flush them, and change the exit code
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Decorator for a module's ``main``: ``run_command`` calls it with the given arguments, or else with sys.argv's."""
+    """Decorator for the ``main`` of a command: calls it by ``run_command``, with its argument or ``sys.argv[1:]``."""
 
     def main(argv: Sequence[str] | None = None) -> int:
         return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
@@ -107,14 +116,14 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Call ``main`` and end the process with the exit code that it returns, without finalizing the interpreter.
+    """Call ``main`` and exit with the code that it returns, without finalizing the interpreter.
 
-    The last line of each command. Threads of PyTorch outlive ``main``: those of a gloo group still hold the tensors of
-    its last collectives, and DTensor's caches keep groups alive that have been destroyed. A thread that waits for the
-    GIL when the interpreter is finalized ends by ``pthread_exit``, which must not unwind C++ destructors: the process
-    would abort with signal 6 in place of its exit code (https://github.com/pytorch/pytorch/issues/38228). PyTorch has
-    no function that joins these threads. So what the interpreter does before it is finalized is done here: wait for
-    threads that are no daemons, call the exit handlers, flush.
+    This is the last line of each command. Threads of PyTorch outlive ``main``: those of a gloo group still hold the
+    tensors of its last collectives, and DTensor's caches keep destroyed groups alive. A thread that waits for the GIL
+    while the interpreter is finalized ends by ``pthread_exit``, which must not unwind C++ destructors: the process
+    would abort with signal 6 instead of its exit code (https://github.com/pytorch/pytorch/issues/38228). PyTorch has no
+    function that joins these threads. This function therefore does what the interpreter does before finalization: it
+    waits for non-daemon threads, calls the exit handlers, and flushes the streams.
     """
     code: Any
     try:
@@ -130,6 +139,6 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # as in a child of multiprocessing
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with suppress(OSError, ValueError):  # a broken pipe, or a closed stream
             stream.flush()
     os._exit(code or 0)

@@ -1,7 +1,7 @@
-"""Peak FLOP/s of GPUs, and the kind of device that code makes choices for.
+"""Peak FLOP/s of GPUs, and the device type that code is specialized for.
 
-The planner (``planning/``) runs without a GPU, on fake tensors whose device is the CPU. Code that does something else
-on a GPU asks here whether it runs, or plans, for one.
+The planner (``planning/``) simulates a GPU with fake tensors whose device is the CPU. Code that differs between CPUs
+and GPUs therefore calls ``device_kind`` and ``compute_capability``, which return those of the simulated GPU.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Dense bfloat16 FLOP/s from the vendors' data sheets, by a part of the device's name; the first that fits counts.
+# Dense bfloat16 FLOP/s from the vendors' data sheets, by a substring of the device name; the first match counts.
 PEAK_FLOPS_BFLOAT16 = {
     "A100": 312e12,
     "H100 NVL": 835e12,
@@ -32,13 +32,13 @@ def device_kind(device_type: str) -> str:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU ``device``, or of the one that is planned for."""
+    """Compute capability (major, minor) of the GPU ``device``, or of the simulated one inside ``planned_for_gpu``."""
     return _planned_capability or torch.cuda.get_device_capability(device)
 
 
 @contextmanager
 def planned_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Make all choices as for a GPU of this compute capability."""
+    """A context manager in which code is specialized for a GPU of this compute capability."""
     global _planned_capability
     before, _planned_capability = _planned_capability, capability
     try:
@@ -48,7 +48,7 @@ def planned_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of the device, or None where it is not known."""
+    """Peak dense bfloat16 FLOP/s of the device, or None if it is not known."""
     if " MIG " in device_name:  # a part of a GPU, such as 1g.5gb
         return None
     return next((peak for name, peak in PEAK_FLOPS_BFLOAT16.items() if name in device_name), None)

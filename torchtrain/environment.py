@@ -1,4 +1,4 @@
-"""What the system gives a process: the environment that launchers set, and limits on threads and address space."""
+"""The environment of a process: variables that launchers set, and the limits on threads and address space."""
 
 import errno
 import os
@@ -7,12 +7,12 @@ import threading
 
 from torchtrain.errors import ConfigError, TorchtrainError
 
-# The number of processes that were started together, by srun, Open MPI, and MPICH or Intel MPI.
+# Variables with the number of processes that were started together: by srun, Open MPI, and MPICH or Intel MPI.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def require_ranks() -> None:
-    """ConfigError where several processes were started together that have no RANK: each would do all of the work."""
+    """Raise ConfigError if srun or mpirun started several processes without RANK: each would do all of the work."""
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         return
     variable, tasks = _tasks()
@@ -25,18 +25,18 @@ def require_ranks() -> None:
 
 
 def require_one_process(command: str) -> None:
-    """ConfigError where torchrun, srun or mpirun has started several processes of ``command``."""
+    """Raise ConfigError if torchrun, srun or mpirun has started several processes of ``command``."""
     variable, tasks = _tasks()
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(f"{command} is the work of one process: start it without torchrun")
+        raise ConfigError(f"{command} runs in one process: start it without torchrun")
     if tasks > 1:
-        raise ConfigError(f"{command} is the work of one process, and {variable} = {tasks}: start it once (srun -n 1)")
+        raise ConfigError(f"{command} runs in one process, and {variable} = {tasks}: start it once (srun -n 1)")
 
 
 def _tasks() -> tuple[str, int]:
-    """The variable that has the number of processes that were started together, and the number; 1 without one."""
+    """The variable with the number of processes that were started together, and that number; ("", 1) without one."""
     variables = list(TASKS)
-    # A batch script has the number of its job's tasks, and is one process; so has the shell of salloc, with no PROCID.
+    # SLURM_NTASKS is also set in a batch script and in the shell of salloc, each of which is one process.
     if "SLURM_PROCID" in os.environ and os.environ.get("ENVIRONMENT") != "BATCH":
         variables.append("SLURM_NTASKS")
     for variable in variables:
@@ -46,7 +46,7 @@ def _tasks() -> tuple[str, int]:
 
 
 def require_threads(count: int) -> None:
-    """ConfigError where this process cannot have ``count`` threads more: a gloo group without its threads may hang."""
+    """Raise ConfigError if this process cannot start ``count`` more threads: a gloo group without them may hang."""
     ended = threading.Event()
     threads = [threading.Thread(target=ended.wait, daemon=True) for _ in range(count)]
     started = []
@@ -64,16 +64,16 @@ def require_threads(count: int) -> None:
 
 
 def limit_error(error: BaseException) -> TorchtrainError | None:
-    """The error with which to end where ``error`` comes of a limit on threads, processes or address space."""
+    """The ConfigError to report if a limit on threads, processes or address space caused ``error``; else None."""
     text = str(error)
-    # In the words of Python, of C++'s std::thread, and of fork.
+    # The messages of Python, of C++'s std::thread, and of fork.
     if "can't start new thread" in text or text == os.strerror(errno.EAGAIN) or _is(error, errno.EAGAIN):
         return ConfigError(f"no more threads or processes can be started; {_limits()}")
     lacks_memory = isinstance(error, MemoryError) or _is(error, errno.ENOMEM)
     lacks_memory = lacks_memory or "failed to map segment" in text or "std::bad_alloc" in text
-    # Of torch's allocator only where there is a limit: else the size of the model is the matter.
+    # An error of torch's allocator counts only if there is a limit: otherwise the model is too large.
     if lacks_memory or ("can't allocate memory" in text and _limit(resource.RLIMIT_AS) != "unlimited"):
-        return ConfigError(f"the system gives this process no more memory; {_limits()}")
+        return ConfigError(f"this process cannot allocate more memory; {_limits()}")
     return None
 
 

@@ -1,39 +1,39 @@
-"""Errors that end a command with one message and without a traceback.
+"""User-fixable errors, each of which ends a command with one message, an exit code, and no traceback.
 
 TorchtrainError             exit code
-├── ConfigError         2   a key, a value or a combination of values
-├── TokenizerError      2   a tokenizer that is missing or not one
-├── DataError           2   a source that is missing, empty, or not what the config says
+├── ConfigError         2   an invalid key, value or combination of values in the config
+├── TokenizerError      2   a tokenizer that is missing or invalid
+├── DataError           2   a data source that is missing, empty, or not what the config says
 ├── CheckpointError     2   a checkpoint that is missing, damaged, or of another run
-│   ├── DamagedError    2       its files are not as they were written: an older one is taken
-│   └── SupersededError 2       a newer incarnation of the run saves in the same folder
-├── FaultError          2   a run that cannot go on, such as one whose loss is not finite
-├── StorageError       74   a file system or a network that does not answer: later, the same command may work
-└── StoppedError       75   asked to stop, and what there was to wait for did not end in time
+│   ├── DamagedError    2       its files are not as they were written; a resuming run takes an older checkpoint
+│   └── SupersededError 2       a newer start of the run saves checkpoints in the same folder
+├── FaultError          2   a run that cannot continue, such as one whose loss is not finite
+├── StorageError       74   a file system or a network that does not answer; the same command may succeed later
+└── StoppedError       75   a request to stop, and an operation that exceeded the grace period
 
-Every message gives the rule, the value and the way out.
+Each message states the rule, the value that violates it, and how to fix it.
 """
 
 import os
 
 
 class TorchtrainError(Exception):
-    """Base of all errors whose cause is outside of the program."""
+    """Base class of errors whose cause is outside of the program."""
 
     exit_code = 2
-    """The exit code of the command; docs/faults.md has the table."""
+    """Exit code of the command, as documented in docs/faults.md."""
 
 
 class ConfigError(TorchtrainError):
-    """A config key, value, or combination of values that cannot work."""
+    """An invalid key, value, or combination of values in the config."""
 
 
 class TokenizerError(TorchtrainError):
-    """A tokenizer file that is missing, unreadable, or of no known kind."""
+    """A tokenizer file that is missing, unreadable, or of an unknown format."""
 
 
 class DataError(TorchtrainError):
-    """A data source that is missing, empty, or not what the config says it is."""
+    """A data source that is missing, empty, or does not contain what the config says."""
 
 
 class CheckpointError(TorchtrainError):
@@ -41,25 +41,25 @@ class CheckpointError(TorchtrainError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are missing, changed since they were written, or not of its format."""
+    """A checkpoint whose files are missing, have changed since they were written, or have an invalid format."""
 
 
 class SupersededError(CheckpointError):
-    """A newer incarnation of the run saves in the same folder."""
+    """A newer start of the run saves checkpoints in the same folder."""
 
 
 class FaultError(TorchtrainError):
-    """A run that must not go on, as after bad numbers."""
+    """A run that cannot continue, for example after too many bad steps (``faults.max_bad_steps``)."""
 
 
 class StorageError(TorchtrainError):
-    """A file system or a network that does not answer, or not with what lies there. Nothing was changed."""
+    """A file system or a network that does not answer, or returns wrong data. Nothing was changed."""
 
     exit_code = 74  # sysexits.h: EX_IOERR
 
 
 class StoppedError(TorchtrainError):
-    """The run was asked to stop, and what it waits for takes longer than it may."""
+    """The run was asked to stop, and an operation that it waits for exceeds the grace period."""
 
     exit_code = 75  # sysexits.h: EX_TEMPFAIL
 
@@ -67,4 +67,4 @@ class StoppedError(TorchtrainError):
         super().__init__(message)
         restarts, most = (int(os.environ.get(f"TORCHELASTIC_{key}", "0")) for key in ("RESTART_COUNT", "MAX_RESTARTS"))
         if restarts < most:
-            self.exit_code = 0  # torchrun would take any other code for a crash, and start the run again at once
+            self.exit_code = 0  # torchrun would treat any other code as a crash, and restart the run immediately

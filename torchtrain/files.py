@@ -1,7 +1,7 @@
-"""Files: reads that are retried, output paths that are checked before work begins, atomic writes.
+"""File operations: reads with retries, validation of output paths before work begins, atomic writes, lock files.
 
-A read is retried where the file system fails. A missing file is not retried: ``FileNotFoundError`` and its like are
-raised at once.
+A read is retried after transient errors of the file system. A missing file is not retried: the exceptions in
+``MISSING``, such as ``FileNotFoundError``, are raised immediately.
 """
 
 import errno
@@ -29,29 +29,29 @@ T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
-# Of a file system, and not of a full disk or of rights.
+# Transient I/O errors of a file system; a full disk or missing permissions are not transient.
 TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)
 
 
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 
 
-BLOCK_BYTES = 16 * 2**20  # read, hashed or written at once
+BLOCK_BYTES = 16 * 2**20  # size of the blocks in which large files are read, hashed and written
 
 
 def with_retries(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float] = PAUSES_SECONDS) -> T:
-    """``read()`` of ``path``, tried again after each of the pauses where the file system fails.
+    """Call ``read()``, which reads ``path``, and retry it after each of the pauses if the file system fails.
 
     Raises:
-        StorageError: it fails each time.
+        StorageError: the last attempt failed, too.
     """
     for pause in (*pauses_seconds, None):
         try:
             return read()
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link to itself is as good as none
+            if error.errno == errno.ELOOP:  # treat a link to itself as a missing file
                 raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
-            if isinstance(error, MISSING) or error.errno == errno.ENAMETOOLONG:  # a mistake, not a failure
+            if isinstance(error, MISSING) or error.errno == errno.ENAMETOOLONG:  # an invalid path, not a failure
                 raise
             if pause is None:
                 raise unreadable(path, error, len(pauses_seconds) + 1) from error
@@ -60,18 +60,24 @@ def with_retries(read: Callable[[], T], path: Path, pauses_seconds: Sequence[flo
 
 
 def unreadable(path: Path, error: OSError, attempts: int = len(PAUSES_SECONDS) + 1) -> StorageError:
+    """The StorageError for a ``path`` that could not be read in so many ``attempts``; ``error``: of the last one."""
     where, why = error.filename or path, error.strerror or error
-    told = StorageError(
+    storage_error = StorageError(
         f"{where} cannot be read: {why}, in {attempts} attempts. Nothing was changed: start again when the file system "
         "answers and lets this user read"
     )
     if isinstance(error, PermissionError):
-        told.exit_code = TorchtrainError.exit_code  # trying again later would not help
-    return told
+        storage_error.exit_code = TorchtrainError.exit_code  # trying again later would not help
+    return storage_error
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file. MISSING where it is none, StorageError where the file system fails."""
+    """Read a regular file, with retries.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: ``path`` is not a regular file (``MISSING``).
+        StorageError: the file system fails.
+    """
 
     def read() -> bytes:
         require_regular(path)
@@ -81,13 +87,13 @@ def read_file(path: Path) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raise IsADirectoryError unless ``path`` is a regular file: opening a pipe would wait for whoever writes to it."""
+    """Raise IsADirectoryError unless ``path`` is a regular file: opening a pipe blocks until something writes to it."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise IsADirectoryError(None, "is no regular file", str(path))
+        raise IsADirectoryError(None, "is not a regular file", str(path))
 
 
 def hash_of(path: Path, start: int = 0, size_bytes: int | None = None) -> str:
-    """XXH3-128 of ``size_bytes`` in the file from ``start`` on, by default of all of it, in hex."""
+    """XXH3-128 hash, in hex, of ``size_bytes`` bytes of a file from the offset ``start`` on; by default to its end."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -99,9 +105,13 @@ def hash_of(path: Path, start: int = 0, size_bytes: int | None = None) -> str:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file, and not a link out of its folder but to the ``blobs`` of a hub's cache.
+    """Whether ``path`` is a regular file, and not a link that leads out of its folder.
 
-    A folder from elsewhere may hold links to anything, devices and pipes that never end among them. OSError.
+    Links to the ``blobs`` folder of a Hugging Face hub cache are allowed. A folder of unknown origin may contain links
+    to any file, among them devices and pipes that never end.
+
+    Raises:
+        OSError: the file is missing or cannot be accessed.
     """
     if path.is_symlink():
         target = Path(os.path.realpath(path))
@@ -111,12 +121,15 @@ def is_own_file(path: Path) -> bool:
 
 
 def printable(name: str) -> str:
-    """``name``, which a file gives, for a message: as Python writes it where a terminal would obey it."""
+    """``name`` for use in a message: unchanged, or its ``repr`` if it contains control characters."""
     return name if name.isprintable() else repr(name)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in ``folder``; none where there is no folder. Not ``Path.glob``, which hides errors."""
+    """Sorted names of the entries of ``folder``, with retries; an empty list if ``folder`` is missing.
+
+    Unlike ``Path.glob`` it raises errors of the file system (StorageError).
+    """
     try:
         return sorted(with_retries(lambda: os.listdir(folder), folder))
     except MISSING:
@@ -133,10 +146,15 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system witho
 
 
 def require_folder(folder: Path, given: str) -> None:
-    """Make ``folder``; ConfigError where there can be none, or this user may not write to it,
-    StorageError where the file system fails.
+    """Create ``folder`` if it is missing, and check that it is writable.
 
-    ``given``: the option and its value, as in ``job.dump_folder = 'outputs'``.
+    Args:
+        folder: the folder.
+        given: the option and its value for the error message, such as ``job.dump_folder = 'outputs'``.
+
+    Raises:
+        ConfigError: the folder cannot be created, or this user may not write to it.
+        StorageError: the file system fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,26 +167,26 @@ def require_folder(folder: Path, given: str) -> None:
         problem = f"{given} cannot be used: {why}"
         if error.errno in TRANSIENT_ERRNOS:
             raise StorageError(f"{problem}. Start again when the file system answers") from error
-        if error.errno not in NO_SPACE:  # what is there already may yet be removed
+        if error.errno not in NO_SPACE:  # a full disk is accepted: a run may free space by deleting old checkpoints
             raise ConfigError(f"{problem}; name another folder") from error
 
 
 def dangling(path: Path) -> str:
-    """What a link that leads nowhere is, in words; empty where ``path`` is none."""
+    """The error message about ``path`` if it is a dangling symbolic link, else an empty string."""
     if not path.is_symlink() or path.exists():
         return ""
     return f"{path} is a link to {os.readlink(path)!r}, which does not exist: create that folder, or remove the link"
 
 
 def require_file(path: str, option: str) -> None:
-    """Make the folder of ``path``, the value of ``option``; ConfigError where no file can be written there."""
+    """Create the folder of the output file ``path``, the value of ``option``; ConfigError if it cannot be written."""
     if Path(path).is_dir():
         raise ConfigError(f"{option} = {path!r} is a folder; name a file in it")
     require_folder(Path(path).parent, f"{option} = {path!r}")
 
 
 def require_picture(path: str, option: str) -> None:
-    """``require_file`` for a PNG file, which needs matplotlib."""
+    """``require_file`` for a PNG file, which also needs matplotlib."""
     if Path(path).suffix != ".png":
         raise ConfigError(f"{option} = {path!r} must end with .png")
     if find_spec("matplotlib") is None:
@@ -178,27 +196,31 @@ def require_picture(path: str, option: str) -> None:
 
 @contextmanager
 def writing(path: str, option: str) -> Iterator[None]:
-    """Within ``path``, the value of ``option``, is written. TorchtrainError where it fails, as on a full disk."""
+    """A context manager for writing ``path``, the value of ``option``: turns OSError into TorchtrainError."""
     try:
         yield
     except OSError as error:
         raise TorchtrainError(
-            f"{option} = {path!r} could not be written: {error.strerror or error}; make room, or name another file"
+            f"{option} = {path!r} could not be written: {error.strerror or error}; free space, or name another file"
         ) from error
 
 
 def partial_path(path: Path) -> Path:
-    """A new name, ``<path>.ID.partial``, for what is to become ``path``, or was."""
+    """A new unique name, ``<path>.ID.partial``, for a file or folder before it is renamed to ``path``, or removed."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}")
 
 
 @contextmanager
 def atomic_write(path: Path, *, flush: bool = False) -> Iterator[Any]:
-    """A binary file that gets its name once all of it is written. A killed process leaves a ``.partial`` of its own.
+    """Atomic write: a context manager that yields a binary file, which is renamed to ``path`` when the body ends.
 
-    ``flush``: write it to disk before it gets its name, so that a loss of power leaves no cut file under that name.
+    If the body raises, nothing is left; a killed process leaves a file that ends in ``.partial``.
+
+    Args:
+        path: the final name.
+        flush: fsync the file before the rename, so that a power failure leaves no truncated file of that name.
     """
-    # Nobody can know this name beforehand and make a link of it; mode "x" would not follow one.
+    # The random name and mode "x" keep other users from placing a link there, which open would follow.
     partial = partial_path(path)
     try:
         with open(partial, "xb", buffering=1 << 20) as file:
@@ -207,18 +229,21 @@ def atomic_write(path: Path, *, flush: bool = False) -> Iterator[Any]:
                 file.flush()
                 os.fsync(file.fileno())
         partial.rename(path)
-    except BaseException:  # as on a full disk, which should not stay full of it
+    except BaseException:  # remove the partial file, which may have filled the disk
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
 
 
 def open_lock_file(path: Path) -> int:
-    """A descriptor of the lock file ``path``, which is made where it is missing, and never changed.
+    """Open the lock file ``path``, and create it if it is missing; its content is never changed.
+
+    Returns:
+        The file descriptor.
 
     Raises:
-        ConfigError: it is a link, a pipe or a device. Others may be able to write to its folder, so links are not
-            followed.
+        ConfigError: ``path`` is a link, a pipe or a device. Other users may be able to write to its folder, therefore
+            links are not followed.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -229,14 +254,19 @@ def open_lock_file(path: Path) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise ConfigError(f"{path} must be a regular file to serve as a lock, and is a link or a device: remove it")
+    raise ConfigError(
+        f"{path} must be a regular file, because it is used as a lock file, but is a link or a device: remove it"
+    )
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Remove ``folder``, which another process may still be writing. OSError if it cannot be renamed.
+    """Remove ``folder``, to which another process may still be writing.
 
-    It is first renamed as a whole, to a new ``partial_path(target)``: so the other process cannot give its final name
-    to a folder that is half removed.
+    It is first renamed to a new ``partial_path(target)``, so that the other process cannot rename a half-removed folder
+    to its final name ``target``.
+
+    Raises:
+        OSError: the folder cannot be renamed.
     """
     moved = partial_path(target)
     with suppress(FileNotFoundError):
@@ -246,13 +276,14 @@ def discard(folder: Path, target: Path) -> None:
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """The path ``<target>.ID.partial`` for a folder to write and then rename to ``target``. Removed at the end.
+    """A context manager that yields the path ``<target>.ID.partial`` of a folder to write and then rename to
+    ``target``.
 
-    Those that killed processes have left are removed first. A process that is alive holds the lock of its
-    ``<target>.ID.lock``.
+    If it was not renamed, the folder is removed at the end. Folders that killed processes have left are removed first:
+    a live process holds a lock on its file ``<target>.ID.lock``.
 
     Raises:
-        TorchtrainError: nothing can be written there.
+        TorchtrainError: the folder of ``target`` cannot be written.
     """
     partial = partial_path(target)
     lock = partial.with_suffix(".lock")
@@ -263,16 +294,16 @@ def partial_folder(target: Path) -> Iterator[Path]:
             stack.callback(lambda: lock.unlink(missing_ok=True))
             stack.callback(os.close, descriptor)
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
-            _lock_or_pass(descriptor)
+            _try_lock(descriptor)
         except OSError as error:
             raise TorchtrainError(
-                f"{target} could not be written: {error.strerror or error}; make room, or let this user write there"
+                f"{target} could not be written: {error.strerror or error}; free space, or let this user write there"
             ) from error
         yield partial
 
 
 def _discard_partial_folders(target: Path) -> None:
-    """Remove what killed processes have left of ``partial_folder``."""
+    """Remove the partial folders and lock files that killed processes have left."""
     names = names_in(target.parent)
     found = (
         re.fullmatch(rf"{re.escape(target.name)}\.([0-9a-f]{{8}}|[0-9a-f]{{32}})\.(partial|lock)", n) for n in names
@@ -282,16 +313,20 @@ def _discard_partial_folders(target: Path) -> None:
             if lock.name in names:
                 descriptor = open_lock_file(lock)
                 stack.callback(os.close, descriptor)
-                if not _lock_or_pass(descriptor):
+                if not _try_lock(descriptor):
                     continue
             discard(lock.with_suffix(PARTIAL_SUFFIX), target)
             lock.unlink(missing_ok=True)
 
 
-def _lock_or_pass(descriptor: int) -> bool:
-    """Lock a file without waiting. False where the file system has no locks; BlockingIOError: another holds it."""
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file without waiting. Returns False if the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
     try:
-        # Not lockf, with which a process that opens a second descriptor, and closes it, lets go of the lock.
+        # Not lockf, whose lock is released when the process closes any other descriptor of the file.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -301,9 +336,9 @@ def _lock_or_pass(descriptor: int) -> bool:
 
 
 def fsync_folder(folder: Path, *files: str) -> None:
-    """Flush ``files`` in a folder, and its entries, to disk: names of new files and renames are not safe before."""
+    """fsync ``files`` in a folder, and the folder itself, which makes new file names and renames durable."""
     with ThreadPoolExecutor(len(files) + 1) as pool:
-        # One commit of the file system's journal serves all that ask for it at the same time.
+        # Concurrent calls of fsync share one commit of the file system's journal.
         list(pool.map(_fsync, [folder, *(folder / file for file in files)]))
 
 

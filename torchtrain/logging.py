@@ -9,18 +9,18 @@ logger = logging.getLogger("torchtrain")
 
 
 class _PlainFormatter(logging.Formatter):
-    """Writes control characters as Python does: a terminal would obey those in a name that a message quotes."""
+    """Escapes control characters as ``repr`` does, so that a quoted file name cannot send commands to the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
 
 
 def init_logging() -> None:
-    """Send the package's messages to stderr. Ranks that are not in ``LOG_RANK`` (such as 0,3) only log errors."""
+    """Send the package's log to stderr. Ranks that are not listed in ``LOG_RANK`` (such as 0,3) log only errors."""
     rank = os.environ.get("RANK", "0")
     shown = os.environ.get("LOG_RANK", "0").split(",")
     handler = logging.StreamHandler(sys.stderr)
-    # That a terminal or a log file cannot be written to is ignored.
+    # Ignore that a terminal or a log file cannot be written: it must not end a run.
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
     prefix = "" if shown == [rank] else f"[rank {rank}] "
     handler.setFormatter(_PlainFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
@@ -30,7 +30,11 @@ def init_logging() -> None:
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):
-    """A context for what only reports: its errors are suppressed. Of several in a row the first is logged."""
+    """A context manager for metrics, logs and reports, whose failures must not end a run.
+
+    It suppresses every ``Exception`` of its body. Of several failures in a row it logs the first one, and then the
+    first success. ``what`` names in these messages what the body writes.
+    """
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -45,6 +49,6 @@ class BestEffort(AbstractContextManager["BestEffort"]):
         if not isinstance(error, Exception):
             return False
         if not self.failing:
-            logger.warning("%s: %s; the run goes on without it", self.what, error)
+            logger.warning("%s: %s; training continues without it", self.what, error)
         self.failing = True
         return True

@@ -1,4 +1,4 @@
-"""Pinned CPU memory, which a GPU copies to and from at full speed while the host does something else."""
+"""Pinned (page-locked) CPU memory, for asynchronous copies at full speed between CPU and GPU."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-# torch rounds each pinned allocation up to a power of two, tensor by tensor up to twice what is needed.
+# torch rounds each pinned allocation up to a power of two: one allocation per tensor would take up to twice the memory.
 CHUNK_BYTES = 1 << 30
 
 
 def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each of ``tensors`` an uninitialized, contiguous one in pinned memory, cut from a few large allocations."""
+    """Uninitialized, contiguous tensors in pinned memory with the names, shapes and dtypes of ``tensors``."""
     found: dict[str, Tensor] = {}
     for names in in_buckets(tensors, CHUNK_BYTES):
         sizes = [-(-tensors[name].nbytes // ALIGNMENT) * ALIGNMENT for name in names]
@@ -19,7 +19,7 @@ def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         start = 0
         for name, size in zip(names, sizes, strict=True):
             tensor = tensors[name]
-            # With a storage of its own size, not a view of the chunk's: torch.save would write, or copy, all of that.
+            # A storage of its own, not a view of the chunk's storage: torch.save would write all of the chunk.
             part = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             found[name] = part.view(tensor.shape)
             start += size
@@ -27,7 +27,7 @@ def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_buckets(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[list[str]]:
-    """Names of ``tensors`` that are not empty, in order, as many at once as ``limit_bytes`` hold, and at least one."""
+    """Split the names of the non-empty ``tensors``, in order, into lists of at most ``limit_bytes``, or one tensor."""
     bucket: list[str] = []
     used = 0
     for name, tensor in tensors.items():

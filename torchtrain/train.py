@@ -1,4 +1,4 @@
-"""Pretrain a Llama: ``torchrun -m torchtrain.train --job.config_file F``; on one rank ``python -m`` does, too."""
+"""Pretrain a Llama model: ``torchrun -m torchtrain.train --job.config_file F``, or ``python -m`` for one rank."""
 
 import os
 import shlex
@@ -18,20 +18,20 @@ def main(argv: Sequence[str]) -> int:
     try:
         return train(config)
     except RuntimeError as error:
-        names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline raises another one from it
-        allocates = "OutOfMemoryError" in names or "can't allocate memory" in str(error)  # CUDA, CPU
-        if allocates and not limit_error(error):
+        names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline schedule wraps the error
+        out_of_memory = "OutOfMemoryError" in names or "can't allocate memory" in str(error)  # CUDA, CPU
+        if out_of_memory and not limit_error(error):
             estimate = f"{shlex.join(argv)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
             logger.error(
-                f"{error}\nTo see where the memory of such a run goes, and what would fit: python -m "
-                f"torchtrain.estimate {estimate}, with --estimate.search for a layout (docs/estimate.md)"
+                f"{error}\nTo estimate the memory of this run, or with --estimate.search to find a layout that fits "
+                f"(docs/estimate.md): python -m torchtrain.estimate {estimate}"
             )
         raise
 
 
 def train(config: JobConfig) -> int:
     """Train as ``config`` says; returns the exit code of the process (see ``Trainer.train``)."""
-    # Here and not above: --help and a config that is rejected need no torch.
+    # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
     from torchtrain.trainer import Trainer
 
     trainer = Trainer(config)

@@ -1,4 +1,4 @@
-"""Requests to stop, by a signal or by the wall-clock limit. Ranks agree on them once a step (``NonFiniteGuard``)."""
+"""Requests to stop: signals and the wall-clock limit. Ranks agree on them once per step (``NonFiniteGuard``)."""
 
 import os
 import signal
@@ -17,27 +17,28 @@ from torchtrain.errors import StoppedError
 from torchtrain.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# One request can arrive twice: from SLURM itself, and passed on by torchrun.
+# The same request can arrive twice: sent by SLURM, and forwarded by torchrun.
 ECHO_SECONDS = 3.0
-WARNING_SECONDS = 3600.0  # SLURM's warning comes at most so long before the limit; an earlier SIGUSR1 is none
+WARNING_SECONDS = 3600.0  # SLURM's warning comes at most this long before the limit; an earlier SIGUSR1 is not one
 POLL_SECONDS = 0.2
-EXIT_SECONDS = 10.0  # in which all processes of a SLURM job end and it is requeued
+EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job to be requeued
 
 
 class StopRequest:
-    """Whether this rank was asked to stop, and by when it must end. A context manager; enter it on the main thread.
+    """Whether this rank was asked to stop, and when it must exit. A context manager, entered on the main thread.
 
-    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is noted, and so is the time ``stop_grace_seconds`` before the
-    wall-clock limit. A second signal ends the process at once. Signals are seen while the main thread waits in a
-    collective, where Python's own handlers would not run: the interpreter writes their numbers to a socket, which a
-    thread reads.
+    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is a request to stop, and so is the time ``stop_grace_seconds`` before
+    the wall-clock limit. A second signal ends the process immediately.
+
+    Signals are handled even while the main thread waits in a collective, where Python does not run signal handlers: the
+    interpreter writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
     """
 
     def __init__(self, config: FaultsConfig) -> None:
         self.config = config
         self.signal_name: str | None = None
         self.agreed = False
-        """Whether all ranks know that one of them was asked."""
+        """Whether any rank was asked to stop; identical on all ranks."""
         self._signal_time, self._grace_end = 0.0, float("inf")
         self._response = "stopping after this step, with %.0f s for a save"
         limit = config.wall_clock_limit_minutes
@@ -46,7 +47,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # Before the handlers, which ignore a signal: none is lost in between.
+        # Set this before the handlers, which do nothing, so that no signal is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
@@ -67,24 +68,28 @@ class StopRequest:
                 seconds = self._grace_seconds(name)
                 self._signal_time, self._grace_end = now, now + seconds
                 self.signal_name = name
-                logger.warning(f"%s received: {self._response}; a second signal stops at once", name, seconds)
+                logger.warning(f"%s received: {self._response}; a second signal stops immediately", name, seconds)
             elif now - self._signal_time > ECHO_SECONDS:
                 os._exit(128 + received[0])
         reader.close()
 
     @contextmanager
     def during_export(self, saved: bool) -> Iterator[None]:
-        """A context for the export after the last step, which a request to stop does not break off.
+        """A context manager for the export after the last step, which a request to stop does not abort.
 
-        When the time that the request leaves is over, the process ends with exit code 75, and the next start of the run
-        exports. ``saved``: whether that start would find the weights. If not, the export may take as long as it takes.
+        When the grace period of the request is over, the process exits with code 75, and the next start of the run
+        exports.
+
+        Args:
+            saved: whether a checkpoint contains the weights, so that the next start can export them. If not, the export
+                has no time limit.
 
         Raises:
-            StoppedError: the export failed after a request, as it does where other ranks have ended.
+            StoppedError: the export failed after a request to stop, for example because other ranks have exited.
         """
         self._response = "completing the export to hf/, for which %.0f s are left"
         ended = threading.Event()
-        late = "asked to stop, and the export to hf/ does not end in time: start the run again to export"
+        late = "asked to stop, and the export to hf/ exceeds the grace period: start the run again to export"
 
         def watch() -> None:
             while not ended.wait(POLL_SECONDS):
@@ -106,16 +111,16 @@ class StopRequest:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank knows of a reason to stop."""
+        """Whether this rank was asked to stop, or is about to reach the wall-clock limit."""
         return self.signal_name is not None or self.seconds_left <= self.config.stop_grace_seconds
 
     @property
     def seconds_left(self) -> float:
-        """Time until whoever asked is expected to kill the process; infinite where nobody did."""
+        """Seconds until the process is expected to be killed; infinite without a request or a wall-clock limit."""
         return min(self._grace_end, self._clock_deadline) - time.monotonic()
 
     def _grace_seconds(self, name: str) -> float:
-        """Time from the signal ``name`` on until the process is expected to be killed."""
+        """Time between the signal ``name`` and the kill that is expected to follow it."""
         seconds = float(self.config.stop_grace_seconds)
         end = os.environ.get("SLURM_JOB_END_TIME")  # in seconds since the epoch (train.slurm)
         if name == "SIGUSR1" and end and end.isdecimal():
@@ -124,16 +129,16 @@ class StopRequest:
         return seconds
 
     def may_wait(self, began: float) -> bool:
-        """Whether to go on waiting for what began at ``began``, by ``time.monotonic()``.
+        """Whether to keep waiting for an operation that began at ``began``, in seconds of ``time.monotonic()``.
 
-        At least ``stop_grace_seconds`` are allowed from then on, even after the stop's own grace: a process that was
-        not killed by then may live longer.
+        An operation may take at least ``stop_grace_seconds``, even if the grace period of the request is over: a
+        process that has not been killed by then may not be killed at all.
         """
         grace_seconds = self.config.stop_grace_seconds
         return not self.pending or max(self.seconds_left, began + grace_seconds - time.monotonic()) > 0
 
     def agree(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether any rank of ``group`` knows of a reason to stop. Collective; all of them know it then."""
+        """Whether ``pending`` is true on any rank of ``group``; sets ``agreed`` on all of them. Collective."""
         flag = torch.tensor(float(self.pending))
         all_reduce(flag, group)
         self.agreed = bool(flag > 0)

@@ -1,4 +1,4 @@
-"""Reports on a step, or a save, that takes too long: what each rank was doing, and who was waiting for whom."""
+"""Watchdog for steps and saves that hang: reports where each rank is, and which ranks wait for which others."""
 
 import faulthandler
 import itertools
@@ -23,14 +23,14 @@ from torchtrain.files import atomic_write
 from torchtrain.logging import BestEffort, logger
 from torchtrain.torch_internals import all_groups, flight_record
 
-POLL_SECONDS = 0.25  # how much later than its time-out a hang may be noticed
-# Ranks enter a step at slightly different times; give each the time to write down where it is.
+POLL_SECONDS = 0.25  # a hang is detected at most this much later than its timeout
+# Ranks enter a step at slightly different times: wait so long for the reports of all ranks.
 COLLECT_SECONDS = 3
-# A collective's time-out must be longer than a step's by this, so that the report is written before it fails.
+# The timeout of collectives exceeds that of a step by this, so that the report is written before a collective fails.
 REPORT_SECONDS = 6
-# On a CPU a step may take minutes, which no option can know: later steps may take so many times as long as the first.
+# On a CPU a step may take longer than the configured timeout: later steps may take this multiple of the first one.
 TIMES_FIRST_STEP = 3
-# Files whose functions wait for other ranks: they show waits that the flight recorder does not know, as gloo's sends.
+# Files whose functions wait for other ranks. They show waits that the flight recorder lacks, such as sends over gloo.
 WAITING = (
     "distributed_c10d.py",
     "_functional_collectives.py",
@@ -46,9 +46,9 @@ PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 def enable_flight_recorder(folder: Path) -> None:
-    """Let torch note the last collectives of each group, and NCCL write them to ``folder`` when one times out.
+    """Enable PyTorch's flight recorder, and let NCCL write its records to ``folder`` when a collective times out.
 
-    Call it before groups exist. On a machine with GPUs it makes the folder, which NCCL would not.
+    Call it before process groups are created. On a machine with GPUs it creates the folder, which NCCL does not.
     """
     if torch.cuda.is_available():
         with BestEffort(f"the folder {folder}"):
@@ -59,49 +59,49 @@ def enable_flight_recorder(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is. As JSON it is the first line of its report."""
+class RankStatus:
+    """What a rank is executing. Serialized as JSON, it is the first line of the rank's report."""
 
     where: str
-    """This package's innermost line in the main thread."""
+    """The innermost stack frame of this package in the main thread: file, line and function."""
     waits_in: str
-    """The function in which the main thread waits for other ranks; '' where it does not."""
+    """The function in which the main thread waits for other ranks; '' if it does not wait."""
     pending: dict[str, list[Any]]
-    """By group: the collective that is not done, its number in the group, and the group's ranks."""
+    """For each process group: name and sequence number of the pending collective, and the ranks of the group."""
     begun: dict[str, int]
-    """By group: number of the last collective that this rank has begun."""
+    """For each process group: sequence number of the last collective that this rank has started."""
     doing: str
-    """What else is under way on this rank, such as a save."""
+    """What else this rank is doing in the background, such as a save."""
 
 
 @dataclass(eq=False)
 class Watchdog(AbstractContextManager["Watchdog"]):
-    """While something is under way longer than ``timeout_seconds``, writes ``folder/WHAT-rank-R.txt`` on every rank.
+    """Writes a report ``folder/WHAT-rank-R.txt`` on every rank if a step or a save exceeds ``timeout_seconds``.
 
-    The file holds the Python stacks of all threads, under a line of JSON that says where the rank is. Soon after, the
-    lowest rank that could still write logs which ranks wait for which others. It only reports: the collective's own
-    time-out, ``REPORT_SECONDS`` later, ends the process.
+    The file contains the ``RankStatus`` as a line of JSON, then the Python stack traces of all threads. A few seconds
+    later the lowest rank that has written a report logs which ranks wait for which others. The watchdog only reports:
+    the timeout of the collective, ``REPORT_SECONDS`` later, ends the process.
     """
 
     folder: Path
     rank: int
     world_size: int
     timeout_seconds: float
-    doing: Callable[[], str]  # says what else is under way on this rank, beside the main thread
+    doing: Callable[[], str]  # describes what this rank is doing in the background
 
     def __post_init__(self) -> None:
         self.best_effort = BestEffort(f"reports in {self.folder}")
-        self._watched: tuple[str, float] | None = None  # what is under way, and since when by time.monotonic()
-        self._longest_seconds = 0.0  # that anything watched has taken
+        self._watched: tuple[str, float] | None = None  # what is being watched, and its start by time.monotonic()
+        self._longest_seconds = 0.0  # the longest duration of anything watched so far
         self._closed = threading.Event()
 
     def __enter__(self) -> "Watchdog":
-        threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Report if the body, ``what``, takes longer than ``timeout_seconds``."""
+        """A context manager that reports if its body takes longer than ``timeout_seconds``. ``what`` names the body."""
         self._watched = what, time.monotonic()
         try:
             yield
@@ -110,7 +110,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             self._watched = None
 
     def set_timeout_after_first_step(self, configured_seconds: float, device: torch.device) -> None:
-        """Set ``timeout_seconds`` to the configured one, on a CPU to more if the first step was slow. Collective."""
+        """Set ``timeout_seconds`` to the configured value; on a CPU to more if the first step was slow. Collective."""
         longest = torch.tensor(self._longest_seconds, dtype=torch.float64)
         if device.type == "cpu":
             all_reduce(longest, op=dist.ReduceOp.MAX)
@@ -130,7 +130,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     def _report(self, what: str) -> None:
         name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
-        own = _place(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
+        own = _current_status(sys._current_frames().get(threading.main_thread().ident or 0), self.doing())
         now = time.time()
         with self.best_effort:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -139,36 +139,36 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                 file.write(json.dumps(asdict(own)).encode() + b"\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-            now = own_file.stat().st_mtime  # the file system may have another clock
+            now = own_file.stat().st_mtime  # the clock of the file system may differ from this machine's
         time.sleep(COLLECT_SECONDS)
-        places = {self.rank: own}
+        statuses = {self.rank: own}
         for rank in range(self.world_size):
             with self.best_effort:
                 path = self.folder / name.format(rank)
-                # An older file is of an earlier attempt at this step.
+                # An older file is from an earlier attempt at this step.
                 if path.exists() and path.stat().st_mtime > now - self.timeout_seconds:
                     if rank < self.rank:
-                        return  # that rank makes the summary: of thousands, one reads the files of all
+                        return  # that rank logs the summary, so that only one rank reads the reports of all
                     with path.open() as file:
-                        places[rank] = Place(**json.loads(file.readline()))
-        logger.error("%s", self._summary(what, places))
+                        statuses[rank] = RankStatus(**json.loads(file.readline()))
+        logger.error("%s", self._summary(what, statuses))
 
-    def _summary(self, what: str, places: dict[int, Place]) -> str:
-        """Who waits for whom, in a few lines."""
-        lines = [f"{what} takes more than {self.timeout_seconds:.0f} s; stacks of all ranks lie in {self.folder}"]
+    def _summary(self, what: str, statuses: dict[int, RankStatus]) -> str:
+        """Which ranks wait for which others, in a few lines."""
+        lines = [f"{what} takes more than {self.timeout_seconds:.0f} s; the stack traces are in {self.folder}"]
         groups: dict[str, list[int]] = {}
         for rank in range(self.world_size):
-            groups.setdefault(_described(places.get(rank)), []).append(rank)
+            groups.setdefault(_described(statuses.get(rank)), []).append(rank)
         lines += [f"  ranks {_ranges(ranks)} {described}" for described, ranks in groups.items()]
-        awaited_by: dict[Any, tuple[int, ...]] = {}  # most ranks wait in the same collective: looked up once
+        awaited_by: dict[Any, tuple[int, ...]] = {}  # a cache, because most ranks wait in the same collective
         waits: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in sorted(places.items()):
+        for rank, status in sorted(statuses.items()):
             wait = (
-                bool(place.waits_in),
-                *((name, number, ranks[0]) for name, (_, number, ranks) in place.pending.items()),
+                bool(status.waits_in),
+                *((name, number, ranks[0]) for name, (_, number, ranks) in status.pending.items()),
             )
             if wait not in awaited_by:
-                awaited_by[wait] = tuple(sorted(_awaited(place, places, self.world_size)))
+                awaited_by[wait] = tuple(sorted(_awaited(status, statuses, self.world_size)))
             waits.setdefault(awaited_by[wait], []).append(rank)
         for awaited, waiting in sorted(waits.items()):
             if awaited:
@@ -176,24 +176,24 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         return "\n".join(lines)
 
 
-def _place(frame: FrameType | None, doing: str) -> Place:
-    """Where this process is; ``frame``: of its main thread."""
+def _current_status(frame: FrameType | None, doing: str) -> RankStatus:
+    """The ``RankStatus`` of this process. ``frame``: the current frame of its main thread."""
     pending, begun = _collectives()
     stack = traceback.extract_stack(frame)
     waits_in = next((entry.name for entry in reversed(stack) if entry.filename.endswith(WAITING)), "")
     own = [entry for entry in stack if entry.filename.startswith(PACKAGE) and not entry.filename.endswith(WAITING)]
     entry = (own or stack)[-1]
     where = f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"
-    return Place(where, waits_in, pending, begun, doing)
+    return RankStatus(where, waits_in, pending, begun, doing)
 
 
 def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
-    """``Place``'s ``pending`` and ``begun``, from torch's flight recorder."""
+    """``RankStatus.pending`` and ``RankStatus.begun``, from PyTorch's flight recorder."""
     pending: dict[str, list[Any]] = {}
-    of_helpers: dict[str, list[Any]] = {}
+    of_background: dict[str, list[Any]] = {}
     begun: dict[str, int] = {}
     main = threading.main_thread()
-    helpers = {
+    background_threads = {
         str(t.ident) for t in threading.enumerate() if t is not main and not isinstance(t, threading._DummyThread)
     }
     ranks = {group.group_name: dist.get_process_group_ranks(group) for group in all_groups()}
@@ -203,37 +203,39 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
             continue
         begun[name] = max(begun.get(name, 0), number)
         if not entry["retired"] and entry["state"] != "completed":
-            which = of_helpers if entry["thread_id"] in helpers else pending
+            which = of_background if entry["thread_id"] in background_threads else pending
             which.setdefault(name, [entry["profiling_name"].split(":", 1)[-1], number, ranks[name]])
-    # A save in the background may wait while the step goes on: it counts only where nothing else waits.
-    return pending or of_helpers, begun
+    # A save in the background may wait while training continues: it counts only if no other collective is pending.
+    return pending or of_background, begun
 
 
-def _described(place: Place | None) -> str:
-    if place is None:
+def _described(status: RankStatus | None) -> str:
+    if status is None:
         return "sent no report: dead, stopped, or not in this step"
-    waits_in = place.waits_in or next((operation for operation, _, _ in place.pending.values()), "")
-    doing = f"; {place.doing}" if place.doing else ""
-    return (f"wait in {waits_in} at {place.where}" if waits_in else f"are at {place.where}") + doing
+    waits_in = status.waits_in or next((operation for operation, _, _ in status.pending.values()), "")
+    doing = f"; {status.doing}" if status.doing else ""
+    return (f"wait in {waits_in} at {status.where}" if waits_in else f"are at {status.where}") + doing
 
 
-def _awaited(place: Place, places: dict[int, Place], world_size: int) -> set[int]:
-    """The ranks that one at ``place`` waits for: those that have not begun what it has."""
-    if place.pending:
+def _awaited(status: RankStatus, statuses: dict[int, RankStatus], world_size: int) -> set[int]:
+    """The ranks that a rank with ``status`` waits for: those that have not started its pending collectives."""
+    if status.pending:
         return {
             rank
-            for name, (_, number, ranks) in place.pending.items()
+            for name, (_, number, ranks) in status.pending.items()
             for rank in ranks
-            if rank not in places or places[rank].begun.get(name, 0) < number
+            if rank not in statuses or statuses[rank].begun.get(name, 0) < number
         }
-    if not place.waits_in:
+    if not status.waits_in:
         return set()
-    # A send or a receive, whose peer is not known: whoever does not wait.
-    return {rank for rank in range(world_size) if rank not in places or not (places[rank].waits_in or place.pending)}
+    # A send or a receive, whose peer is not known: assume all ranks that are not waiting themselves.
+    return {
+        rank for rank in range(world_size) if rank not in statuses or not (statuses[rank].waits_in or status.pending)
+    }
 
 
 def _ranges(ranks: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    """Format sorted ``ranks`` as ranges: ``[0, 1, 2, 5]`` becomes ``0-2, 5``."""
     runs = itertools.groupby(enumerate(ranks), key=lambda at: at[1] - at[0])
     parts = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
