@@ -83,7 +83,7 @@ LONGEST_FILES = [
     *("test_compile.py", "test_exact_sums.py", "test_learning.py", "test_train.py", "test_data_parallel.py"),
     *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_on_other_layouts.py"),
     *("test_disk_faults.py", "test_multinode.py", "test_checkpoint_elastic.py", "test_hf_to_hf.py"),
-    *("test_documents.py", "test_prepare.py"),
+    *("test_document_mask.py", "test_prepare.py"),
     *("test_validation.py", "test_hf.py", "test_generation.py", "test_launch.py", "test_evaluate.py", "test_hub.py"),
 ]
 

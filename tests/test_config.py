@@ -1,4 +1,4 @@
-"""Config: precedence, and an error for everything that is not as it should be."""
+"""The config: precedence of its sources, and an error for every invalid key and value."""
 
 import dataclasses
 import os
@@ -35,13 +35,13 @@ def test_command_line_wins_over_file_wins_over_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["--job.config_fil", "--job-config-file", "--job_config_file", "--config_file", "--job.file"]
 )
-def test_another_spelling_of_the_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_misspelled_config_file_option_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse([name, write(tmp_path, "[training]\nsteps = 7\n")])
 
 
 def tables(section: type[Any], name: str = "") -> Iterator[tuple[str, str]]:
-    """All tables of a TOML file, by name, and a key of each."""
+    """All tables that a TOML file may have, each with one of its keys."""
     for key, hint in typing.get_type_hints(section).items():
         inner = next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
         if inner is not None:
@@ -51,7 +51,7 @@ def tables(section: type[Any], name: str = "") -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("table", "key"), list(tables(JobConfig)))
-def test_a_misspelt_key_is_refused_in_every_table(tmp_path: Path, table: str, key: str) -> None:
+def test_misspelled_key_is_rejected_in_every_table(tmp_path: Path, table: str, key: str) -> None:
     name = table.strip("[]") + ("[0]" if table.startswith("[[") else "")
     for wrong in (f"{key}s", key.upper(), f"{key[0]}-{key[1:]}", "config-file"):
         file = write(tmp_path, f"{table}\n{wrong} = 1\n")
@@ -60,7 +60,7 @@ def test_a_misspelt_key_is_refused_in_every_table(tmp_path: Path, table: str, ke
                 read()
 
 
-def test_the_command_line_mends_what_does_not_go_together_in_the_file(tmp_path: Path) -> None:
+def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n[[data.sources]]\nweight = 0\n")
     with pytest.raises(ConfigError, match=r"weight = 0.0 of a data source must be above 0"):
         parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])
@@ -75,7 +75,7 @@ def test_the_command_line_mends_what_does_not_go_together_in_the_file(tmp_path: 
 @pytest.mark.parametrize("name", ["--job.config_file", "--job.config-file"])
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("before", [[], ["--debug.fingerprint_steps", "1", "2"], ["--job.config_file", "none.toml"]])
-def test_the_file_is_read_however_its_option_is_spelled(
+def test_config_file_option_is_found_in_every_spelling(
     tmp_path: Path, name: str, joined: bool, before: list[str]
 ) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\n[optimizer]\nlr = 0.25\n")
@@ -83,14 +83,14 @@ def test_the_file_is_read_however_its_option_is_spelled(
     assert (config.training.steps, config.optimizer.lr, config.optimizer.beta1) == (7, 0.25, 0.5)
 
 
-def test_the_dump_folder_follows_the_config_file(tmp_path: Path) -> None:
+def test_dump_folder_is_named_after_the_config_file(tmp_path: Path) -> None:
     file = write(tmp_path, "")
     assert parse(["--job.config_file", file]).job.dump_folder == "outputs/run"
     assert parse([f"--job.config-file={file}", "--job.dump-folder", "x"]).job.dump_folder == "x"
     assert parse([]).job.dump_folder == "outputs/default"
 
 
-def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "[data]\npath = ['~/a', 'b~/c']\n[[validation.sources]]\npath = '~/d'\n")
     config = parse(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/e", "--job.description", "~"])
@@ -100,21 +100,21 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
     assert config.job.description == "~"
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_byte_order_mark_at_the_start_of_the_file_is_ignored(tmp_path: Path) -> None:
     assert from_file(write(tmp_path, "\ufeff[training]\r\nsteps = 7\r\n")).training.steps == 7
 
 
-def test_the_resolved_config_gives_the_same_config_again(tmp_path: Path) -> None:
+def test_resolved_config_is_read_back_unchanged(tmp_path: Path) -> None:
     config = parse(["--training.steps", "9", "--optimizer.lr", "1e-5", "--lr_scheduler.total_steps", "12"])
     assert from_file(write(tmp_path, to_toml(config))) == config
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_the_configs_we_ship_are_valid(file: Path) -> None:
+def test_shipped_configs_are_valid(file: Path) -> None:
     assert dataclasses.is_dataclass(from_file(str(file)))
 
 
-def test_the_configs_we_ship_are_all_there() -> None:
+def test_shipped_configs_include_all_llama_sizes() -> None:
     names = {file.stem for file in CONFIGS}
     assert names >= {"debug_model", "continue_hf"} | {f"llama2_{size}" for size in ("7b", "13b", "70b")}
     assert names >= {f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b")}
@@ -139,13 +139,13 @@ def test_the_configs_we_ship_are_all_there() -> None:
         ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8, without NUL"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_file(write(tmp_path, text))
 
 
 @pytest.mark.parametrize("name", ["pyproject.tml", "project.toml", "pyproject2.toml"])
-def test_a_missing_config_is_not_mistaken_for_a_file_of_another_kind(
+def test_suggestions_for_a_missing_file_are_train_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,9 +162,7 @@ URLS = ["s3://bucket/run", "gs://a/b.parquet", "hdfs://n:9000/x", "file:///tmp/x
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_url_is_refused_wherever_a_path_of_this_machine_is_expected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+def test_url_is_rejected_for_every_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
         *("job.dump_folder", "job.config_file", "model.hf_folder", "model.tokenizer_path", "data.path"),
@@ -181,8 +179,8 @@ def test_a_url_is_refused_wherever_a_path_of_this_machine_is_expected(
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
-def test_every_option_for_a_path_refuses_urls() -> None:
-    """By their names: a new one that is a plain string fails here."""
+def test_every_path_option_rejects_urls() -> None:
+    """Path options are recognized by their names: a new one that is a plain string fails here."""
 
     def options(section: object, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
@@ -195,13 +193,13 @@ def test_every_option_for_a_path_refuses_urls() -> None:
             assert LOCAL in rules_of(field.type), name
 
 
-def test_a_missing_file_is_refused_with_the_nearest() -> None:
+def test_missing_file_error_suggests_the_closest_name() -> None:
     with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'\? \(looked for /"):
         from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
 
 
 @pytest.mark.parametrize(("old", "new"), list(RENAMED_KEYS.items()))
-def test_a_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: str, new: str) -> None:
+def test_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: str, new: str) -> None:
     section, _, key = old.partition(".")
     file = write(tmp_path, f'[{section}]\n{key} = "skip"\n')
     message = re.escape(f"{old} was renamed: set {new}")
@@ -222,7 +220,9 @@ def test_a_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: s
         (["--model.name", "llama4"], "llama4"),
     ],
 )
-def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_invalid_command_line_is_rejected(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse(arguments)
     assert exit_.value.code == 2
@@ -247,7 +247,7 @@ def test_a_bad_command_line_is_refused(capsys: pytest.CaptureFixture[str], argum
         (["--job.description", os.fsdecode(b"\xff")], r"job.description = '\\udcff' must be text in UTF-8"),
     ],
 )
-def test_values_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:
+def test_invalid_values_are_rejected(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(arguments)
 
@@ -260,12 +260,12 @@ def test_every_option_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     for section in dataclasses.fields(JobConfig):
         default = section.default_factory()  # type: ignore[misc]
         for field in dataclasses.fields(default):
-            if field.name == "sources":  # a list of tables has no flag
+            if field.name == "sources":  # a list of tables is not a command-line option
                 continue
             assert f"--{section.name}.{field.name}" in text
 
 
-def test_tables_of_sources(tmp_path: Path) -> None:
+def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
     file = tmp_path / "mix.toml"
     file.write_text('[[data.sources]]\npath = "a.jsonl"\nweight = 3\n[[data.sources]]\nname = "org/b"\n')
     config = parse(["--job.config_file", str(file)])
@@ -273,8 +273,8 @@ def test_tables_of_sources(tmp_path: Path) -> None:
         ("a.jsonl", "", 3.0),
         ("", "org/b", 1.0),
     ]
-    (tmp_path / "again.toml").write_text(to_toml(config))
-    assert parse(["--job.config_file", str(tmp_path / "again.toml")]).data == config.data
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert parse(["--job.config_file", str(tmp_path / "resolved.toml")]).data == config.data
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_tables_of_sources(tmp_path: Path) -> None:
         ('[data]\npath = ["a", ""]', "of a data source has an empty name in it"),
     ],
 )
-def test_bad_tables_of_sources(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_tables_of_sources_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mix.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):

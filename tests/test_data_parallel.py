@@ -1,4 +1,4 @@
-"""One seed, one run: FSDP and HSDP against a single rank, recomputed activations against kept ones."""
+"""FSDP and HSDP train like a single rank, with any activation checkpointing and gradient accumulation."""
 
 import math
 from contextlib import nullcontext
@@ -31,12 +31,12 @@ from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.pipeline_schedule import plan_stages
 from torchtrain.trainer import use_deterministic_kernels
 
-MODEL = replace(TINY, n_layers=3)  # a first block, a last one, and one that is neither
+MODEL = replace(TINY, n_layers=3)  # a first, a middle and a last block
 
 
 @pytest.fixture(scope="module")
 def reference(gloo: GlooPool) -> Curve:
-    """One rank, the whole batch at once, all activations kept."""
+    """One rank, the full batch in one microbatch, no activation checkpointing."""
     return gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL)[0]  # type: ignore[no-any-return]
 
 
@@ -44,7 +44,7 @@ def reference(gloo: GlooPool) -> Curve:
     ("ranks", "local_batch_size", "parallelism"),
     [
         (1, 1, {}),
-        (1, 2, {"fsdp_reshard_after_forward": "always"}),  # as on one GPU: block by block
+        (1, 2, {"fsdp_reshard_after_forward": "always"}),  # one FSDP group per block, as on one GPU
         (1, 2, {"fsdp_reshard_after_forward": "never"}),
         (2, 1, {}),
         (2, 2, {}),
@@ -57,7 +57,7 @@ def reference(gloo: GlooPool) -> Curve:
         (2, 2, {"fsdp_reshard_after_forward": "never"}),
     ],
 )
-def test_any_number_of_ranks_and_any_accumulation(
+def test_data_parallel_run_equals_one_rank_for_any_accumulation(
     gloo: GlooPool, reference: Curve, ranks: int, local_batch_size: int, parallelism: dict[str, Any]
 ) -> None:
     config = config_of(training={"local_batch_size": local_batch_size}, parallelism=parallelism)
@@ -70,14 +70,14 @@ def test_any_number_of_ranks_and_any_accumulation(
     [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "selective_option": "2"}],
     ids=lambda c: "-".join(c.values()),
 )
-def test_activation_checkpointing_changes_nothing(
+def test_activation_checkpointing_does_not_change_the_run(
     gloo: GlooPool, reference: Curve, ranks: int, checkpoint: dict[str, str]
 ) -> None:
     assert_same_run(gloo.run(ranks, train, config_of(activation_checkpoint=checkpoint), MODEL), reference)
 
 
-def test_the_run_learns_and_ends_in_the_same_weights(gloo: GlooPool, reference: Curve) -> None:
-    # Not bitwise: AdamW divides a gradient by its size, which turns the rounding of tiny ones into visible differences.
+def test_run_learns_and_final_weights_agree(gloo: GlooPool, reference: Curve) -> None:
+    # Not bitwise: AdamW divides a gradient by its size, which amplifies the rounding of tiny gradients.
     assert max(reference.losses) - min(reference.losses) > 1e-3
     for curve in gloo.run(2, train, config_of(), MODEL):
         for name, weights in reference.last.items():
@@ -89,13 +89,13 @@ def _first_weights(config: JobConfig) -> dict[str, torch.Tensor]:
     return full_weights(build(config, MODEL).parts)
 
 
-def test_another_seed_is_another_run(gloo: GlooPool, reference: Curve) -> None:
+def test_another_seed_gives_other_weights(gloo: GlooPool, reference: Curve) -> None:
     (other,) = gloo.run(1, _first_weights, config_of(training={"seed": 6}))
     assert not torch.equal(other["output.weight"], reference.first["output.weight"])
 
 
 def _saved_activations(config: JobConfig) -> int:
-    """Bytes that a forward of the blocks keeps for backward."""
+    """Bytes that a forward of the blocks saves for backward."""
     (model,) = build(config).parts
     saved: dict[int, int] = {}
 
@@ -108,7 +108,7 @@ def _saved_activations(config: JobConfig) -> int:
     return sum(saved.values())
 
 
-def test_activation_checkpointing_keeps_less(gloo: GlooPool) -> None:
+def test_activation_checkpointing_saves_fewer_activations(gloo: GlooPool) -> None:
     modes: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "selective", "selective_option": "2"}, {"mode": "full"}]
     none, every_other, full = (
         gloo.run(1, _saved_activations, config_of(activation_checkpoint=mode))[0] for mode in modes
@@ -119,22 +119,22 @@ def test_activation_checkpointing_keeps_less(gloo: GlooPool) -> None:
 def _reshard_settings(config: JobConfig) -> list[bool]:
     (model,) = build(config).parts
     model(torch.zeros(1, 16, dtype=torch.long))
-    # After a forward a resharded block holds DTensors again, a gathered one whole tensors.
+    # After a forward, a resharded block has DTensors; an unsharded block has plain tensors.
     return [isinstance(block.get_parameter("ffn_norm.weight"), DTensor) for block in model.layers.values()]
 
 
 @pytest.mark.parametrize(
-    ("option", "freed"),
+    ("option", "resharded"),
     [("default", [True, True, True, False]), ("always", [True] * 4), ("never", [False] * 4)],
 )
-def test_which_blocks_are_freed_after_forward(gloo: GlooPool, option: str, freed: list[bool]) -> None:
+def test_blocks_that_are_resharded_after_forward(gloo: GlooPool, option: str, resharded: list[bool]) -> None:
     config = config_of(parallelism={"fsdp_reshard_after_forward": option})
-    assert gloo.run(2, _reshard_settings, config)[0] == freed
+    assert gloo.run(2, _reshard_settings, config)[0] == resharded
 
 
-def _shares_memory_planned_for_a_gpu(planned: bool) -> bool:
+def _reduces_in_place(planned_for_a_gpu: bool) -> bool:
     with (
-        planned_for_gpu((9, 0)) if planned else nullcontext(),
+        planned_for_gpu((9, 0)) if planned_for_a_gpu else nullcontext(),
         patch.object(NoReduceScatter, "allocate", autospec=True, side_effect=NoReduceScatter.allocate) as shared,
     ):
         (model,) = build(config_of()).parts
@@ -142,10 +142,10 @@ def _shares_memory_planned_for_a_gpu(planned: bool) -> bool:
     return bool(shared.called)
 
 
-def test_one_gpu_does_not_reduce_in_the_memory_of_the_input(gloo: GlooPool) -> None:
-    """FSDP adds the output to the gradient on another stream than that on which the input's memory is used next."""
-    assert gloo.run(1, _shares_memory_planned_for_a_gpu, False) == [True]
-    assert gloo.run(1, _shares_memory_planned_for_a_gpu, True) == [False]
+def test_one_gpu_does_not_reduce_in_place(gloo: GlooPool) -> None:
+    """FSDP adds the output to the gradient on another stream than the one that reuses the memory of the input."""
+    assert gloo.run(1, _reduces_in_place, False) == [True]
+    assert gloo.run(1, _reduces_in_place, True) == [False]
 
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:
@@ -161,7 +161,7 @@ def _norm_of_a_large_gradient() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_norm_of_a_large_gradient_is_exact_however_it_is_split(gloo: GlooPool, ranks: int) -> None:
+def test_norm_of_a_large_gradient_is_exact_on_any_number_of_ranks(gloo: GlooPool, ranks: int) -> None:
     for norm, exact in gloo.run(ranks, _norm_of_a_large_gradient):
         assert norm == pytest.approx(exact, rel=2e-7)
 
@@ -189,9 +189,9 @@ def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[st
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_sharded_updates_are_those_of_plain_adamw(gloo: GlooPool, implementation: str) -> None:
+def test_sharded_updates_equal_those_of_torch_adamw(gloo: GlooPool, implementation: str) -> None:
     for weights, reference in gloo.run(2, _weights_after_updates, implementation):
-        torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)  # of three steps of 1e-2
+        torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)  # three steps of size 1e-2
 
 
 def _fsdp_groups(parallelism: dict[str, Any]) -> int:
@@ -208,7 +208,7 @@ def _fsdp_groups(parallelism: dict[str, Any]) -> int:
         (2, "default", 1 + TINY.n_layers),
     ],
 )
-def test_one_cpu_rank_has_one_group_by_default(gloo: GlooPool, ranks: int, reshard: str, groups: int) -> None:
+def test_one_cpu_rank_has_one_fsdp_group_by_default(gloo: GlooPool, ranks: int, reshard: str, groups: int) -> None:
     assert gloo.run(ranks, _fsdp_groups, {"fsdp_reshard_after_forward": reshard})[0] == groups
 
 
@@ -220,7 +220,7 @@ def test_one_cpu_rank_has_one_group_by_default(gloo: GlooPool, ranks: int, resha
         ("405B", ParallelDims(replicate=2, shard=16, context=2, tensor=8)),
     ],
 )
-def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: str, degrees: ParallelDims) -> None:
+def test_large_models_are_sharded_over_hundreds_of_ranks_on_meta(flavor: str, degrees: ParallelDims) -> None:
     world = math.prod(astuple(degrees))
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
@@ -236,7 +236,7 @@ def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: 
         assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
         local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
         shards = degrees.fsdp * degrees.tensor
-        # The vocabulary is not dealt out evenly, and a tensor group's ranks all have the norms.
+        # The vocabulary is not split evenly, and all ranks of a tensor-parallel group have the norms.
         assert local == pytest.approx(total / shards, rel=1e-3)
         with pytest.raises(RuntimeError, match=r"after model.to_empty\(device=...\) and init_weights"):
             build_optimizer([model], config.optimizer)
@@ -252,13 +252,13 @@ def test_large_models_are_sharded_over_hundreds_of_ranks_without_memory(flavor: 
         (ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4),
     ],
 )
-def test_degrees_that_do_not_multiply_to_the_world_are_refused(parallelism: ParallelismConfig, world: int) -> None:
+def test_degrees_must_multiply_to_the_number_of_ranks(parallelism: ParallelismConfig, world: int) -> None:
     with pytest.raises(ConfigError, match=r"must multiply to the number of ranks, 4"):
         resolve_parallel_dims(parallelism, world)
 
 
 @pytest.mark.parametrize("rank", [0, 300, 1023])
-def test_the_largest_model_on_all_axes_at_once(rank: int) -> None:
+def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
     degrees = ParallelDims(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
     try:
@@ -292,7 +292,7 @@ def _norms_around_clipping() -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gradient_is_scaled_down_to_the_limit_and_never_up(gloo: GlooPool, ranks: int) -> None:
+def test_gradient_norm_is_clipped_and_never_scaled_up(gloo: GlooPool, ranks: int) -> None:
     for elements, norms in gloo.run(ranks, _norms_around_clipping):
         assert norms == pytest.approx([math.sqrt(elements), 3.0, 3.0], rel=1e-5)
 
@@ -300,17 +300,17 @@ def test_a_gradient_is_scaled_down_to_the_limit_and_never_up(gloo: GlooPool, ran
 def _dtypes_of_sums(config: JobConfig) -> set[torch.dtype]:
     seen, reduce = set(), AllToAllReduceScatter.reduce
 
-    def noted(self: AllToAllReduceScatter, output: Any, summands: torch.Tensor, group: Any) -> None:
+    def record(self: AllToAllReduceScatter, output: Any, summands: torch.Tensor, group: Any) -> None:
         seen.add(summands.dtype)
         reduce(self, output, summands, group)
 
-    with patch.object(AllToAllReduceScatter, "reduce", noted):
+    with patch.object(AllToAllReduceScatter, "reduce", record):
         train(config, steps=1)
     return seen
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(gloo: GlooPool, dtype: str) -> None:
+def test_gradients_are_reduced_in_the_configured_dtype(gloo: GlooPool, dtype: str) -> None:
     config = config_of(training={"mixed_precision_param": "bfloat16", "mixed_precision_reduce": dtype})
     assert gloo.run(2, _dtypes_of_sums, config) == [{getattr(torch, dtype)}] * 2
 
@@ -324,17 +324,17 @@ def _fills_new_tensors() -> bool:
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def test_deterministic_kernels_do_not_fill_every_new_tensor(gloo: GlooPool) -> None:
+def test_deterministic_kernels_do_not_fill_new_tensors(gloo: GlooPool) -> None:
     assert gloo.run(1, _fills_new_tensors) == [False]
 
 
 def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) -> dict[str, torch.Tensor]:
-    """After one backward; ``reduced``: over the tensor-parallel group, too."""
+    """Gradients of the norms after one backward. ``reduced``: also reduced over the tensor-parallel group."""
     model = build(config, shape)
     tokens = global_batch(1, shape.vocab_size, shape.max_seq_len)
     positions = torch.arange(shape.max_seq_len)[None]
     if model.sums is not None:
-        model.sums.exponent = 0  # as if a step before had told
+        model.sums.exponent = 0  # as if determined by an earlier step
     model.begin_gradients(len(tokens))
     model.forward_backward(
         Microbatch(tokens[:, :-1], tokens[:, 1:], positions, None), torch.tensor(tokens[:, 1:].numel()), is_last=True
@@ -350,7 +350,9 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
 
 @pytest.mark.parametrize("sums", ["fast", "exact"])
 @pytest.mark.parametrize("sequence", [True, False])
-def test_norms_are_summed_over_tensor_parallel_ranks_in_float32(gloo: GlooPool, sequence: bool, sums: str) -> None:
+def test_norm_gradients_are_reduced_over_tensor_parallel_ranks_in_float32(
+    gloo: GlooPool, sequence: bool, sums: str
+) -> None:
     parallelism = {"tensor_parallel_degree": 2, "enable_sequence_parallel": sequence}
     config = config_of(
         training={"mixed_precision_param": "bfloat16", "sums": sums, "local_batch_size": 8}, parallelism=parallelism

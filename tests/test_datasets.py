@@ -23,78 +23,78 @@ def loader(config, rows=range(4), *, batch=4, **options):
     return make_loader(config, rows, batch=batch, **options)
 
 
-def all_texts(config, lanes=1):
-    source = open_text(config, "data", lanes)
+def all_texts(config, readers=1):
+    source = open_text(config, "data", readers)
     return [text for unit in range(source.units) for _, text in source.read(unit, 0)]
 
 
-def test_embedded_text_is_python_source():
+def test_default_data_are_the_standard_library():
     source = open_text(DataConfig(), "data", lanes=1)
     assert source.units > 300
     texts = [next(source.read(unit, 0))[1] for unit in range(0, source.units, 20)]
     assert sum("import" in text for text in texts) > len(texts) / 2
 
 
-def test_labels_are_the_next_tokens_and_windows_follow_each_other(jsonl):
+def test_labels_are_the_next_tokens_and_windows_are_consecutive(jsonl):
     batches = loader(DataConfig(path=jsonl))
     first, second = next(batches), next(batches)
     assert first.tokens.shape == first.labels.shape == (4, 32)
     assert first.tokens.dtype == first.labels.dtype == torch.int64
     assert torch.equal(first.labels[:, :-1], first.tokens[:, 1:])
-    # Every token is a label once: the last label of a window is the first token of the next.
+    # Every token is a label once: the last label of a window is the first token of the next window.
     assert torch.equal(first.labels[:, -1], second.tokens[:, 0])
 
 
-def test_each_epoch_reads_every_document_once_in_an_order_of_its_own(jsonl):
+def test_each_epoch_reads_every_document_once_in_a_new_order(jsonl):
     expected = sorted(TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS)
     length = sum(map(len, expected))
     for batch in (1, 4):
         rows = take(loader(DataConfig(path=jsonl), range(batch), batch=batch), 2 * length // 32 + 50).transpose(0, 1)
         epochs = [[], []]
         for row in rows.reshape(batch, -1).tolist():
-            starts = [place for place, token in enumerate(row) if token == TOKENIZER.bos_id]
+            starts = [position for position, token in enumerate(row) if token == TOKENIZER.bos_id]
             documents = [row[start:stop] for start, stop in itertools.pairwise(starts)]
-            share = len(DOCUMENTS) // batch
+            documents_per_row = len(DOCUMENTS) // batch
             for epoch in range(2):
-                epochs[epoch] += documents[epoch * share : (epoch + 1) * share]
+                epochs[epoch] += documents[epoch * documents_per_row : (epoch + 1) * documents_per_row]
         assert sorted(epochs[0]) == sorted(epochs[1]) == expected
         assert epochs[0] != epochs[1]
 
 
-def test_more_rows_than_documents(jsonl):
-    """With 100 rows and 60 documents, the rows beyond 60 begin with the next epoch."""
+def test_rows_beyond_the_number_of_documents_start_with_the_next_epoch(jsonl):
+    """With 100 rows and 60 documents, rows 60 and up start with the second epoch."""
     tokens = take(loader(DataConfig(path=jsonl), range(100), batch=100, seq_len=8), 1)[0]
     assert (tokens[:, 0] == TOKENIZER.bos_id).all()
     assert len({tuple(row) for row in tokens[:60, :5].tolist()}) > 50
 
 
-def test_state_of_another_batch_size_is_refused(jsonl):
+def test_state_of_another_batch_size_is_rejected(jsonl):
     state = loader(DataConfig(path=jsonl)).state_dict()
     with pytest.raises(DataError, match=r"same training.global_batch_size"):
         loader(DataConfig(path=jsonl), range(8), batch=8).load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "json", "json lines", "parquet", "arrow", "txt", "folder"])
-def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
+@pytest.mark.parametrize("form", ["jsonl.gz", "jsonl.zst", "json", "json lines", "parquet", "arrow", "txt", "folder"])
+def test_every_file_format_gives_the_same_documents(tmp_path, form):
     rows = [{"n": n, "text": text} for n, text in enumerate(DOCUMENTS)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    path = tmp_path / f"data.{kind.split()[0]}"
-    if kind == "jsonl.gz":
+    path = tmp_path / f"data.{form.split()[0]}"
+    if form == "jsonl.gz":
         path.write_bytes(gzip.compress(lines.encode()))
-    elif kind == "jsonl.zst":
+    elif form == "jsonl.zst":
         path.write_bytes(zstandard.compress(lines.encode()))
-    elif kind == "json":
+    elif form == "json":
         path.write_text(json.dumps(rows, indent=1))
-    elif kind == "json lines":
+    elif form == "json lines":
         path.write_text(lines)
-    elif kind == "parquet":
+    elif form == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
-    elif kind == "arrow":
+    elif form == "arrow":
         with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
             for row in rows:
                 writer.write(row)
             writer.finalize()
-    elif kind == "txt":
+    elif form == "txt":
         path = tmp_path
         for n, text in enumerate(DOCUMENTS):
             (path / f"{n:03}.txt").write_text(text)
@@ -108,7 +108,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
 
 
 @pytest.mark.parametrize("text", ["line of some words\n" * 200_000, "word " * 500_000, "字" * 700_000])
-def test_a_large_text_file_is_cut_into_pieces_without_loss(tmp_path, text):
+def test_large_text_file_is_split_into_pieces_without_loss(tmp_path, text):
     path = tmp_path / "large.txt"
     path.write_text(text)
     pieces = all_texts(DataConfig(path=str(path)))
@@ -119,12 +119,12 @@ def test_a_large_text_file_is_cut_into_pieces_without_loss(tmp_path, text):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_streamed_data_by_name(tmp_path, kind):
+def test_streamed_dataset_is_read_once_and_from_any_document(tmp_path, kind):
     config = DataConfig(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3, kind=kind))
-    for lanes in (1, 2, 3, 7):
-        assert sorted(all_texts(config, lanes)) == sorted(DOCUMENTS)
-        source = open_text(config, "data", lanes)
-        for unit in range(source.units):  # from anywhere on, as after a resume
+    for readers in (1, 2, 3, 7):
+        assert sorted(all_texts(config, readers)) == sorted(DOCUMENTS)
+        source = open_text(config, "data", readers)
+        for unit in range(source.units):  # from any document, as after a resume
             whole = list(source.read(unit, 0))
             for start in (1, 5, 8, 30):
                 assert list(source.read(unit, start)) == [pair for pair in whole if pair[0] >= start]
@@ -139,7 +139,7 @@ def test_documents_that_are_not_text_are_skipped(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not json\n\n")
     good = {tuple(TOKENIZER.encode(text, bos=True, eos=True)) for text in ("good one", "good two")}
     tokens = take(loader(DataConfig(path=str(path)), range(1), batch=1, seq_len=4), 8).flatten().tolist()
-    starts = [place for place, token in enumerate(tokens) if token == TOKENIZER.bos_id]
+    starts = [position for position, token in enumerate(tokens) if token == TOKENIZER.bos_id]
     assert {tuple(tokens[a:b]) for a, b in itertools.pairwise(starts)} == good
 
 
@@ -157,14 +157,14 @@ def test_documents_that_are_not_text_are_skipped(tmp_path):
         ("a.doc", "x", {}, "must end in one of .jsonl"),
     ],
 )
-def test_bad_sources(tmp_path, name, content, config, message):
+def test_invalid_sources_are_rejected(tmp_path, name, content, config, message):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         loader(DataConfig(path=str(path), **config))
 
 
-def test_missing_and_mixed_folders(tmp_path):
+def test_missing_empty_and_mixed_folders_are_rejected(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         loader(DataConfig(path=str(tmp_path / "missing")))
     with pytest.raises(DataError, match="folder without data files"):
@@ -176,15 +176,15 @@ def test_missing_and_mixed_folders(tmp_path):
 
 
 @pytest.mark.parametrize("lines", ['{"text": "short"}\n', '{"text": null}\n' * 9])
-def test_too_little_text_for_one_window(tmp_path, lines):
+def test_too_little_text_for_one_window_is_an_error(tmp_path, lines):
     path = tmp_path / "little.jsonl"
     path.write_text(lines)
     with pytest.raises(DataError, match="too little text"):
         next(loader(DataConfig(path=str(path)), range(1), batch=1, seq_len=512))
 
 
-def test_a_long_document_among_short_ones_is_found(tmp_path):
-    """A row reads documents at random, of each epoch its share: many short ones in a row are no lack of text."""
+def test_long_document_among_short_ones_is_found(tmp_path):
+    """A row reads its documents of each epoch in random order; many short ones in a row are not too little text."""
     path = tmp_path / "few.jsonl"
     path.write_text('{"text": "short"}\n{"text": null}\n' + json.dumps({"text": " ".join(map(str, range(999)))}) + "\n")
     for seed in range(8):
@@ -195,14 +195,14 @@ def test_a_long_document_among_short_ones_is_found(tmp_path):
         )
 
 
-def test_documents_come_from_all_over_the_source(jsonl):
-    """The first documents of the first epoch are no run of neighbors."""
+def test_first_documents_are_from_the_whole_source(jsonl):
+    """The first documents of the first epoch are not consecutive in the source."""
     tokens = take(loader(DataConfig(path=jsonl), range(16), batch=16, seq_len=8), 1)[0]
     numbers = [int(TOKENIZER.decode(row.tolist()).split()[1]) for row in tokens]
     assert np.abs(np.diff(numbers)).mean() > 8
 
 
-def test_the_identity_of_a_mixture_is_that_of_all_sources_and_of_the_tokenizer(tmp_path):
+def test_identity_of_a_mixture_covers_all_sources_and_the_tokenizer(tmp_path):
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n:]) for n in range(2)]
     config = DataConfig(sources=tuple(SourceConfig(path=path) for path in paths), prefetch=0)
     before = loader(config).identity()

@@ -1,4 +1,4 @@
-"""What goes wrong while data are read: counted, tried again, or the same error at once on every rank."""
+"""Failures while reading data are counted, retried, or raised as the same error on all ranks at the same step."""
 
 import _thread
 import errno
@@ -34,27 +34,27 @@ from torchtrain.errors import DataError, StorageError, TorchtrainError
 
 
 class Windows:
-    """A stream of windows of one number; ``fail_at`` raises, ``end_at`` ends it, ``pause`` seconds a window."""
+    """A stream of constant windows; ``fail_at`` raises, ``end_at`` ends it, each window takes ``pause`` seconds."""
 
     state: tuple[int, ...] = ()
 
     def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
         self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
 
-    def fill(self, windows: Sequence[npt.NDArray[np.int64]], turns: Sequence[int]) -> list[int]:
-        return [self.fill_one(window, turn) for window, turn in zip(windows, turns, strict=True)]
+    def fill(self, windows: Sequence[npt.NDArray[np.int64]], indices: Sequence[int]) -> list[int]:
+        return [self.fill_one(window, index) for window, index in zip(windows, indices, strict=True)]
 
-    def fill_one(self, window: npt.NDArray[np.int64], turn: int) -> int:
+    def fill_one(self, window: npt.NDArray[np.int64], index: int) -> int:
         time.sleep(self.pause)
-        if turn // 2 == self.fail_at:
+        if index // 2 == self.fail_at:
             raise OSError("the disk is gone")
-        if turn // 2 >= self.end_at:
+        if index // 2 >= self.end_at:
             return 0
-        window[:] = turn
+        window[:] = index
         return len(window)
 
 
-def loader_of(
+def make_stream_loader(
     stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True, timeout: timedelta | None = None
 ) -> DataLoader:
     loader = DataLoader(
@@ -72,58 +72,58 @@ def loader_of(
 
 
 def read_until_failure(prefetch: int) -> tuple[int, str, str]:
-    """Batches that came, and the error that ended them; rank 1's stream fails at batch 3."""
+    """The number of batches, and the error that ended them; rank 1's stream fails at batch 3."""
     rank = dist.get_rank()
-    # So slow that the second batch is not there when the first is given out: else the ranks may have agreed on it.
-    loader = loader_of(Windows(fail_at=3 if rank == 1 else -1, pause=0.5), rank, prefetch)
+    # So slow that the second batch is not ready when the first is returned, or the ranks might agree on it before.
+    loader = make_stream_loader(Windows(fail_at=3 if rank == 1 else -1, pause=0.5), rank, prefetch)
     steps = 0
     try:
         for _ in loader:
             steps += 1
-            time.sleep(3 if prefetch else 0)  # so that the background is ahead
+            time.sleep(3 if prefetch else 0)  # so that the background thread is ahead
     except (DataError, OSError) as error:
         return steps, type(error).__name__, str(error)
     return steps, "", ""
 
 
 @pytest.mark.parametrize("prefetch", [0, 4])
-def test_a_failure_on_one_rank_reaches_all_at_the_same_step(gloo: GlooPool, prefetch: int) -> None:
+def test_failure_on_one_rank_is_raised_on_all_at_the_same_step(gloo: GlooPool, prefetch: int) -> None:
     others, failed = gloo.run(2, read_until_failure, prefetch)
-    assert failed[1:] == ("OSError", "the disk is gone")  # as the error it was
+    assert failed[1:] == ("OSError", "the disk is gone")  # the original error
     assert others[1:] == ("DataError", "rank 1 cannot go on: the disk is gone")
-    # At once: with batches read ahead it is known before they are used up.
+    # Immediately: the failure is known before the batches that were read ahead are used.
     assert others[0] == failed[0] == (3 if prefetch == 0 else 1)
 
 
 def read_to_the_end(drop_last: bool) -> tuple[int, list[int]]:
-    """Rank 1's stream is longer than rank 0's."""
+    """Read all batches; rank 1's stream is longer than rank 0's."""
     rank = dist.get_rank()
-    batches = list(loader_of(Windows(end_at=2 + rank * 3), rank, drop_last=drop_last))
+    batches = list(make_stream_loader(Windows(end_at=2 + rank * 3), rank, drop_last=drop_last))
     return len(batches), [int((batch.labels != -100).sum()) for batch in batches]
 
 
 def test_all_ranks_end_at_the_same_step(gloo: GlooPool) -> None:
     assert gloo.run(2, read_to_the_end, True) == [(2, [4, 4])] * 2
-    # To the last token: rank 0 goes on with rows that are masked.
+    # To the last token: rank 0 continues with masked rows.
     assert gloo.run(2, read_to_the_end, False) == [(5, [4, 4, 0, 0, 0]), (5, [4] * 5)]
 
 
 def wait_for_a_slow_rank() -> list[float]:
     rank = dist.get_rank()
-    loader = loader_of(Windows(pause=0.5 * rank), rank, prefetch=0)
+    loader = make_stream_loader(Windows(pause=0.5 * rank), rank, prefetch=0)
     return [loader.wait_seconds for _ in zip(range(2), loader, strict=False)]
 
 
-def test_waiting_for_another_rank_is_not_waiting_for_data(gloo: GlooPool) -> None:
+def test_waiting_for_another_rank_does_not_count_as_waiting_for_data(gloo: GlooPool) -> None:
     fast, slow = gloo.run(2, wait_for_a_slow_rank)
     assert all(seconds >= 0.5 for seconds in slow)
     assert min(fast) < 0.5
 
 
 def wait_beyond_the_timeout(silent: bool) -> str:
-    """Rank 1's first batch comes, or its main thread asks for it, later than the group's time-out of two seconds."""
+    """Rank 1's first batch, or the request of its main thread, is later than the group's timeout of two seconds."""
     rank = dist.get_rank()
-    loader = loader_of(Windows(pause=0 if silent else 5 * rank), rank, timeout=timedelta(seconds=2))
+    loader = make_stream_loader(Windows(pause=0 if silent else 5 * rank), rank, timeout=timedelta(seconds=2))
     if silent and rank == 1:
         time.sleep(5)
         return ""
@@ -133,15 +133,15 @@ def wait_beyond_the_timeout(silent: bool) -> str:
         return str(error)
 
 
-def test_late_data_are_waited_for(gloo: GlooPool) -> None:
+def test_late_data_do_not_time_out(gloo: GlooPool) -> None:
     assert gloo.run(2, wait_beyond_the_timeout, False) == ["[[0, 0, 0, 0]]", "[[1, 1, 1, 1]]"]
 
 
-def test_a_silent_rank_is_not_waited_for(gloo: GlooPool) -> None:
+def test_silent_rank_times_out(gloo: GlooPool) -> None:
     assert "Timed out waiting 2000ms" in gloo.run(2, wait_beyond_the_timeout, True)[0]
 
 
-def test_a_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
+def test_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     loader = make_loader(DataConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), prefetch=3))
     take(loader, 2)
@@ -158,19 +158,19 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Remote:
-    """A streamed dataset of one file, and what happens to the next of its ranges: an error, or None."""
+    """A streamed dataset of one file. ``next`` lists the outcomes of the next range requests: an error, or None."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.name = write_hub_folder(folder / "hub", DOCUMENTS, files=1)
         self.source = open_text(DataConfig(name=self.name), "data", lanes=2)
-        self.whole = list(self.source.read(0, 0))
+        self.documents = list(self.source.read(0, 0))
         self.next: list[Exception | None] = []
         fetch = LocalFileSystem.cat_file
 
-        def fail(file_system: Any, path: str, **place: int) -> bytes:
+        def fail(file_system: Any, path: str, **limits: int) -> bytes:
             if self.next and (error := self.next.pop(0)):
                 raise error
-            return fetch(file_system, path, **place)  # type: ignore[no-any-return]
+            return fetch(file_system, path, **limits)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(hub, "_RANGE_BYTES", 256)
         monkeypatch.setattr(formats, "_BLOCK_BYTES", 256)
@@ -182,34 +182,34 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     return Remote(tmp_path, monkeypatch)
 
 
-def test_trouble_is_tried_again(remote: Remote, pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_transient_errors_are_retried(remote: Remote, pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("torchtrain").addHandler(caplog.handler)
     reset, broken = ConnectionError("reset"), OSError(errno.EIO, "Input/output error")
     remote.next = [reset, None, None, reset, broken, reset]
-    assert list(remote.source.read(0, 0)) == remote.whole
+    assert list(remote.source.read(0, 0)) == remote.documents
     assert not remote.next
-    assert pauses == [1, 1, 2, 4]  # from the beginning again once a range has come
+    assert pauses == [1, 1, 2, 4]  # the delays start over after a range was read
     assert "train-0.jsonl: next attempt in 4 s: reset" in caplog.text
 
 
-def test_lasting_trouble_names_the_source_and_the_place(remote: Remote, pauses: list[float]) -> None:
+def test_persistent_error_names_the_source_and_the_position(remote: Remote, pauses: list[float]) -> None:
     remote.next = [None, None, *[ConnectionError("reset")] * 99]
-    place = rf"cannot go on reading data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
-    with pytest.raises(StorageError, match=place):
+    message = rf"cannot go on reading data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
+    with pytest.raises(StorageError, match=message):
         list(remote.source.read(0, 0))
-    assert StorageError.exit_code == 74  # later, the same command may work
+    assert StorageError.exit_code == 74  # the command may be repeated later
     assert pauses == list(text.RETRY_SECONDS)
     assert sum(pauses) > 200
 
 
-def test_what_another_attempt_would_not_mend_is_not_tried_again(remote: Remote, pauses: list[float]) -> None:
+def test_permanent_error_is_not_retried(remote: Remote, pauses: list[float]) -> None:
     remote.next = [None, ValueError("bad bytes")]
     with pytest.raises(DataError, match="bad bytes"):
         list(remote.source.read(0, 0))
     assert pauses == []
 
 
-def test_a_cache_that_fails_for_a_moment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_error_of_the_cache_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(datasets.Dataset.from_dict({"text": DOCUMENTS}))
     loads, failures = pickle.loads, [errno.EIO, errno.ESTALE]
 
@@ -234,7 +234,7 @@ def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest
         assert f"skipped {count} document(s) so far that are null or not text" in caplog.text
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_path_may_be_a_glob_pattern(tmp_path: Path) -> None:
     for number in range(3):
         with gzip.open(tmp_path / f"part-{number}.jsonl.gz", "wt") as file:
             file.write(json.dumps({"text": f"document {number} " * 30}) + "\n")
@@ -245,8 +245,8 @@ def test_patterns(tmp_path: Path) -> None:
         make_loader(DataConfig(path=str(tmp_path / "no-such-*.jsonl")))
 
 
-def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
-    """Else rows that shared a stream would go on with the same documents, and others with none of theirs."""
+def test_position_of_another_number_of_streams_is_rejected(tmp_path: Path) -> None:
+    """Otherwise rows that shared a stream would continue with the same documents."""
     hub = write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3)
     for streams in (2, 4):
         saved = make_loader(DataConfig(name=hub, streams=streams, prefetch=0)).state_dict()
@@ -257,7 +257,7 @@ def test_a_place_among_other_streams_is_refused(tmp_path: Path) -> None:
         make_loader(DataConfig(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
 
 
-class Unanswered(Windows):
+class UnreachableHub(Windows):
     def fill(self, *_: object) -> list[int]:
         raise StorageError("the hub does not answer")
 
@@ -265,26 +265,26 @@ class Unanswered(Windows):
 def exit_code_of_a_failure() -> int:
     rank = dist.get_rank()
     try:
-        next(loader_of(Unanswered() if rank == 1 else Windows(), rank, prefetch=0))
+        next(make_stream_loader(UnreachableHub() if rank == 1 else Windows(), rank, prefetch=0))
     except TorchtrainError as error:
         return error.exit_code
     return 0
 
 
-def test_a_failure_of_the_network_ends_all_ranks_with_its_exit_code(gloo: GlooPool) -> None:
+def test_network_failure_ends_all_ranks_with_its_exit_code(gloo: GlooPool) -> None:
     assert gloo.run(2, exit_code_of_a_failure) == [74, 74]
 
 
-def ask_for_ever_and_press_ctrl_c() -> float:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-    began = time.monotonic()
+def broadcast_and_press_ctrl_c() -> float:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    started = time.monotonic()
     threading.Timer(1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         broadcast_from_rank0_untimed(lambda: time.sleep(30))
     signal.signal(signal.SIGINT, before)
-    return time.monotonic() - began
+    return time.monotonic() - started
 
 
-def test_ctrl_c_does_not_wait_for_an_answer(gloo: GlooPool) -> None:
-    (seconds,) = gloo.run(1, ask_for_ever_and_press_ctrl_c)
+def test_ctrl_c_interrupts_a_broadcast_without_timeout(gloo: GlooPool) -> None:
+    (seconds,) = gloo.run(1, broadcast_and_press_ctrl_c)
     assert seconds < 10

@@ -1,4 +1,4 @@
-"""What README and docs/ say is so: pages are current, links and options exist, and every command is run or listed."""
+"""README and docs/ match the code: generated pages, links, options, and commands, each of which is run or listed."""
 
 import importlib.util
 import json
@@ -18,8 +18,8 @@ from torchtrain.config.schema import JobConfig, key_of
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# Run by test_a_newcomers_path_in_a_fresh_clone, in this order.
-PATH = [
+# Run in this order by test_commands_of_the_docs_run_in_a_fresh_clone.
+COMMANDS = [
     "./run_llama_train.sh",
     "./run_llama_train.sh --training.steps 120",
     "python -m torchtrain.train --help",
@@ -38,29 +38,29 @@ PATH = [
     "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
     "python scripts/document_config.py",
 ]
-PLANNED = "takes half a minute; tests/test_estimate.py runs its like"
-AVERAGED = "needs a longer run; tests/test_learning.py has its like"
+PLANNED = "takes half a minute; tests/test_estimate.py runs a similar command"
+AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
-# Not run as they stand, and why.
+# Commands that are not run, and the reason.
 LISTED = {
-    "pip install -e .": "needs a package index; .ci/run does it",
-    "pip install -e '.[plot]'": "needs a package index; .ci/run does it",
-    "pip install -e '.[wandb]'": "needs a package index; .ci/run does it",
-    "pip install -e '.[eval]'": "needs a package index; .ci/run does it",
-    "pip install -e '.[dev]' -c constraints.txt": "needs a package index; .ci/run does it",
+    "pip install -e .": "needs a package index; run by .ci/run",
+    "pip install -e '.[plot]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
     "{ head -1 constraints.txt; pip freeze --exclude-editable | sed 's/+cpu$//'; } > new.txt && mv new.txt "
-    "constraints.txt": "the line after it",
+    "constraints.txt": "follows the line above",
     "pip install -e . -c constraints.txt && ./run_llama_train.sh": "needs a package index; the second half is run",
-    "pip install -e '.[dev]' -c constraints.txt && pytest -n 3 --dist loadfile": "what .ci/run does",
-    "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "what .ci/run does",
-    "pytest -m slow": "takes a cluster's time; run by hand",
+    "pip install -e '.[dev]' -c constraints.txt && pytest -n 3 --dist loadfile": "run by .ci/run",
+    "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "run by .ci/run",
+    "pytest -m slow": "takes minutes; run by hand",
     "pytest -m gpu": "needs a GPU",
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
-    'pytest tests/test_parallelism.py -k "S2 and T2"': "a part of what .ci/run does",
+    'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
     "pip install -e '.[bench]'": "needs a package index",
-    "pip install -e '.[float8]'": "needs a package index; .ci/run does it",
+    "pip install -e '.[float8]'": "needs a package index; run by .ci/run",
     "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     "python scripts/benchmark.py --only vocabulary": "takes minutes",
@@ -72,14 +72,14 @@ LISTED = {
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
     "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if bfloat16 drifts too far; "
-    "tests/test_compare.py runs its like",
+    "tests/test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
-    "tests/test_compare.py runs its like",
+    "tests/test_compare.py runs a similar command",
     "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "tensorboard --logdir outputs": "serves until it is stopped",
-    "apt-get install slurmctld slurmd slurm-client": "needs a package index; .ci/run does it",
+    "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",
     "./run_llama_train.sh --data.name allenai/c4 --data.subset en --job.dump_folder outputs/c4": "needs the network",
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
@@ -93,8 +93,8 @@ LISTED = {
     ),
     'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
-    "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has its short form",
-    "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has its short form",
+    "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has a short version",
+    "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has a short version",
     "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
     'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,
     "python -m torchtrain.convert outputs/my_run my_run_mean --average 5": AVERAGED,
@@ -102,7 +102,7 @@ LISTED = {
     "./run_llama_train.sh --job.dump_folder outputs/cooldown --training.steps 10000 --lr_scheduler.total_steps 10000 "
     "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0.2 "
     "--checkpoint.allow_changes lr_scheduler.total_steps lr_scheduler.decay_type lr_scheduler.decay_ratio": AVERAGED,
-    "pytest tests/test_learning.py -k coordinate": "a part of what .ci/run does",
+    "pytest tests/test_learning.py -k coordinate": "part of .ci/run",
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --threads 1": ("takes an hour; run by hand"),
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --report --picture recipes.png": (
         "needs the runs of the line above"
@@ -114,7 +114,7 @@ LISTED = {
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2": (
         "needs 8 GPUs; tests/test_parallelism.py has the layouts"
     ),
-    "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py has a small one",
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "
     "-m torchtrain.train --job.config_file train_configs/llama3_8b.toml": (
@@ -127,7 +127,7 @@ COMMAND = re.compile(
 
 
 def commands(page: Path) -> list[str]:
-    """The command lines in the page's bash blocks, and those in its running text that begin like one."""
+    """The command lines in the bash blocks of a page, and the code spans in its text that begin like a command."""
     text = page.read_text(encoding="utf-8")
     found = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
@@ -142,12 +142,12 @@ def commands(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_run_or_listed(page: Path) -> None:
     for command in commands(page):
-        assert command in PATH or command in LISTED, f"{page.name}: {command!r} is neither run by a test nor listed"
+        assert command in COMMANDS or command in LISTED, f"{page.name}: {command!r} is neither run by a test nor listed"
 
 
-def test_nothing_is_listed_that_no_page_has() -> None:
+def test_listed_commands_are_on_a_page() -> None:
     written = {command for page in PAGES for command in commands(page)}
-    assert written >= set(PATH) | set(LISTED)
+    assert written >= set(COMMANDS) | set(LISTED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -155,7 +155,7 @@ def test_links_and_options_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
-    if page.name == "from-torchtitan.md":  # its first column names torchtitan's
+    if page.name == "from-torchtitan.md":  # its first column has torchtitan's options
         text = "\n".join(line.split("|", 2)[2] if line.startswith("|") else line for line in text.splitlines())
     sections = to_dict(JobConfig())
     for section, key in re.findall(r"(?:--|`)([a-z_]+)\.([a-z_-]+)\b(?!\()", text):
@@ -165,7 +165,7 @@ def test_links_and_options_exist(page: Path) -> None:
             assert name in known or key in ("py", "jsonl", "safetensors"), f"{page.name}: {section}.{key} is no option"
 
 
-def test_the_pages_that_are_made_are_current() -> None:
+def test_generated_pages_are_current() -> None:
     spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts" / "document_config.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -178,7 +178,7 @@ def test_pages_are_short() -> None:
     assert [name for name, text in pages.items() if len(text.splitlines()) > 120] == []
 
 
-def test_the_reading_list_covers_its_folders() -> None:
+def test_reading_list_and_architecture_name_all_files_of_the_core_folders() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     core = re.findall(r"^\| \[([^]]+\.py)\]\(torchtrain/\1\) \|", readme, re.MULTILINE)
     assert len(core) == 18
@@ -194,13 +194,13 @@ def test_the_reading_list_covers_its_folders() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
+def test_commands_of_the_docs_run_in_a_fresh_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     for name in files.rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():  # not one that is about to be deleted
+        if (ROOT / name).is_file():  # not a file that was deleted without a commit
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
     texts = [{"text": f"def f{i}(x):\n    return x + {i}\n" * 40, "prompt": f"def f{i}"} for i in range(60)]
@@ -209,18 +209,18 @@ def test_a_newcomers_path_in_a_fresh_clone(tmp_path: Path) -> None:
     programs = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(clone)}
     outputs = {}
-    for command in PATH:
+    for command in COMMANDS:
         result = subprocess.run(
             ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=400
         )
         assert result.returncode == 0, f"{command}\n{result.stderr}"
         assert "Traceback" not in result.stderr, f"{command}\n{result.stderr}"
         outputs[command] = result
-    first, resumed = outputs[PATH[0]].stderr, outputs[PATH[1]].stderr
+    first, resumed = outputs[COMMANDS[0]].stderr, outputs[COMMANDS[1]].stderr
     assert "step 100/100" in first
     assert "resumed from outputs/debug_model/checkpoint/step-100" in resumed
     assert "done: step 120 of 120" in resumed
-    assert outputs[PATH[3]].stdout.startswith("def main(")
+    assert outputs[COMMANDS[3]].stdout.startswith("def main(")
     assert len((clone / "answers.jsonl").read_text().splitlines()) == 3
     assert (clone / "curves.png").stat().st_size > 10_000
     import transformers

@@ -1,4 +1,4 @@
-"""What users and machines get wrong, at each entrance: one message with the rule and the way out, and exit code 2."""
+"""Errors of users and machines: each command prints one line with the rule and the way out, and exits with 2."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import xxhash
 from disk_faults import DiskFaults
 from forked_command import run_command
@@ -26,15 +25,8 @@ from torchtrain.errors import ConfigError
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def alone() -> None:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def refused(command: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that ``command`` says."""
+def error_line(command: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Call ``command``, assert that it returns 2, and return the one line that it prints."""
     assert command(arguments) == 2
     errors = capsys.readouterr().err
     assert len(errors.splitlines()) == 1, errors
@@ -42,19 +34,19 @@ def refused(command: Callable[[list[str]], int], arguments: list[str], capsys: p
     return errors
 
 
-def spm_without_bytes(folder: Path) -> str:
+def sentencepiece_without_bytes(folder: Path) -> str:
     file = folder / "few.model"
     file.write_text("AA== 0\nAQ== 1\n")
     return f"--model.tokenizer_path {file}"
 
 
-def file_for_a_dump_folder(folder: Path) -> str:
+def dump_folder_below_a_file(folder: Path) -> str:
     (folder / "file").write_text("")
     return f"--job.dump_folder {folder}/file/run --training.steps 3"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--optimizer.lr inf", "optimizer.lr = inf must be a finite number"),
         ("--data.weight inf", "weight = inf of a data source must be a finite number"),
@@ -62,27 +54,27 @@ def file_for_a_dump_folder(folder: Path) -> str:
             "--faults.wall_clock_limit_minutes 0.2",
             "faults.wall_clock_limit_minutes = 0.2 must be longer than faults.stop_grace_seconds = 30",
         ),
-        (spm_without_bytes, "has 2 ranks, and Llama 3's file has 128,000, the 256 bytes among them"),
+        (sentencepiece_without_bytes, "has 2 ranks, and Llama 3's file has 128,000, the 256 bytes among them"),
         (lambda folder: f"--model.tokenizer_path {folder}", "no tokenizer.json or tokenizer.model is in it"),
-        (file_for_a_dump_folder, "/file/run' cannot be used: Not a directory; name another folder"),
+        (dump_folder_below_a_file, "/file/run' cannot be used: Not a directory; name another folder"),
     ],
 )
-def test_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str | Callable[[Path], str], told: str
+def test_train_rejects_invalid_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str | Callable[[Path], str], message: str
 ) -> None:
     words = (options if isinstance(options, str) else options(tmp_path)).split()
     folder = [] if "--job.dump_folder" in words else ["--job.dump_folder", str(tmp_path / "out")]
-    assert told in refused(train.main, [*words, *folder], capsys)
+    assert message in error_line(train.main, [*words, *folder], capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pipe_is_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "tokenizer.model")  # to open it would wait for ever
+def test_named_pipe_as_tokenizer_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")  # opening it would block for ever
     options = ["--model.tokenizer_path", str(tmp_path / "tokenizer.model"), "--job.dump_folder", str(tmp_path / "out")]
-    assert "is not a regular file" in refused(train.main, options, capsys)
+    assert "is not a regular file" in error_line(train.main, options, capsys)
 
 
-def test_a_dump_folder_that_may_not_be_written_to(disk: DiskFaults, tmp_path: Path) -> None:
+def test_read_only_dump_folder_is_a_user_error(disk: DiskFaults, tmp_path: Path) -> None:
     import errno
 
     disk.fail("mkdir", f"{tmp_path}/read_only/*", errno.EROFS)
@@ -91,7 +83,7 @@ def test_a_dump_folder_that_may_not_be_written_to(disk: DiskFaults, tmp_path: Pa
     assert "read_only/run' cannot be used: Read-only file system; name another folder" in run.output()
 
 
-def test_data_that_may_not_be_read(disk: DiskFaults, tmp_path: Path) -> None:
+def test_unreadable_data_are_a_user_error(disk: DiskFaults, tmp_path: Path) -> None:
     import errno
 
     file = tmp_path / "secret.jsonl"
@@ -102,7 +94,7 @@ def test_data_that_may_not_be_read(disk: DiskFaults, tmp_path: Path) -> None:
     assert f"{file} cannot be opened: Permission denied; let this user read it" in run.output()
 
 
-def test_a_text_file_that_vanishes(tmp_path: Path) -> None:
+def test_text_file_that_is_deleted_during_a_run_is_a_user_error(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(40):
@@ -119,25 +111,27 @@ def test_a_text_file_that_vanishes(tmp_path: Path) -> None:
     assert "Traceback" not in run.output()
 
 
-def test_generation(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_rejects_invalid_output_files(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file, why in (
         (tmp_path / "nowhere/out.jsonl", "lies in a folder that does not exist"),
         (tmp_path, "is a fold"),
     ):
         options = [str(trained_run), "--prompt", "a", "--output_file", str(file)]
-        assert why in refused(generate.main, options, capsys)
+        assert why in error_line(generate.main, options, capsys)
     seed = ["--seed", "99999999999999999999", "--max_new_tokens", "2"]
     assert generate.main([str(trained_run), "--prompt", "a", *seed]) == 0
 
 
-def test_an_empty_prompt_begins_a_document(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_prompt_starts_a_document(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(trained_run), "--prompt", "", "--max_new_tokens", "5"]) == 0
     assert capsys.readouterr().out.strip()
     for prompts in ([], ["--prompt", "", "--prompts_file", "x"]):
-        assert "one of --prompt and --prompts_file" in refused(generate.main, [str(trained_run), *prompts], capsys)
+        assert "one of --prompt and --prompts_file" in error_line(generate.main, [str(trained_run), *prompts], capsys)
 
 
-def test_prompts_of_a_file(trained_run: Path, tmp_path: Path) -> None:
+def test_prompts_file_is_read_as_utf8_with_any_line_ending(trained_run: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "c\\ud83d"}\n'.encode())
     options = ["--prompts_file", str(file), "--output_file", str(out), "--max_new_tokens", "1"]
@@ -155,7 +149,7 @@ def write_ascii() -> None:
     sys.stdout.reconfigure(encoding="ascii")  # type: ignore[attr-defined]
 
 
-def test_outputs_that_are_closed_or_not_in_utf8(trained_run: Path) -> None:
+def test_generate_works_with_closed_or_ascii_output(trained_run: Path) -> None:
     options = ("torchtrain.generate", str(trained_run), "--prompt", "d\u00e9 \u2192", "--max_new_tokens", "2")
     closed = run_command(*options, hook=close_outputs)
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
@@ -164,31 +158,36 @@ def test_outputs_that_are_closed_or_not_in_utf8(trained_run: Path) -> None:
     assert in_ascii.stdout.startswith("d? ?")
 
 
-def test_an_environment_that_names_no_other_ranks(tmp_path: Path) -> None:
+def test_invalid_rank_environment_is_an_error(tmp_path: Path) -> None:
     options = ("--job.dump_folder", str(tmp_path), "--training.seq_len", "16", "--comm.init_timeout_seconds", "1")
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(taken.getsockname()[1])}
-        for environment, code, told in (
+        port_in_use = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+        }
+        for environment, code, message in (
             ({"RANK": "a", "WORLD_SIZE": "2"}, 2, "RANK = 'a' in the environment is not a number: use torchrun"),
             ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start by torchrun"),
-            (there, 74, "the ranks cannot meet: The server socket has failed to listen"),
+            (port_in_use, 74, "the ranks cannot meet: The server socket has failed to listen"),
         ):
             found = run_command("torchtrain.train", *options, environment=environment)
             assert found.returncode == code
-            assert told in found.stderr
+            assert message in found.stderr
             assert "Traceback" not in found.stderr
 
 
-def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_rejects_a_file_as_output_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    told = refused(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)
-    assert "/file' cannot be used: File exists; name another folder" in told
+    error = error_line(prepare.main, ["--prepare.output", str(tmp_path / "file")], capsys)
+    assert "/file' cannot be used: File exists; name another folder" in error
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("damage", "message"),
     [
         (lambda step: (step / "config.toml").unlink(), "has no config.toml and so is no checkpoint"),
         (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
@@ -196,36 +195,36 @@ def test_preparing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "convert"])
-def test_a_checkpoint_that_is_not_whole(
+def test_incomplete_checkpoint_is_a_user_error(
     trained_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     command: str,
-    spoil: Callable[[Path], None],
-    told: str,
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
     step = tmp_path / "step-8"
     shutil.copytree(trained_run / "checkpoint/step-8", step)
-    spoil(step)
+    damage(step)
     if command == "generate":
-        assert told in refused(generate.main, [str(step), "--prompt", "a"], capsys)
+        assert message in error_line(generate.main, [str(step), "--prompt", "a"], capsys)
     else:
-        found = refused(convert.main, [str(step), str(tmp_path / "out")], capsys)
-        assert told in found or "config.toml is missing" in found or "is not a file" in found
+        found = error_line(convert.main, [str(step), str(tmp_path / "out")], capsys)
+        assert message in found or "config.toml is missing" in found or "is not a file" in found
         assert not (tmp_path / "out").exists()
 
 
-def test_weights_beside_a_tokenizer_that_is_none(
+def test_invalid_tokenizer_beside_weights_is_a_user_error(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert.main([str(trained_run), str(tmp_path / "hf")]) == 0
     capsys.readouterr()
     (tmp_path / "hf/tokenizer.json").write_text("{}")
-    assert "is no tokenizer.json" in refused(convert.main, [str(tmp_path / "hf"), str(tmp_path / "out")], capsys)
+    assert "is no tokenizer.json" in error_line(convert.main, [str(tmp_path / "hf"), str(tmp_path / "out")], capsys)
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_an_option_value_that_is_no_longer_valid_is_loaded(trained_run: Path, tmp_path: Path) -> None:
     step = tmp_path / "step-8"
     shutil.copytree(trained_run / "checkpoint/step-8", step)
     config = (step / "config.toml").read_text()
@@ -245,52 +244,57 @@ def test_a_checkpoint_with_an_option_that_is_refused_by_now(trained_run: Path, t
     assert loaded.returncode == 0, loaded.stderr
 
 
-def test_a_pipe_is_no_manifest(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_pipe_as_manifest_is_rejected(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(trained_run / "checkpoint/step-8", tmp_path / "step-8")
     (tmp_path / "step-8/manifest.json").unlink()
     os.mkfifo(tmp_path / "step-8/manifest.json")
-    told = refused(convert.main, [str(tmp_path / "step-8"), str(tmp_path / "out")], capsys)
-    assert "manifest.json is missing (is not a regular file)" in told
+    error = error_line(convert.main, [str(tmp_path / "step-8"), str(tmp_path / "out")], capsys)
+    assert "manifest.json is missing (is not a regular file)" in error
 
 
-def test_a_checkpoint_that_is_no_folder(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_without_a_checkpoint_is_a_user_error(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = str(trained_run / "config.toml")
-    assert f"{file} has no checkpoint; give a run's folder" in refused(generate.main, [file, "--prompt", "a"], capsys)
-    assert f"{file} has no checkpoint; give a run's folder" in refused(convert.main, [file, f"{tmp_path}/out"], capsys)
+    message = f"{file} has no checkpoint; give a run's folder"
+    assert message in error_line(generate.main, [file, "--prompt", "a"], capsys)
+    assert message in error_line(convert.main, [file, f"{tmp_path}/out"], capsys)
     (tmp_path / "config.toml").touch()
     unsaved = (
         f"{tmp_path} is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable; give"
     )
-    assert unsaved in refused(generate.main, [str(tmp_path), "--prompt", "a"], capsys)
+    assert unsaved in error_line(generate.main, [str(tmp_path), "--prompt", "a"], capsys)
     for command, options in (
         (generate.main, ["def " * 100, "--prompt", "a"]),
         (convert.main, [str(trained_run), "a" * 300]),
         (train.main, ["--data.path", "def " * 100]),
         (train.main, ["--model.tokenizer_path", "def " * 100]),
     ):
-        assert "cannot be used: File name too long" in refused(command, options, capsys)
+        assert "cannot be used: File name too long" in error_line(command, options, capsys)
 
 
-def test_a_run_whose_name_begins_as_that_of_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
+def test_run_folder_may_be_named_like_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
     for name in ("step-by-step", "step-3"):
         (tmp_path / name).symlink_to(trained_run)
         assert find_checkpoint(tmp_path / name) == tmp_path / name / "checkpoint/step-8"
 
 
-def test_a_manifest_without_config_toml(tmp_path: Path) -> None:
+def test_checkpoint_without_config_is_a_user_error(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
     step = tmp_path / "checkpoint/step-2"
     manifest = read_manifest(step)
     write_manifest(step, replace(manifest, files=[file for file in manifest.files if file.name != "config.toml"]))
     (step / "config.toml").unlink()
-    again = ForkedRun(tmp_path, "--training.steps", "4", ranks=1)
-    assert again.wait() == [2]
-    assert "config.toml cannot be read" in again.output()
-    assert "Traceback" not in again.output()
+    resumed = ForkedRun(tmp_path, "--training.steps", "4", ranks=1)
+    assert resumed.wait() == [2]
+    assert "config.toml cannot be read" in resumed.output()
+    assert "Traceback" not in resumed.output()
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_plot_skips_invalid_lines_and_rejects_invalid_output_files(tmp_path: Path) -> None:
     good = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens_per_second": 5.0, "memory_gib": 0.1}
     lines = [json.dumps(good), "[]", "null", '{"loss": 3}', '{"step": "two"}', '{"step": 2, "lo']
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
@@ -299,9 +303,9 @@ def test_plot(tmp_path: Path) -> None:
     def draw(name: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([*plot, str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True, check=False)
 
-    drawn = draw("curves.svg")
-    assert drawn.returncode == 0, drawn.stderr
-    assert len(drawn.stderr.splitlines()) == 6
+    result = draw("curves.svg")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) == 6
     for name, why in (("curves.xyz", "must end in one of"), ("nowhere/curves.png", "in a folder that does not exist")):
         failed = draw(name)
         assert (failed.returncode, len(failed.stderr.splitlines())) == (2, 1), failed.stderr
@@ -317,7 +321,7 @@ def test_plot(tmp_path: Path) -> None:
     )
 
 
-def start_nothing() -> None:
+def exit_at_first_process() -> None:
     subprocess.Popen = lambda *_, **__: sys.exit(3)  # type: ignore[assignment,misc]
 
 
@@ -328,27 +332,25 @@ def start_nothing() -> None:
         ("crash_test", "--kills 0", 3),
     ],
 )
-def test_scripts_leave_what_lies_in_the_folder_that_they_are_given(
-    tmp_path: Path, script: str, options: str, code: int
-) -> None:
-    (tmp_path / "mine").write_text("and not to be replaced")
-    found = run_command(f"scripts/{script}.py", "--folder", str(tmp_path), *options.split(), hook=start_nothing)
+def test_scripts_keep_the_files_in_their_folder(tmp_path: Path, script: str, options: str, code: int) -> None:
+    (tmp_path / "mine").write_text("must be kept")
+    found = run_command(f"scripts/{script}.py", "--folder", str(tmp_path), *options.split(), hook=exit_at_first_process)
     assert found.returncode == code, found.stderr
     assert (tmp_path / "mine").exists()
 
 
-def test_the_users_config_file_wins_over_that_of_a_launcher(tmp_path: Path) -> None:
+def test_config_file_of_the_command_line_overrides_that_of_the_launcher(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[training]\nsteps = 77\n")
-    # What the shell script would run.
-    said = subprocess.run(
+    # The command that the shell script would run.
+    command = subprocess.run(
         [str(ROOT / "run_llama_train.sh"), "--job.config_file", str(mine), "--training.seq_len", "64"],
         env={**os.environ, "PYTHON": "echo", "NGPU": "1"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    arguments = said[said.index("torchtrain.train") + 1 :]
+    arguments = command[command.index("torchtrain.train") + 1 :]
     assert arguments.count("--job.config_file") == 2
     assert config_file(arguments) == str(mine)
     config = parse(arguments)

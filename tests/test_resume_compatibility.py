@@ -1,4 +1,4 @@
-"""The resume contract: what a changed option means for a run that resumes."""
+"""Resume compatibility: the effect of each changed option on a run that resumes."""
 
 import copy
 from dataclasses import fields, is_dataclass, replace
@@ -15,7 +15,7 @@ from torchtrain.config.parse import to_dict, to_toml
 from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of
 from torchtrain.errors import CheckpointError, ConfigError
 
-FROZEN = {  # by kind and section: every option there is
+FROZEN = {  # every option, by kind and section
     Kind.HARMLESS: {
         "job": "config_file dump_folder description device import",
         "model": "shape.max_position_embeddings",
@@ -87,11 +87,11 @@ def toml(**changes: dict[str, Any]) -> str:
     return to_toml(replace(config, **sections))  # type: ignore[arg-type]
 
 
-def test_same_config_has_nothing_to_say() -> None:
+def test_same_config_gives_no_log_lines() -> None:
     assert check_resume_compatibility(toml(), toml(), ()) == []
 
 
-def test_harmless_and_layout_changes_are_each_logged_in_a_line() -> None:
+def test_harmless_and_layout_changes_give_one_log_line_each() -> None:
     now = toml(metrics={"log_freq": 1}, job={"description": "again"}, training={"local_batch_size": 2})
     assert check_resume_compatibility(toml(), now, ()) == [
         "config differs from the checkpoint's (harmless): job.description = 'again' (checkpoint: ''); "
@@ -109,7 +109,7 @@ def test_harmless_and_layout_changes_are_each_logged_in_a_line() -> None:
         ("lr_scheduler", "decay_ratio", 0.5),
     ],
 )
-def test_change_of_the_run_is_refused_unless_allowed(section: str, key: str, value: Any) -> None:
+def test_change_of_the_run_is_rejected_unless_allowed(section: str, key: str, value: Any) -> None:
     name = f"{section}.{key}"
     now = toml(**{section: {key: value}})
     with pytest.raises(CheckpointError, match=rf"{name} = .* checkpoint.allow_changes = \['{name}"):
@@ -120,7 +120,7 @@ def test_change_of_the_run_is_refused_unless_allowed(section: str, key: str, val
     assert line.startswith(f"config differs from the checkpoint's (changes the run): {name} = ")
 
 
-def test_another_model_is_impossible_whatever_is_allowed() -> None:
+def test_another_model_is_rejected_even_if_allowed() -> None:
     with pytest.raises(CheckpointError, match=r"not fit this run: model.flavor = '8B' \(checkpoint: 'debugmodel'"):
         check_resume_compatibility(toml(), toml(model={"flavor": "8B"}), ["model.flavor"])
 
@@ -128,18 +128,18 @@ def test_another_model_is_impossible_whatever_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("optimizer", "name", "muon"),  # has other states
-        ("training", "global_batch_size", 64),  # the place in the data is kept by row
-        ("data", "streams", 128),  # and by stream: rows that shared one would go on with the same documents
+        ("optimizer", "name", "muon"),  # has different states
+        ("training", "global_batch_size", 64),  # the position in the data is saved by row
+        ("data", "streams", 128),  # and by stream: rows that shared one would continue with the same documents
     ],
 )
-def test_what_the_states_do_not_fit_is_impossible_whatever_is_allowed(section: str, key: str, value: Any) -> None:
+def test_change_that_the_states_do_not_fit_is_rejected_even_if_allowed(section: str, key: str, value: Any) -> None:
     name = f"{section}.{key}"
     with pytest.raises(CheckpointError, match=rf"not fit this run: {name} = .* checkpoint.initial_load_path"):
         check_resume_compatibility(toml(), toml(**{section: {key: value}}), [name])
 
 
-def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None:
+def test_more_steps_are_harmless_only_if_the_schedule_stays_the_same() -> None:
     pinned, constant = {"total_steps": 10000}, {"decay_type": "constant"}
     more = {"steps": 20000}
     with pytest.raises(CheckpointError, match=r"training.steps = 20000 is also the length of the learning-rate"):
@@ -155,12 +155,12 @@ def test_more_steps_are_harmless_only_if_they_leave_the_schedule_alone() -> None
         )
 
 
-def test_a_run_that_is_extended_is_told_of_training_steps_and_of_two_ways_that_work() -> None:
+def test_error_for_more_steps_names_the_option_and_two_solutions() -> None:
     before = toml(training={"steps": 137})
     now = {"steps": 411}
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as error:
         check_resume_compatibility(before, toml(training=now), ["optimizer.eps"])
-    message = str(refused.value)
+    message = str(error.value)
     assert "training.steps = 411 is also the length of the learning-rate schedule" in message
     assert "lr_scheduler.total_steps = 411" not in message  # which the user has not set
     keep = "lr_scheduler.total_steps = 137: later steps have its last rate (lr_scheduler.min_lr_factor = 0.0)"
@@ -181,7 +181,7 @@ def test_a_run_that_is_extended_is_told_of_training_steps_and_of_two_ways_that_w
 @pytest.mark.parametrize(
     "name", ["optimizer.rate", "optimizer", "optimizer.matrices", "optimizer.matrices.rate", "data.all", "lr", ""]
 )
-def test_allow_changes_must_name_options(name: str) -> None:
+def test_allow_changes_accepts_only_names_of_options(name: str) -> None:
     with pytest.raises(ConfigError, match=f"allow_changes names '{name}', which is no option"):
         JobConfig(checkpoint=CheckpointConfig(allow_changes=("optimizer.lr", name)))
 
@@ -197,9 +197,9 @@ def another_value(value: Any) -> Any:
     return [7] if isinstance(value, (list, tuple)) else "another" if isinstance(value, str) else (value or 0) + 7
 
 
-def verdict(name: str) -> Kind:
-    """What the contract says of a run that resumes with another value of the option ``name``."""
-    before = tomli.loads(toml(lr_scheduler={"total_steps": 10000}))  # apart from training.steps
+def observed_kind(name: str) -> Kind:
+    """The kind that the resume check assigns to a change of the option ``name``."""
+    before = tomli.loads(toml(lr_scheduler={"total_steps": 10000}))  # independent of training.steps
     now = copy.deepcopy(before)
     *sections, key = name.split(".")
     table = now
@@ -207,27 +207,27 @@ def verdict(name: str) -> Kind:
         table = table.setdefault(section, {})
     table[key] = [{"path": "another"}] if key == "sources" else another_value(table.get(key))
     try:
-        (told,) = check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now), ())
+        (message,) = check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now), ())
     except CheckpointError as error:
-        told = str(error)
-    assert f"{name} = " in told
-    if "does not fit this run" in told:
+        message = str(error)
+    assert f"{name} = " in message
+    if "does not fit this run" in message:
         return Kind.IMPOSSIBLE
-    return next((kind for kind in Kind if f"({kind.value})" in told), Kind.CHANGES)
+    return next((kind for kind in Kind if f"({kind.value})" in message), Kind.CHANGES)
 
 
-def test_the_verdict_on_each_option_is_the_one_that_was_decided() -> None:
-    """A new option: think about what it means for a run that resumes, and add it to ``FROZEN``."""
-    decided = {
+def test_kind_of_each_option_is_the_frozen_one() -> None:
+    """For a new option, decide what a change of it means for a run that resumes, and add it to ``FROZEN``."""
+    frozen = {
         f"{section}.{name}": kind
         for kind, sections in FROZEN.items()
         for section, names in sections.items()
         for name in names.split()
     }
-    assert {name: verdict(name) for name in options_of(JobConfig())} == decided
+    assert {name: observed_kind(name) for name in options_of(JobConfig())} == frozen
 
 
-def test_all_that_a_refusal_can_name_may_be_allowed() -> None:
+def test_every_option_that_changes_the_run_can_be_allowed() -> None:
     names = [name for name in options_of(JobConfig()) if kind_of(name) is Kind.CHANGES]
     assert {"optimizer.lr", "optimizer.vectors.weight_decay", "mup.base_dim", "lr_scheduler.total_steps"} <= set(names)
     JobConfig(checkpoint=CheckpointConfig(allow_changes=tuple(names)))
@@ -239,7 +239,7 @@ def test_every_section_has_a_kind_and_every_exception_is_an_option() -> None:
     assert len(names) == len(set(names))
     assert {name for name in names if "." not in name} == options.keys()
     for name in names:
-        attrgetter(name)(JobConfig())  # AttributeError: there is no such option
+        attrgetter(name)(JobConfig())  # raises AttributeError if there is no such option
     assert kind_of("not_yet.invented") is Kind.CHANGES
 
 
@@ -261,7 +261,7 @@ SAMPLED, CHANGED = "1 file(s) of 2,000,000 bytes, hash aaaa", "1 file(s) of 2,00
         ("", SAMPLED, False),
     ],
 )
-def test_identities_are_compared_in_what_both_state(saved: str, current: str, same: bool) -> None:
+def test_data_identities_are_compared_by_what_both_contain(saved: str, current: str, same: bool) -> None:
     if same:
         assert check_resume_compatibility(toml(), toml(), (), {"data.path": saved}, {"data.path": current}) == []
         return

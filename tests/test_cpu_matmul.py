@@ -1,4 +1,4 @@
-"""CPUs without products in bfloat16 compute them in float32: tested on any CPU."""
+"""On CPUs without bfloat16 matrix products, these are computed in float32. The tests run on any CPU."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,18 +25,18 @@ CPU = torch.device("cpu")
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
 
 
-# A product in float64 that is computed in float32 shows it on every CPU; one in bfloat16 may be the same.
+# A float64 product that is computed in float32 differs on every CPU; a bfloat16 product may be the same.
 DTYPES = (torch.bfloat16, torch.float64)
 
 
 @pytest.fixture
-def replaced() -> Iterator[None]:
+def float32_matmuls() -> Iterator[None]:
     with _scoped_library("aten", "IMPL") as library:
         replace_matmuls(library, DTYPES)
         yield
 
 
-def written(product: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def with_out(product: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     out = inputs[0].new_empty(product(*inputs).shape)
     assert product(*inputs, out=out) is out
     return out
@@ -44,20 +44,20 @@ def written(product: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 PRODUCTS = {
     "mm": lambda x, y, _: x[0] @ y[0].T,
-    "mm, out": lambda x, y, _: written(torch.mm, x[0], y[0].T),
+    "mm, out": lambda x, y, _: with_out(torch.mm, x[0], y[0].T),
     "bmm": lambda x, y, _: x @ y.transpose(1, 2),
-    "bmm, out": lambda x, y, _: written(torch.bmm, x, y.transpose(1, 2)),
+    "bmm, out": lambda x, y, _: with_out(torch.bmm, x, y.transpose(1, 2)),
     "addmm": lambda x, y, bias: torch.nn.functional.linear(x[0], y[0], bias),
-    "addmm, out": lambda x, y, bias: written(torch.addmm, bias, x[0], y[0].T),
+    "addmm, out": lambda x, y, bias: with_out(torch.addmm, bias, x[0], y[0].T),
     "baddbmm": lambda x, y, bias: torch.baddbmm(bias, x, y.transpose(1, 2), beta=0.5, alpha=2.0),
-    "baddbmm, out": lambda x, y, bias: written(torch.baddbmm, bias, x, y.transpose(1, 2)),
+    "baddbmm, out": lambda x, y, bias: with_out(torch.baddbmm, bias, x, y.transpose(1, 2)),
 }
 
 
-@pytest.mark.usefixtures("replaced")
+@pytest.mark.usefixtures("float32_matmuls")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_that_in_float32_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_product_equals_the_float32_product_rounded_once(name: str, dtype: torch.dtype) -> None:
     product = PRODUCTS[name]
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((3, 20, 70), (3, 30, 70), (30,))]
@@ -66,7 +66,7 @@ def test_a_product_is_that_in_float32_rounded_once(name: str, dtype: torch.dtype
     assert torch.equal(result, product(*(x.float() for x in inputs)).to(dtype))
 
 
-def test_other_dtypes_have_the_kernels_that_they_had() -> None:
+def test_kernels_of_other_dtypes_are_unchanged() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(3, 20, 70), torch.randn(3, 30, 70), torch.randn(30)
     before = [product(*inputs) for product in PRODUCTS.values()]
@@ -76,9 +76,9 @@ def test_other_dtypes_have_the_kernels_that_they_had() -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.usefixtures("replaced")
+@pytest.mark.usefixtures("float32_matmuls")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_products_in_float32_too(dtype: torch.dtype) -> None:
+def test_gradients_are_computed_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=dtype) for shape in ((2, 10, 70), (30, 70), (2, 10, 30))]
     gradients = []
@@ -90,25 +90,25 @@ def test_gradients_are_products_in_float32_too(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows when kernels are replaced, on a CPU that has no products in bfloat16."""
+def replacements(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that grows at each replacement of kernels, on a CPU without bfloat16 products."""
     calls: list[None] = []
     monkeypatch.setattr(cpu_matmul, "slow_dtypes", lambda: (torch.bfloat16,))
     monkeypatch.setattr(cpu_matmul, "_replace", lambda: calls.append(None))
     return calls
 
 
-def test_kernels_are_replaced_where_they_are_slow_and_nowhere_else(asked: list[None]) -> None:
+def test_kernels_are_replaced_only_for_slow_dtypes_on_a_cpu(replacements: list[None]) -> None:
     apply_float32_matmul(torch.float32, CPU)
     apply_float32_matmul(torch.bfloat16, torch.device("cuda", 0))
     with planned_for_gpu((9, 0)):
         apply_float32_matmul(torch.bfloat16, CPU)
-    assert not asked
+    assert not replacements
     apply_float32_matmul(torch.bfloat16, CPU)
-    assert asked
+    assert replacements
 
 
-def test_oneDNN_says_what_is_slow() -> None:
+def test_slow_dtypes_are_those_that_onednn_does_not_support() -> None:
     cpu_matmul.slow_dtypes.cache_clear()
     bfloat16, float16 = "torch.ops.mkldnn._is_mkldnn_bf16_supported", "torch.ops.mkldnn._is_mkldnn_fp16_supported"
     try:
@@ -126,29 +126,29 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_training_in_bfloat16_asks_for_it(asked: list[None]) -> None:
+def test_training_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:
     for dtype in ("float32", "bfloat16"):
-        assert not asked
+        assert not replacements
         config = JobConfig(training=TrainingConfig(mixed_precision_param=dtype))
         with torch.device("meta"):
             model = Transformer(TINY)
         parallelize_llama(model, Mesh(CPU, ParallelDims()), config)
-    assert asked
+    assert replacements
 
 
-def test_muon_in_bfloat16_asks_for_it(asked: list[None]) -> None:
+def test_muon_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:
     for dtype in ("auto", "bfloat16"):
-        assert not asked
+        assert not replacements
         build_optimizer([Transformer(TINY)], OptimizerConfig(name="muon", muon_dtype=dtype))
-    assert asked
+    assert replacements
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_model_loaded_in_bfloat16_asks_for_it(
-    trained_run: Path, asked: list[None], monkeypatch: pytest.MonkeyPatch
+def test_loading_a_model_in_bfloat16_replaces_kernels(
+    trained_run: Path, replacements: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained_model, "init_process_group", lambda *_: None)
     load_model(trained_run)
-    assert not asked
+    assert not replacements
     load_model(trained_run, dtype="bfloat16")
-    assert asked
+    assert replacements

@@ -12,7 +12,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_fold
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.packing import TokenWindowStream
 
-KINDS = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
+SOURCES = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
 STEPS = 50
 
 
@@ -44,15 +44,15 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
 
 
 def split(rows: torch.Tensor, degree: int) -> list[range]:
-    share = len(rows) // degree
-    return [range(n * share, (n + 1) * share) for n in range(degree)]
+    rows_per_rank = len(rows) // degree
+    return [range(n * rows_per_rank, (n + 1) * rows_per_rank) for n in range(degree)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfig], kind: str) -> None:
-    config = configs[kind]
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfig], source: str) -> None:
+    config = configs[source]
     reference = take(make_loader(replace(config, prefetch=0)), STEPS)
-    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # not one row again and again
+    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # rows differ
     for degree, prefetch in ((1, 3), (2, 0), (4, 2)):
         loaders = [make_loader(replace(config, prefetch=prefetch), rows) for rows in split(reference[0], degree)]
         assert torch.equal(torch.cat([take(loader, STEPS) for loader in loaders], dim=1), reference)
@@ -61,11 +61,13 @@ def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfi
     assert not torch.equal(take(make_loader(replace(config, prefetch=0), seed=1), STEPS), reference)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, DataConfig], kind: str) -> None:
-    config = configs[kind]
+@pytest.mark.parametrize("source", SOURCES)
+def test_resume_at_random_steps_with_other_degrees_gives_the_same_rows(
+    configs: dict[str, DataConfig], source: str
+) -> None:
+    config = configs[source]
     reference = take(make_loader(replace(config, prefetch=0)), STEPS)
-    rng = random.Random(kind)
+    rng = random.Random(source)
     for degrees in ((1, 2, 4), (4, 2, 1)):
         stops = [0, *sorted(rng.sample(range(1, STEPS), 2)), STEPS]
         state = None
@@ -76,17 +78,17 @@ def test_stop_and_resume_at_random_steps_onto_other_degrees(configs: dict[str, D
                     loader.load_state_dict({"rows": rows})
             part = torch.cat([take(loader, stop - start) for loader in loaders], dim=1)
             assert torch.equal(part, reference[start:stop]), (degrees, start, stop)
-            # The state is that of the batch returned last, though the background has read on.
+            # The state is that of the batch returned last, although the background thread has read further.
             state = torch.cat([loader.state_dict()["rows"] for loader in loaders])
             for loader in loaders:
                 loader.close()
 
 
-def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, DataConfig]) -> None:
+def test_each_epoch_of_prepared_data_has_every_window_once(configs: dict[str, DataConfig]) -> None:
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
     stream = [token for document in expected for token in document]
     windows = (len(stream) - 1) // 32
-    assert windows % 9  # the epochs end within a batch
+    assert windows % 9  # epochs end within a batch
     tokens = take(make_loader(configs["prepared"], range(9), batch=9), 3 * windows // 9 + 1).flatten(0, 1).tolist()
     epochs = [tokens[n * windows : (n + 1) * windows] for n in range(3)]
     for epoch in epochs:
@@ -94,25 +96,25 @@ def test_every_window_of_prepared_data_comes_once_an_epoch(configs: dict[str, Da
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_streamed_documents_come_once_an_epoch(configs: dict[str, DataConfig]) -> None:
+def test_each_epoch_of_streamed_data_has_every_document_once(configs: dict[str, DataConfig]) -> None:
     config = replace(configs["streamed parquet"], when_exhausted="stop")
     rows: list[list[int]] = [[] for _ in range(8)]
     for batch in make_loader(config, drop_last=False):
         for row, labels in zip(rows, batch.labels, strict=True):
             row += labels[labels != -100].tolist()
-    # Every token is predicted once, but for the first of each of the 4 streams.
+    # Every token is a label once, except the first of each of the 4 streams.
     expected = [token for text in DOCUMENTS for token in TOKENIZER.encode(text, bos=True, eos=True)]
     seen = [token for row in rows for token in row]
     assert sorted(seen + [TOKENIZER.bos_id] * 4) == sorted(expected)
 
 
-def test_a_row_alone_ends_as_among_others(configs: dict[str, DataConfig]) -> None:
+def test_row_on_its_own_rank_ends_like_the_row_of_a_full_batch(configs: dict[str, DataConfig]) -> None:
     config = replace(configs["streamed parquet"], when_exhausted="stop")
-    whole = list(make_loader(config, range(4), batch=4, drop_last=False))
-    assert (whole[-1].labels == -100).any()
+    full = list(make_loader(config, range(4), batch=4, drop_last=False))
+    assert (full[-1].labels == -100).any()
     for row in range(4):
         loader = make_loader(config, range(row, row + 1), batch=4, drop_last=False)
-        for batch, own in zip(whole, loader, strict=False):  # its rank alone ends when it has no more
+        for batch, own in zip(full, loader, strict=False):  # a rank with one row ends when that row does
             assert own.tokens.min() >= 0
             known = own.labels != -100
             assert torch.equal(own.tokens[known], batch.tokens[[row]][known])
@@ -121,7 +123,7 @@ def test_a_row_alone_ends_as_among_others(configs: dict[str, DataConfig]) -> Non
 
 @pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 3, 1.5, 0.5)])
 def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...]) -> None:
-    """Each source has one word of its own, so that rows tell where they come from."""
+    """Each source has a word of its own, so that the source of a row is known."""
     words = ["j", "k", "q", "z"][: len(weights)]
     paths = [write_jsonl(tmp_path / f"{word}.jsonl", [f"{word} " * 40] * 20) for word in words]
     sources = tuple(SourceConfig(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True))
@@ -135,7 +137,7 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...])
         assert count / 10_000 == pytest.approx(weight / sum(weights), abs=1e-3)
 
 
-def test_stop_when_a_source_is_exhausted(tmp_path: Path) -> None:
+def test_data_end_when_the_first_source_is_exhausted(tmp_path: Path) -> None:
     small = write_prepared(tmp_path / "small", write_jsonl(tmp_path / "small.jsonl", DOCUMENTS[:20]))
     large = write_jsonl(tmp_path / "large.jsonl", DOCUMENTS * 20)
     sources = (SourceConfig(path=small), SourceConfig(path=large))
@@ -146,20 +148,20 @@ def test_stop_when_a_source_is_exhausted(tmp_path: Path) -> None:
     assert steps == windows // 4
 
 
-def test_the_order_of_windows_does_not_depend_on_the_blocks(
+def test_order_of_windows_does_not_depend_on_the_block_size(
     configs: dict[str, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(configs["prepared"], prefetch=0)
-    whole = take(make_loader(config), STEPS)
+    full = take(make_loader(config), STEPS)
     monkeypatch.setattr(TokenWindowStream, "_BLOCK", 7)
-    assert torch.equal(take(make_loader(config), STEPS), whole)
+    assert torch.equal(take(make_loader(config), STEPS), full)
 
 
-def test_each_source_has_an_order_of_its_own(configs: dict[str, DataConfig]) -> None:
-    twice = SourceConfig(path=configs["prepared"].path)
-    first, second = make_loader(DataConfig(sources=(twice, twice), prefetch=0)).streams
+def test_each_source_has_its_own_order(configs: dict[str, DataConfig]) -> None:
+    same = SourceConfig(path=configs["prepared"].path)
+    first, second = make_loader(DataConfig(sources=(same, same), prefetch=0)).streams
     windows = np.zeros((2, 200, 33), dtype=np.int64)
     for stream, found in zip((first[0], second[0]), windows, strict=True):
         stream.fill(list(found), range(200))
-    assert {row.tobytes() for row in windows[0]} & {row.tobytes() for row in windows[1]}  # of the same text
+    assert {row.tobytes() for row in windows[0]} & {row.tobytes() for row in windows[1]}  # both read the same text
     assert (windows[0] != windows[1]).any(axis=1).mean() > 0.9

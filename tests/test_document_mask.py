@@ -1,4 +1,4 @@
-"""Documents in one window: kept apart by the mask, on every attention path."""
+"""Document masks: attention stays within each document of a window, on every attention path."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from torchtrain.models.document_mask import document_mask, document_numbers, doc
 from torchtrain.models.llama import Transformer
 
 BOS = 1
-# Two rows, each of documents of other lengths; the second begins within one.
+# Two rows with documents of different lengths; the second row begins within a document.
 DOCUMENTS = [
     [[1, 5, 6, 7, 8], [1, 9], [1, 4, 4, 4, 4, 4, 4, 4, 3]],
     [[8, 9, 7], [1, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]],
@@ -28,20 +28,20 @@ def model() -> Transformer:
     return Transformer(TINY)
 
 
-def test_positions_begin_anew_in_each_document() -> None:
+def test_positions_start_at_zero_in_each_document() -> None:
     numbers = document_numbers(TOKENS, BOS)
     assert document_positions(numbers).tolist() == [
-        [place for document in row for place in range(len(document))] for row in DOCUMENTS
+        [position for document in row for position in range(len(document))] for row in DOCUMENTS
     ]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dense", "flex"])
-def test_logits_of_a_packed_window_are_those_of_its_documents_alone(model: Transformer, kind: str) -> None:
+def test_logits_of_a_packed_window_are_those_of_its_documents(model: Transformer, kind: str) -> None:
     numbers = document_numbers(TOKENS, BOS)
     mask: Any = document_mask(numbers, torch.arange(16))
-    if kind == "flex":  # what CUDA uses, by its slow equivalent for the CPU
+    if kind == "flex":  # used on CUDA; here by its slow CPU version
         dense = mask
         mask = create_block_mask(lambda b, _, q, k: dense[b, 0, q, k], 2, None, 16, 16, device="cpu")
     packed = model(TOKENS, document_positions(numbers), mask)
@@ -50,21 +50,21 @@ def test_logits_of_a_packed_window_are_those_of_its_documents_alone(model: Trans
         begin = 0
         for document in documents:
             alone = model(torch.tensor([document]))[0]
-            place = slice(begin, begin + len(document))
-            assert_close(packed[row, place], alone, rtol=1e-4, atol=1e-5)
+            span = slice(begin, begin + len(document))
+            assert_close(packed[row, span], alone, rtol=1e-4, atol=1e-5)
             if begin:
-                assert (unmasked[row, place] - alone).abs().max() > 1e-2
+                assert (unmasked[row, span] - alone).abs().max() > 1e-2
             begin += len(document)
 
 
-def test_a_part_of_the_queries_has_its_rows_of_the_mask() -> None:
-    """What a rank of a context-parallel group asks for."""
+def test_mask_of_some_queries_has_the_rows_of_the_full_mask() -> None:
+    """As on a rank of a context-parallel group."""
     numbers = document_numbers(TOKENS, BOS)
     queries = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
-    whole, part = document_mask(numbers, torch.arange(16)), document_mask(numbers, queries)
-    assert isinstance(whole, torch.Tensor)
+    full, part = document_mask(numbers, torch.arange(16)), document_mask(numbers, queries)
+    assert isinstance(full, torch.Tensor)
     assert isinstance(part, torch.Tensor)
-    assert torch.equal(part, whole[:, :, queries])
+    assert torch.equal(part, full[:, :, queries])
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def reference(gloo: GlooPool) -> Curve:
     return gloo.run(1, train, config, MODEL, STEPS, 7)[0]  # type: ignore[no-any-return]
 
 
-MODEL = replace(TINY, n_layers=2, vocab_size=20)  # so that one token in twenty begins a document
+MODEL = replace(TINY, n_layers=2, vocab_size=20)  # one token in twenty begins a document
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ MODEL = replace(TINY, n_layers=2, vocab_size=20)  # so that one token in twenty 
     ],
     ids=str,
 )
-def test_masked_documents_train_alike_on_every_layout(
+def test_masked_documents_train_identically_on_every_layout(
     gloo: GlooPool, reference: Curve, ranks: int, rows: int, parallelism: dict[str, Any]
 ) -> None:
     config = config_of(training={"local_batch_size": rows}, parallelism=parallelism)
@@ -97,7 +97,7 @@ def test_masked_documents_train_alike_on_every_layout(
 
 
 @pytest.mark.parametrize("checkpoint", [{"mode": "full"}, {"mode": "selective"}], ids=str)
-def test_masked_documents_under_activation_checkpointing(
+def test_masked_documents_train_identically_with_activation_checkpointing(
     gloo: GlooPool, reference: Curve, checkpoint: dict[str, str]
 ) -> None:
     assert_same_run(gloo.run(1, train, config_of(activation_checkpoint=checkpoint), MODEL, STEPS, 7), reference)
@@ -109,15 +109,15 @@ def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_flex_attention_on_cuda_gives_the_logits_of_the_dense_mask() -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
+def test_flex_attention_on_cuda_equals_attention_with_the_dense_mask() -> None:
     torch.manual_seed(0)
     config = replace(TINY, dim=256, max_seq_len=512)
     model = Transformer(config).cuda()
     tokens = torch.randint(0, 50, (2, 512), device="cuda")
     numbers = document_numbers(tokens, BOS)
-    positions, places = document_positions(numbers), torch.arange(512, device="cuda")
-    dense = document_mask(numbers.cpu(), places.cpu())
+    positions, indices = document_positions(numbers), torch.arange(512, device="cuda")
+    dense = document_mask(numbers.cpu(), indices.cpu())
     assert isinstance(dense, torch.Tensor)
     expected = model(tokens, positions, dense.cuda())
-    assert_close(model(tokens, positions, document_mask(numbers, places)), expected, rtol=1e-2, atol=1e-2)
+    assert_close(model(tokens, positions, document_mask(numbers, indices)), expected, rtol=1e-2, atol=1e-2)
