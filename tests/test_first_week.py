@@ -18,8 +18,8 @@ from forked_command import run_command
 from forked_run import TINY, finish, patched_loss
 from safetensors import safe_open
 from sentencepiece import sentencepiece_model_pb2
-from test_resume_compatibility import toml
 from test_plot import numbers, write_run
+from test_resume_compatibility import toml
 from tokenizers import Tokenizer
 
 from torchtrain import compare as compare_command
