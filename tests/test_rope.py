@@ -1,4 +1,4 @@
-"""RoPE as transformers computes it, at the sizes that are in use, and in float32 inside every block."""
+"""RoPE: equal to transformers' at the sizes of published models, and computed in float32 in every block."""
 
 import copy
 from dataclasses import replace
@@ -34,13 +34,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def rotary_of_transformers(hf: dict[str, Any]) -> LlamaRotaryEmbedding:
+def hf_rotary_embedding(hf: dict[str, Any]) -> LlamaRotaryEmbedding:
     values = {key: value for key, value in copy.deepcopy(hf).items() if key != "model_type"}
     return LlamaRotaryEmbedding(CONFIG_MAPPING[hf["model_type"]](**values))
 
 
 def assert_same_rope(hf: dict[str, Any]) -> None:
-    ours, theirs = config_from_hf(hf), rotary_of_transformers(hf)
+    ours, theirs = config_from_hf(hf), hf_rotary_embedding(hf)
     torch.testing.assert_close(rope_frequencies(ours), theirs.inv_freq, rtol=1e-6, atol=0)
     amplitude = ours.rope_scaling.amplitude if ours.rope_scaling else 1.0
     assert amplitude == pytest.approx(theirs.attention_scaling, rel=1e-9)
@@ -51,8 +51,8 @@ def yarn(theta: float, length: int, factor: float, head_dim: int = 128, **keys: 
     return {"rope_theta": theta, "rope_scaling": scaling, "head_dim": head_dim}
 
 
-# Of published models, and where either bound falls outside the pairs of a head, or both on one.
-REAL_SIZES = {
+# Published models, and cases in which a bound of YaRN is outside the channel pairs of a head, or both are on one pair.
+PUBLISHED_SIZES = {
     "Llama 2 7B, linear": {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}},
     "Llama 3.1 8B": {
         "rope_theta": 5e5,
@@ -63,7 +63,7 @@ REAL_SIZES = {
         "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
         "head_dim": 64,
     },
-    "llama3, other turns": {
+    "llama3, other frequency factors": {
         "rope_theta": 5e5,
         "rope_scaling": {**LLAMA3, "low_freq_factor": 2.5, "high_freq_factor": 17.0, "factor": 3.0},
     },
@@ -72,27 +72,27 @@ REAL_SIZES = {
     "Llama 2 7B 128k": yarn(1e4, 4096, 32.0),
     "Llama 2 7B 64k": yarn(1e4, 4096, 16.0, beta_fast=24.0, beta_slow=2.0, attention_factor=0.8),
     "Qwen2 0.5B": yarn(1e6, 131072, 2.5, head_dim=64),
-    "a first bound below 0": yarn(1e4, 128, 8.0),
-    "a second bound above the pairs": yarn(1e4, 131072, 8.0),
-    "a second bound above the head": yarn(20.0, 131072, 8.0),
-    "bounds on one pair": yarn(1e6, 32768, 4.0, beta_fast=4.0, beta_slow=4.0),
-    "a small slow beta": yarn(5e5, 8192, 16.0, beta_fast=64.0, beta_slow=0.05),
-    "a factor below 1": yarn(1e4, 8192, 0.5),
+    "first bound below 0": yarn(1e4, 128, 8.0),
+    "second bound above the last pair": yarn(1e4, 131072, 8.0),
+    "second bound above the head dimension": yarn(20.0, 131072, 8.0),
+    "both bounds on one pair": yarn(1e6, 32768, 4.0, beta_fast=4.0, beta_slow=4.0),
+    "small beta_slow": yarn(5e5, 8192, 16.0, beta_fast=64.0, beta_slow=0.05),
+    "factor below 1": yarn(1e4, 8192, 0.5),
 }
 
 
-@pytest.mark.parametrize("name", REAL_SIZES)
-def test_frequencies_are_those_of_transformers_at_real_sizes(name: str) -> None:
-    assert_same_rope({**BASE, **REAL_SIZES[name]})
+@pytest.mark.parametrize("name", PUBLISHED_SIZES)
+def test_frequencies_equal_transformers_at_published_sizes(name: str) -> None:
+    assert_same_rope({**BASE, **PUBLISHED_SIZES[name]})
 
 
-def test_tables_are_those_of_transformers_up_to_the_last_position() -> None:
+def test_cos_and_sin_tables_equal_transformers_up_to_the_last_position() -> None:
     hf = {**BASE, **yarn(1e6, 32768, 4.0), "max_position_embeddings": 131072}
     shape = replace(config_from_hf(hf), dim=8, n_heads=1, n_kv_heads=1, head_dim=128, ffn_dim=2, vocab_size=2)
     model, positions = Transformer(shape), torch.tensor([[*range(64), *range(131072 - 64, 131072)]])
-    cos, sin = rotary_of_transformers(hf)(torch.zeros(()), positions)
+    cos, sin = hf_rotary_embedding(hf)(torch.zeros(()), positions)
     assert model.rope_cos.shape == (131072, 64)
-    # One rounding of an angle of 131072 radians is 0.008.
+    # Rounding an angle of 131072 radians to float32 changes it by up to 0.008.
     torch.testing.assert_close(model.rope_cos[positions], cos[..., :64], rtol=0, atol=1e-2)
     torch.testing.assert_close(model.rope_sin[positions], sin[..., :64], rtol=0, atol=1e-2)
     torch.testing.assert_close(model.rope_cos[:64], cos[0, :64, :64], rtol=0, atol=1e-5)
@@ -101,10 +101,10 @@ def test_tables_are_those_of_transformers_up_to_the_last_position() -> None:
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_scaling": YARN, "original_max_position_embeddings": 2048},  # this one wins
+        {"rope_scaling": YARN, "original_max_position_embeddings": 2048},  # the value in rope_scaling has priority
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 2048},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"rope_scaling": YARN, "beta_fast": 2.0, "factor": 9.0, "attention_factor": 3.0},  # these are not read
+        {"rope_scaling": YARN, "beta_fast": 2.0, "factor": 9.0, "attention_factor": 3.0},  # ignored at the top level
         {"type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 2.0},
         {"rope_scaling": {**YARN, "low_freq_factor": 3.0, "beta_fast": None}},
@@ -119,7 +119,7 @@ def test_tables_are_those_of_transformers_up_to_the_last_position() -> None:
         {"model_type": "mistral", "sliding_window": None, "head_dim": None, "rope_theta": 3e4},
     ],
 )
-def test_keys_of_rope_mean_what_they_mean_to_transformers(rope: dict[str, Any]) -> None:
+def test_rope_keys_are_interpreted_as_in_transformers(rope: dict[str, Any]) -> None:
     assert_same_rope({**BASE, **rope})
 
 
@@ -164,7 +164,7 @@ def nested(**layers: float) -> dict[str, Any]:
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types"),
     ],
 )
-def test_what_a_config_says_and_we_do_not_compute_is_named(change: dict[str, Any], message: str) -> None:
+def test_unsupported_config_values_raise_an_error_that_names_them(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf({**BASE, **change})
 
@@ -173,10 +173,10 @@ FLAVORS = [f"{name} {flavor}" for name, family in families.FAMILIES.items() for 
 
 
 @pytest.mark.parametrize("name", FLAVORS)
-def test_the_export_of_each_flavor_has_its_rope_in_transformers(name: str) -> None:
+def test_exported_config_of_each_flavor_has_the_same_rope_in_transformers(name: str) -> None:
     shape = flavor_config(*name.split())
     assert_same_rope(hf_config(shape, "bfloat16", 1, 2))
-    rotary = rotary_of_transformers(hf_config(shape, "bfloat16", 1, 2))
+    rotary = hf_rotary_embedding(hf_config(shape, "bfloat16", 1, 2))
     torch.testing.assert_close(rope_frequencies(shape), rotary.inv_freq, rtol=1e-6, atol=0)
 
 
@@ -188,12 +188,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "context": (2, {"context_parallel_degree": 2}),
     "pipeline": (2, {"pipeline_parallel_degree": 2}),
 }
-ONE_ROUNDING = 1.01 * 2**-8  # to bfloat16, of the result
+ONE_ROUNDING = 1.01 * 2**-8  # error of rounding the result to bfloat16
 FLOAT32_TABLES = {(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tables_are_float32_in_each_block_of_a_bfloat16_step(gloo: GlooPool, layout: str) -> None:
+def test_tables_are_float32_in_every_block_of_a_bfloat16_step(gloo: GlooPool, layout: str) -> None:
     ranks, parallelism = LAYOUTS[layout]
     for rope in gloo.run(ranks, rope_in_a_step, parallelism, "full" if layout == "shard" else "none"):
         assert rope.dtypes == FLOAT32_TABLES

@@ -1,4 +1,4 @@
-"""scripts/train.slurm on a real SLURM of two virtual nodes: what is asked for, and what befalls a job."""
+"""scripts/train.slurm on a real SLURM cluster of two virtual nodes: requeueing, time limits and failures of a job."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def submit(
     cluster: Slurm, forked_ranks: dict[str, str], folder: Path, *options: str, sbatch: tuple[str, ...] = ()
 ) -> str:
-    """Number of the job."""
+    """Submit a job; return its number."""
     folder.mkdir()
     environment = {**cluster.env, **forked_ranks, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [
@@ -59,53 +59,53 @@ def output_of(folder: Path) -> str:
     return (folder / "job.out").read_text()
 
 
-def train_here(folder: Path, *options: str) -> None:
-    """The same run on two ranks without SLURM."""
+def train_without_slurm(folder: Path, *options: str) -> None:
+    """Train the same run on two ranks of this machine, without SLURM."""
     config = ("--job.config_file", "train_configs/debug_model.toml")
     checked_command("torchtrain.train", *config, "--job.dump_folder", str(folder), *OPTIONS, *options, ranks=2)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of two ranks of one machine that nothing befell."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train_here(folder)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an uninterrupted run on two ranks of one machine."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train_without_slurm(folder)
     return folder
 
 
-def assert_same_end(folder: Path, undisturbed: Path, step: int = STEPS) -> None:
-    theirs = saved_tensors(undisturbed, step)
-    ours = saved_tensors(folder, step)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert torch.equal(ours[name], theirs[name]), name
+def assert_same_checkpoint(folder: Path, uninterrupted: Path, step: int = STEPS) -> None:
+    expected = saved_tensors(uninterrupted, step)
+    tensors = saved_tensors(folder, step)
+    assert tensors.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(tensors[name], expected[name]), name
 
 
-def test_a_job_of_two_nodes_that_is_warned_is_requeued_and_ends_as_two_ranks_of_one_machine_do(
-    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+def test_signaled_job_of_two_nodes_is_requeued_and_ends_bitwise_like_one_machine(
+    cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, sbatch=("--time=10",))
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
     cluster.ask("scancel", "--signal=USR1", job)
-    # Before it starts again the job is pending, and then not the one that was signaled.
+    # A requeued job is pending before it starts again: wait for the second start before waiting for the end.
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
-    warned = re.search(r"SIGUSR1 received: .* with (\d+) s for a save", output)
-    assert warned
-    assert 200 < int(warned[1]) < 590
+    signaled = re.search(r"SIGUSR1 received: .* with (\d+) s for a save", output)
+    assert signaled
+    assert 200 < int(signaled[1]) < 590
     assert "srun ended with 75" in output
     assert "resumed from" in output
     assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
     logs = {path.relative_to(folder / "logs").parts[1] for path in folder.rglob("stderr.log")}
     assert logs == {"node-0", "node-1"}
-    assert losses(folder) == losses(undisturbed)
-    assert_same_end(folder, undisturbed)
+    assert losses(folder) == losses(uninterrupted)
+    assert_same_checkpoint(folder, uninterrupted)
 
 
-def test_a_wrong_option_ends_the_job_before_the_nodes_start(
+def test_invalid_option_ends_the_job_before_the_nodes_start(
     cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
 ) -> None:
     job = submit(cluster, forked_ranks, tmp_path / "run", "--training.sed", "1")
@@ -115,7 +115,7 @@ def test_a_wrong_option_ends_the_job_before_the_nodes_start(
     assert "start 1" not in output_of(tmp_path / "run")
 
 
-def test_a_job_that_fails_without_getting_further_is_not_requeued(
+def test_job_that_fails_without_progress_is_not_requeued(
     cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
 ) -> None:
     job = submit(cluster, forked_ranks, tmp_path / "run", "--data.path", str(tmp_path / "nothing.txt"))
@@ -127,12 +127,12 @@ def test_a_job_that_fails_without_getting_further_is_not_requeued(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_job_out_of_time_goes_on_in_the_next(
-    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+def test_job_at_its_time_limit_resumes_in_the_next_start(
+    cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
-    lines = map(json.loads, (undisturbed / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (uninterrupted / "metrics.jsonl").read_text().splitlines())
     step_seconds = statistics.median(line["step_seconds"] for line in lines if "loss" in line)
-    steps = round(130 / step_seconds)  # more than a job of two minutes can do
+    steps = round(130 / step_seconds)  # more steps than a job of two minutes can make
     options = (
         "--training.steps",
         str(steps),
@@ -142,7 +142,7 @@ def test_a_job_out_of_time_goes_on_in_the_next(
         "1000",
     )
     folder = tmp_path / "run"
-    # SLURM may send the signal a minute early: with a limit of one minute, before the ranks listen.
+    # SLURM may send the signal a minute early, which for a limit of one minute is before the ranks handle it.
     job = submit(cluster, forked_ranks, folder, *options, sbatch=("--time=2", "--signal=USR1@20"))
     assert cluster.wait_for_end(job, 700) == "COMPLETED", output_of(folder)
     output = output_of(folder)
@@ -151,14 +151,14 @@ def test_a_job_out_of_time_goes_on_in_the_next(
     assert stopped_at
     for step in stopped_at:
         assert f"resumed from {folder}/checkpoint/step-{step}\n" in output
-    train_here(tmp_path / "here", *options)
-    assert_same_end(folder, tmp_path / "here", steps)
+    train_without_slurm(tmp_path / "local", *options)
+    assert_same_checkpoint(folder, tmp_path / "local", steps)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_requeued_by_hand_a_job_ends_the_same(
-    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+def test_manually_requeued_job_ends_with_the_same_checkpoint(
+    cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
@@ -166,18 +166,18 @@ def test_requeued_by_hand_a_job_ends_the_same(
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
-    assert_same_end(folder, undisturbed)
+    assert_same_checkpoint(folder, uninterrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_slurmstepd_is_survived(
-    cluster: Slurm, forked_ranks: dict[str, str], undisturbed: Path, tmp_path: Path
+def test_job_survives_a_killed_slurmstepd(
+    cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
     cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
-    # Both nodes are this machine: the step's daemons of job J name themselves "slurmstepd: [J.0]".
+    # Both nodes are this machine. The daemons of the step of job J have the process title "slurmstepd: [J.0]".
     daemons = [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -185,15 +185,15 @@ def test_a_killed_slurmstepd_is_survived(
     ]
     assert len(daemons) == 2
     daemons[0].kill()
-    # The ranks do not feel it and train to the end; SLURM waits a minute for word of that node, and lets it be.
+    # The ranks are not affected and train to the end. SLURM waits a minute for a message of that node, then continues.
     assert cluster.wait_for_end(job, 500) == "COMPLETED", output_of(folder)
-    assert_same_end(folder, undisturbed)
+    assert_same_checkpoint(folder, uninterrupted)
 
 
-def test_srun_that_starts_several_tasks_without_ranks(
+def test_srun_with_several_tasks_and_no_rank_is_an_error(
     cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each task would train the whole run, into one folder."""
+    """Otherwise each task would train the entire run in the same folder."""
     train = [
         forked_ranks["PYTHON_EXEC"],
         "-m",

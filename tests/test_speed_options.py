@@ -1,4 +1,4 @@
-"""Options that make a run faster or leaner: what they compute, and what they refuse."""
+"""Performance options: selective checkpointing, attention backends, float8, bfloat16 optimizer states, benchmark.py."""
 
 import math
 import os
@@ -56,13 +56,13 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 
 
-def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> None:
+def test_selective_policy_saves_three_matrix_products_per_block_and_attention() -> None:
     class Context:
         is_recompute = False
 
     policy: Any = SelectiveACPolicy()
-    product = torch.ops.aten.mm.default
-    kept = [policy(Context(), product) is CheckpointPolicy.MUST_SAVE for _ in range(7)]
+    matmul = torch.ops.aten.mm.default
+    kept = [policy(Context(), matmul) is CheckpointPolicy.MUST_SAVE for _ in range(7)]
     assert kept == [True, False, True, False, True, False, False]
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert policy(Context(), attention) is CheckpointPolicy.MUST_SAVE
@@ -70,7 +70,7 @@ def test_policy_keeps_three_products_of_each_block_and_all_of_attention() -> Non
 
 
 def saved_bytes(mode: str) -> int:
-    """Bytes that the forward of a block of ``mode`` keeps for its backward, parameters left out."""
+    """Return the bytes that a forward with ``mode`` saves for backward, without parameters."""
     config = config_of(activation_checkpoint={"mode": mode})
     (model,) = build(config).parts
     kept: dict[int, int] = {}
@@ -86,17 +86,17 @@ def saved_bytes(mode: str) -> int:
     return sum(kept.values())
 
 
-def test_less_is_kept_the_more_is_recomputed(gloo: GlooPool) -> None:
+def test_full_checkpointing_saves_less_than_a_third_of_the_bytes(gloo: GlooPool) -> None:
     none, full = (gloo.run(1, saved_bytes, mode)[0] for mode in ("none", "full"))
     assert full < none / 3
 
 
-def test_memory_budget_needs_the_compiler() -> None:
+def test_memory_budget_requires_compile() -> None:
     with pytest.raises(ConfigError, match=r"compile.enable = true"):
         Trainer(config_of(activation_checkpoint={"mode": "memory_budget"}))
 
 
-def test_attention_backend_is_named_and_taken() -> None:
+def test_attention_backend_is_selected_and_logged() -> None:
     assert attention_backend_name("auto", TINY, torch.float32, CPU) == "flash"
     assert attention_backend_name("auto", TINY, torch.bfloat16, CPU) == "flash, backward in batched products"
     for other in ({"documents": True}, {"split": True}):
@@ -106,7 +106,7 @@ def test_attention_backend_is_named_and_taken() -> None:
     try:
         choose_attention_backend("math", CPU)
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
-        choose_attention_backend("efficient", torch.device("cuda", 0))  # of which this machine has no kernel
+        choose_attention_backend("efficient", torch.device("cuda", 0))  # a CPU has no kernel of it
         with pytest.raises(ConfigError, match=r"'efficient' has no kernel here for 4 heads of 8 .* 2 key/value heads"):
             attention_backend_name("efficient", TINY, torch.bfloat16, CPU)
     finally:
@@ -131,21 +131,21 @@ def relative_errors(results: list[Tensor], references: list[Tensor]) -> list[flo
 
 
 @pytest.mark.parametrize(("kv_heads", "seq"), [(4, 300), (2, 300), (1, 7)])
-def test_attention_with_batched_backward_is_attention(kv_heads: int, seq: int) -> None:
+def test_batched_attention_backward_is_as_accurate_as_torch(kv_heads: int, seq: int) -> None:
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, seq, n, 32).transpose(1, 2) for n in (4, kv_heads, kv_heads, 4))
-    q, k = 3 * q, 3 * k  # sharp: each query attends to a few keys
+    q, k = 3 * q, 3 * k  # sharp softmax: each query attends to a few keys
     plain, batched = partial(attend, mask=None), BatchedBackwardAttention()
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [x.to(dtype) for x in (q, k, v, grad)]
         exact = attention_and_gradients(plain, *(x.double() for x in inputs))
         errors = relative_errors(attention_and_gradients(batched, *inputs), exact)
-        torchs = relative_errors(attention_and_gradients(plain, *inputs), exact)
-        assert errors[0] == torchs[0]  # the kernel is the same
-        assert max(errors) < 1.5 * max(torchs)
+        torch_errors = relative_errors(attention_and_gradients(plain, *inputs), exact)
+        assert errors[0] == torch_errors[0]  # the forward kernel is the same
+        assert max(errors) < 1.5 * max(torch_errors)
 
 
-def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
+def test_batched_attention_backward_can_be_compiled() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Transformer(TINY).bfloat16()
@@ -155,13 +155,13 @@ def test_bfloat16_on_a_cpu_has_the_batched_backward_compiled_too() -> None:
     q, k, v, grad = (torch.randn(2, n, TINY.max_seq_len, TINY.head_size).bfloat16() for n in (4, 2, 2, 4))
     eager = attention_and_gradients(attention, q, k, v, grad)
     attention.compile(fullgraph=True, dynamic=False)
-    with warnings.catch_warnings():  # the compiler's own
+    with warnings.catch_warnings():  # warnings of torch.compile
         warnings.simplefilter("ignore")
         compiled = attention_and_gradients(attention, q, k, v, grad)
     assert max(relative_errors(compiled, eager)) < 2e-2
 
 
-def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
+def test_float8_requires_a_gpu_of_compute_capability_8_9() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
         validate.check_layout(config_of(float8={"recipe": "rowwise"}), CPU, ParallelDims(), TINY)
 
@@ -174,7 +174,7 @@ def test_float8_is_refused_without_a_gpu_that_has_it() -> None:
         ({"seq_len": 1000, "local_batch_size": 4}, {"pipeline_parallel_degree": 2}, 1000),
     ],
 )
-def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
+def test_float8_requires_a_multiple_of_16_tokens(
     training: dict[str, Any], parallelism: dict[str, Any], tokens: int
 ) -> None:
     pytest.importorskip("torchao")
@@ -186,7 +186,7 @@ def test_float8_is_refused_for_tokens_that_its_kernels_cannot_take(
         validate.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
 
 
-def test_float8_is_not_gathered_where_that_cannot_work() -> None:
+def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
     pytest.importorskip("torchao")
     gpu, degrees = torch.device("cuda", 0), ParallelDims(shard=2, context=3)
     config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
@@ -204,7 +204,7 @@ def test_float8_is_not_gathered_where_that_cannot_work() -> None:
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
-    """A run whose blocks compute in float8, emulated."""
+    """Train with blocks that compute in emulated float8."""
     pytest.importorskip("torchao")
     original = joining.apply_float8
     joining.apply_float8 = lambda *args, **kwargs: apply_float8(*args, **kwargs, emulate=True)  # type: ignore[assignment]
@@ -223,7 +223,7 @@ def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
         (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}, {"name": "muon"}),
     ],
 )
-def test_float8_changes_neither_master_weights_nor_names_and_learns_alike(
+def test_float8_keeps_float32_master_weights_and_is_close_to_float32(
     gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchao")
@@ -245,7 +245,7 @@ def emulated_float8() -> Iterator[None]:
         yield
 
 
-def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+def test_float8_checkpoint_has_plain_tensors_and_resumes_bitwise(tmp_path: Path) -> None:
     if not find_spec("torchao"):
         pytest.skip("needs torchao")
     options = ("--float8.recipe", "tensorwise", "--ema.enable", "--checkpoint.last_save_in_hf", "--training.steps", "4")
@@ -259,8 +259,8 @@ def test_a_float8_run_is_saved_as_any_other_and_goes_on_as_if_never_stopped(tmp_
     assert same_tensors(saved_tensors(tmp_path, 4), whole)
 
 
-def scales_in_the_averages_place(config: JobConfig) -> list[float]:
-    """Of each float8 weight, while the model has its averages: the scale times the largest element."""
+def scales_with_averaged_weights(config: JobConfig) -> list[float]:
+    """Return, for each float8 weight of the model with averaged weights, its scale times its largest element."""
     with use_existing_process_group(TINY), emulated_float8():
         trainer = Trainer(config)
     assert trainer.ema is not None
@@ -279,12 +279,12 @@ def scales_in_the_averages_place(config: JobConfig) -> list[float]:
     return found
 
 
-def test_averages_are_gathered_in_float8_by_scales_of_their_own(gloo: GlooPool, tmp_path: Path) -> None:
+def test_averaged_weights_have_their_own_float8_scales(gloo: GlooPool, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     job, ema = {"dump_folder": str(tmp_path)}, {"enable": True}
     config = config_of(job=job, data={"prefetch": 0}, ema=ema, float8={"recipe": "tensorwise"})
     largest = torch.finfo(torch.float8_e4m3fn).max
-    for found in gloo.run(2, scales_in_the_averages_place, config):
+    for found in gloo.run(2, scales_with_averaged_weights, config):
         assert found == pytest.approx([largest] * 7 * TINY.n_layers)
 
 
@@ -297,13 +297,13 @@ def states_after_steps(state_dtype: str) -> Any:
             parameter.grad = torch.sin(start * 100 + step)
         update(optimizer, torch.zeros(()))
     before = full_weights(parts)
-    update(optimizer, torch.ones(()))  # refused
+    update(optimizer, torch.ones(()))  # skipped
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(parts).items())
     dtypes = {name: {state[name].dtype for state in optimizer.state.values()} for name in ("exp_avg", "exp_avg_sq")}
     return full_weights(parts), dtypes
 
 
-def test_bfloat16_states_take_half_the_room_and_nearly_the_same_steps(gloo: GlooPool) -> None:
+def test_bfloat16_optimizer_states_make_nearly_the_same_updates(gloo: GlooPool) -> None:
     [(exact, dtypes)] = gloo.run(1, states_after_steps, "float32")
     assert dtypes == {"exp_avg": {torch.float32}, "exp_avg_sq": {torch.float32}}
     [(weights, dtypes)] = gloo.run(1, states_after_steps, "bfloat16")
@@ -313,7 +313,7 @@ def test_bfloat16_states_take_half_the_room_and_nearly_the_same_steps(gloo: Gloo
         torch.testing.assert_close(tensor, exact[name], rtol=0, atol=1e-3)  # five steps of 1e-2
 
 
-def test_benchmark_starts_ours_as_the_launcher_does(tmp_path: Path) -> None:
+def test_benchmark_has_the_environment_of_the_launcher(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nenv\n")
     python.chmod(0o755)
@@ -331,7 +331,7 @@ def test_benchmark_starts_ours_as_the_launcher_does(tmp_path: Path) -> None:
     assert malloc == (benchmark["LAUNCHER_ENVIRONMENT"] if not torch.cuda.is_available() else {})
 
 
-def test_benchmark_counts_the_cpu_time_of_all_ranks() -> None:
+def test_benchmark_adds_the_cpu_time_of_all_ranks() -> None:
     benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
     entrant, result = benchmark["Entrant"], benchmark["Result"]
     group = benchmark["Group"]("ranks", (entrant("ours"), entrant("ours", ranks=2)))
@@ -340,7 +340,7 @@ def test_benchmark_counts_the_cpu_time_of_all_ranks() -> None:
 
 
 def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of forward, recomputation and backward, where attention is compiled by itself, as flex_attention is on CUDA."""
+    """Count the matrix products of a step in which attention is compiled alone, like flex_attention on CUDA."""
     if not keep:
         kept = activation_checkpoint.OPS_TO_SAVE - {activation_checkpoint.inductor_compiled_code}
         monkeypatch.setattr(activation_checkpoint, "OPS_TO_SAVE", kept)
@@ -358,14 +358,14 @@ def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> in
     return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_selective_checkpointing_keeps_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+def test_selective_checkpointing_saves_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_products_of_a_step(True, monkeypatch) == matrix_products_of_a_step(False, monkeypatch) - 2
-    assert torch.ops.higher_order.flex_attention in activation_checkpoint.OPS_TO_SAVE  # in a compiled block
+    assert torch.ops.higher_order.flex_attention in activation_checkpoint.OPS_TO_SAVE  # for a compiled block
 
 
 @pytest.mark.parametrize(("recipe", "granularity"), [("tensorwise", "TENSORWISE"), ("rowwise", "AXISWISE")])
-def test_float8_has_the_scales_of_its_recipe(recipe: Any, granularity: str) -> None:
+def test_float8_scaling_granularity_is_that_of_the_recipe(recipe: Any, granularity: str) -> None:
     pytest.importorskip("torchao")
     with torch.device("meta"):
         model = Transformer(TINY)
@@ -374,7 +374,7 @@ def test_float8_has_the_scales_of_its_recipe(recipe: Any, granularity: str) -> N
     assert linear.config.cast_config_weight.scaling_granularity.name == granularity
 
 
-def test_the_memory_budget_reaches_the_compiler() -> None:
+def test_memory_budget_is_set_in_torch_compile() -> None:
     from torch._functorch import config
 
     model: Any = SimpleNamespace(layers={})

@@ -1,4 +1,4 @@
-"""Checkpoints without being asked for, and by the clock: at the same step on all ranks, and without another curve."""
+"""Checkpoint intervals in steps and minutes: all ranks save at the same step, and saving does not change the run."""
 
 import json
 import logging
@@ -25,16 +25,16 @@ from torchtrain.metrics import run_description
 BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
 
 
-def clock_strikes(at: tuple[int, ...], rank: str = "1", first: Callable[[], Any] = lambda: None) -> Any:
-    """A hook: the clock of ``rank`` alone says that a save is due, when it is asked for the so-and-so-many-th time."""
+def save_due_at(at: tuple[int, ...], rank: str = "1", first: Callable[[], Any] = lambda: None) -> Any:
+    """A hook: ``SaveClock.pending`` is true on ``rank`` only, in the calls whose numbers are in ``at``."""
     import os
 
-    asked = 0
+    calls = 0
 
     def pending(_: SaveClock) -> bool:
-        nonlocal asked
-        asked += 1
-        return os.environ["RANK"] == rank and asked in at
+        nonlocal calls
+        calls += 1
+        return os.environ["RANK"] == rank and calls in at
 
     SaveClock.pending = property(pending)  # type: ignore[assignment, method-assign]
     return first()
@@ -45,32 +45,32 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_all_ranks_save_at_the_step_after_the_clock_of_any_and_the_curve_stays(tmp_path: Path) -> None:
+def test_clock_of_any_rank_makes_all_ranks_save_at_the_next_step(tmp_path: Path) -> None:
     by_time, by_step = tmp_path / "by_time", tmp_path / "by_step"
-    finish(by_time, *BY_TIME, hook=partial(clock_strikes, (3, 8)))
+    finish(by_time, *BY_TIME, hook=partial(save_due_at, (3, 8)))
     assert saved_steps(by_time / "checkpoint") == [4, 9, 12]
     finish(by_step, *BY_TIME, "--checkpoint.interval_minutes", "0")
     assert saved_steps(by_step / "checkpoint") == [12]
     assert losses(by_time) == losses(by_step)
     assert same_tensors(saved_tensors(by_time, 12), saved_tensors(by_step, 12))
-    for step in (9, 12):  # a run that goes on from a checkpoint made by the clock
+    for step in (9, 12):  # resume from a checkpoint that the clock triggered
         shutil.rmtree(by_time / f"checkpoint/step-{step}")
-    finish(by_time, *BY_TIME, ranks=1, hook=partial(clock_strikes, (), "0"))
+    finish(by_time, *BY_TIME, ranks=1, hook=partial(save_due_at, (), "0"))
     assert losses(by_time) == pytest.approx(losses(by_step), rel=1e-5)
 
 
-def test_the_newest_are_kept_whatever_they_were_saved_for(tmp_path: Path) -> None:
+def test_keep_latest_k_counts_checkpoints_of_both_intervals(tmp_path: Path) -> None:
     options = (*BY_TIME, "--checkpoint.keep_latest_k", "2", "--checkpoint.interval", "5")
-    finish(tmp_path, *options, ranks=1, hook=partial(clock_strikes, (6, 7), "0"))
+    finish(tmp_path, *options, ranks=1, hook=partial(save_due_at, (6, 7), "0"))
     assert saved_steps(tmp_path / "checkpoint") == [10, 12]  # of 5, 7, 8, 10, 12
 
 
-def bad_step_4() -> Any:
+def nan_in_step_4() -> Any:
     return patched_loss(lambda call, loss: loss * float("nan") if call == 4 * 4 else loss)
 
 
-def test_a_bad_step_is_not_saved_and_the_save_comes_after_the_rollback(tmp_path: Path) -> None:
-    hook = partial(clock_strikes, (1, 3), "0", bad_step_4)
+def test_save_that_is_due_at_a_nonfinite_step_is_made_after_the_rollback(tmp_path: Path) -> None:
+    hook = partial(save_due_at, (1, 3), "0", nan_in_step_4)
     output = finish(tmp_path, *BY_TIME, "--faults.on_nonfinite", "rollback", ranks=1, hook=hook)
     assert "went back to" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 3, 12]
@@ -80,12 +80,12 @@ def long_steps() -> None:
     nonfinite_guard.LONG_STEP_SECONDS = 0.0
 
 
-def test_where_steps_are_long_the_step_itself_is_saved(tmp_path: Path) -> None:
-    finish(tmp_path, *BY_TIME, hook=partial(clock_strikes, (3, 8), "1", long_steps))
+def test_long_steps_are_saved_without_waiting_for_the_next_step(tmp_path: Path) -> None:
+    finish(tmp_path, *BY_TIME, hook=partial(save_due_at, (3, 8), "1", long_steps))
     assert saved_steps(tmp_path / "checkpoint") == [3, 8, 12]
 
 
-def test_the_clock_counts_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_minutes_are_counted_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: now))
     clock, never = SaveClock(7.0), SaveClock(0)
@@ -105,31 +105,31 @@ def test_the_clock_counts_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch
     assert not never.pending
 
 
-def test_a_config_of_ones_own_saves_and_resumes(tmp_path: Path) -> None:
+def test_minimal_config_saves_and_resumes(tmp_path: Path) -> None:
     config = tmp_path / "mine.toml"
     config.write_text(
         "[model.shape]\ndim = 32\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64\n"
         "[training]\nseq_len = 32\nlocal_batch_size = 2\nsteps = 2\n[lr_scheduler]\ntotal_steps = 50\n"
     )
     options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"))
-    said = checked_command("torchtrain.train", *options).stderr
-    assert "GB are saved every 500 steps and 30 minutes after the last one, and after the last step" in said
+    output = checked_command("torchtrain.train", *options).stderr
+    assert "GB are saved every 500 steps and 30 minutes after the last one, and after the last step" in output
     assert saved_steps(tmp_path / "run/checkpoint") == [2]
     assert "resumed from" in checked_command("torchtrain.train", *options, "--training.steps", "3").stderr
 
 
-def test_a_run_without_checkpoints_says_so_at_its_start_and_its_end(tmp_path: Path) -> None:
+def test_disabled_checkpoints_are_logged_at_start_and_end(tmp_path: Path) -> None:
     off = ("--checkpoint.no-enable", "--training.steps", "1")
-    said = finish(tmp_path, *off, ranks=1).splitlines()
-    (start, *_), end = [line for line in said if "checkpoint.enable = false" in line], said[-1]
+    output = finish(tmp_path, *off, ranks=1).splitlines()
+    (start, *_), end = [line for line in output if "checkpoint.enable = false" in line], output[-1]
     assert start.endswith("this run saves no checkpoints, and cannot be resumed")
-    assert said.index(start) < next(number for number, line in enumerate(said) if "step 1/1" in line)
+    assert output.index(start) < next(number for number, line in enumerate(output) if "step 1/1" in line)
     assert end.endswith("checkpoint.enable = false: of what this run has learned, nothing is saved")
     assert "only the weights in hf/ are saved" in finish(tmp_path, *off, "--checkpoint.last_save_in_hf", ranks=1)
     assert "checkpoint.enable = false" not in finish(tmp_path / "on", "--training.steps", "1", ranks=1)
 
 
-def test_a_disk_that_is_too_small_is_warned_of(
+def test_too_little_disk_space_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)

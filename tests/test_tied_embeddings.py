@@ -1,4 +1,4 @@
-"""A model whose output is its embedding, through every entrance: it computes what transformers' does."""
+"""Tied embeddings: logits, generation and evaluation equal transformers', for every way to load the model."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
-    """A random tied model that transformers has saved, and its folder."""
-    folder = tmp_path_factory.mktemp("theirs") / "hf"
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """A random tied model of transformers, and the folder that it is saved in."""
+    folder = tmp_path_factory.mktemp("hf_model") / "hf"
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**hf.hf_config(TIED, "float32", 1, 2), attn_implementation="eager"))
     for parameter in model.parameters():
@@ -38,10 +38,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
 
 
 @pytest.fixture(scope="module")
-def run(theirs: tuple[Path, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that starts from these weights on two ranks, resumes, and does not change them."""
+def run(hf_model: tuple[Path, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run on two ranks that starts from these weights, resumes, and does not change them."""
     folder = tmp_path_factory.mktemp("run")
-    options = ("--optimizer.lr", "0", "--checkpoint.initial_load_path", str(theirs[0]))
+    options = ("--optimizer.lr", "0", "--checkpoint.initial_load_path", str(hf_model[0]))
     assert "starts from the weights in" in finish(folder, *options, "--training.steps", "2", shape=TIED)
     assert "resumed from" in finish(folder, *options, "--training.steps", "4", shape=TIED)
     return folder
@@ -55,48 +55,48 @@ def tied_flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+def assert_same_logits(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 def from_hf_folder(folder: Path, _: Path, __: Path) -> Path:
     return folder
 
 
-def from_a_run(_: Path, run: Path, __: Path) -> Path:
+def from_run(_: Path, run: Path, __: Path) -> Path:
     return run
 
 
-def from_a_checkpoint_converted(folder: Path, _: Path, target: Path) -> Path:
+def from_converted_checkpoint(folder: Path, _: Path, target: Path) -> Path:
     assert convert([str(folder), str(target / "ours"), "--to", "torchtrain", "--dtype", "float32"]) == 0
     return target / "ours"
 
 
-def from_an_export(_: Path, run: Path, target: Path) -> Path:
+def from_export(_: Path, run: Path, target: Path) -> Path:
     assert convert([str(run), str(target / "hf"), "--dtype", "float32"]) == 0
     return target / "hf"
 
 
-Entrance = Callable[[Path, Path, Path], Path]
-ENTRANCES = (from_hf_folder, from_a_run, from_a_checkpoint_converted, from_an_export)
+Source = Callable[[Path, Path, Path], Path]
+SOURCES = (from_hf_folder, from_run, from_converted_checkpoint, from_export)
 
 
 @pytest.fixture(scope="module")
-def through(
-    theirs: tuple[Path, nn.Module], run: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Entrance], Path]:
-    """The folder of an entrance, made when a test first asks for it."""
-    return cache(lambda entrance: entrance(theirs[0], run, tmp_path_factory.mktemp("entrance")))
+def folder_of(
+    hf_model: tuple[Path, nn.Module], run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Source], Path]:
+    """Return a function from a source to its folder, which is created at the first call."""
+    return cache(lambda source: source(hf_model[0], run, tmp_path_factory.mktemp("source")))
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_generates_what_transformers_does(
-    theirs: tuple[Path, nn.Module],
-    through: Callable[[Entrance], Path],
-    entrance: Entrance,
+@pytest.mark.parametrize("source", SOURCES)
+def test_generated_text_equals_transformers(
+    hf_model: tuple[Path, nn.Module],
+    folder_of: Callable[[Source], Path],
+    source: Source,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, opened = theirs[1], through(entrance)
+    model, opened = hf_model[1], folder_of(source)
     texts = []
     for _ in range(2):
         assert (
@@ -112,27 +112,27 @@ def test_generates_what_transformers_does(
     assert texts[0].strip() == trained.tokenizer.decode(after_bos).strip()
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_is_scored_as_transformers_is(
-    theirs: tuple[Path, nn.Module], through: Callable[[Entrance], Path], entrance: Entrance
+@pytest.mark.parametrize("source", SOURCES)
+def test_log_likelihood_equals_transformers(
+    hf_model: tuple[Path, nn.Module], folder_of: Callable[[Source], Path], source: Source
 ) -> None:
     from torchtrain.evaluate import HarnessModel
 
-    model, harness = theirs[1], HarnessModel(str(through(entrance)))
+    model, harness = hf_model[1], HarnessModel(str(folder_of(source)))
     context, continuation = TOKENS[0, :10].tolist(), TOKENS[0, 10:].tolist()
     ((score, _),) = harness._loglikelihood_tokens([(None, context, continuation)], disable_tqdm=True)
     log_probabilities = model(TOKENS[:1]).logits[0, 9:-1].log_softmax(-1)
     assert score == pytest.approx(log_probabilities.gather(1, TOKENS[0, 10:, None]).sum().item(), rel=1e-5)
 
 
-def test_transformers_reads_the_export(theirs: tuple[Path, nn.Module], through: Callable[[Entrance], Path]) -> None:
-    exported = through(from_an_export)
+def test_transformers_loads_the_export(hf_model: tuple[Path, nn.Module], folder_of: Callable[[Source], Path]) -> None:
+    exported = folder_of(from_export)
     assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is True
     model = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
-    assert_same_logits(model(TOKENS).logits, theirs[1](TOKENS).logits)
+    assert_same_logits(model(TOKENS).logits, hf_model[1](TOKENS).logits)
 
 
-def test_names_that_share_an_entry_must_share_a_tensor() -> None:
+def test_tied_names_must_be_one_parameter() -> None:
     from torchtrain.models.llama import Transformer
 
     model = Transformer(TIED)
