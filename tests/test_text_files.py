@@ -1,4 +1,4 @@
-"""Text as people have it: odd names, folders, formats and encodings; and what is wrong is named with its place."""
+"""Text files as training data: file names, folders, formats, encodings, and errors that name the file and position."""
 
 import csv
 import errno
@@ -34,16 +34,16 @@ from torchtrain.errors import DataError, StorageError
 
 ROOT = Path(__file__).parent.parent
 LINES = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS))
-LONG = "".join(f"line {n * n % 9973}\n" for n in range(150_000))  # is cut into pieces
+LONG = "".join(f"line {n * n % 9973}\n" for n in range(150_000))  # long enough to be split into pieces
 
 
 def texts(*paths: Path | str, column: str = "text") -> list[str | None]:
-    """The documents with text."""
+    """Return the documents that have text."""
     source = open_files([str(path) for path in paths], column, "data.path")
     return [text for text in source.read_all(range(source.units)) if text]
 
 
-def test_names_are_literal(tmp_path: Path) -> None:
+def test_existing_file_names_are_not_glob_patterns(tmp_path: Path) -> None:
     for name in ("data[1].jsonl", "data1.jsonl", "a*.jsonl", "ab.jsonl", "what?.jsonl", "{x}.jsonl", "a b#%20.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
         assert texts(tmp_path / name) == [name]
@@ -52,45 +52,45 @@ def test_names_are_literal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "content"), [(b".txt", b"coffee"), (b".jsonl", b'{"text": "coffee"}\n')])
-def test_a_name_need_not_be_utf8(tmp_path: Path, suffix: bytes, content: bytes) -> None:
+def test_file_names_that_are_not_utf8(tmp_path: Path, suffix: bytes, content: bytes) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9" + suffix)).write_bytes(content)
     source = open_files([str(tmp_path)], "text", "data.path")
     assert list(source.read(0, 0)) == [(0, "coffee")]
     assert source.identity().startswith(f"1 file(s) of {len(content)} bytes")
 
 
-def test_a_compressed_file_that_ends_too_early(tmp_path: Path) -> None:
-    packed = {"gz": gzip.compress(LINES.encode()), "zst": zstandard.compress(LINES.encode())}
-    for packing, content in packed.items():
-        file = tmp_path / f"whole.jsonl.{packing}"
-        file.write_bytes(content + content)  # in two frames
+def test_truncated_compressed_file_raises_a_data_error(tmp_path: Path) -> None:
+    compressed = {"gz": gzip.compress(LINES.encode()), "zst": zstandard.compress(LINES.encode())}
+    for compression, content in compressed.items():
+        file = tmp_path / f"complete.jsonl.{compression}"
+        file.write_bytes(content + content)  # two frames
         assert texts(file) == DOCUMENTS * 2
-        file = tmp_path / f"cut.jsonl.{packing}"
+        file = tmp_path / f"truncated.jsonl.{compression}"
         for kept in (content[: len(content) // 2], content[:-3], content + content[:20]):
             file.write_bytes(kept)
-            with pytest.raises(DataError, match=rf"cut.jsonl.{packing} cannot be read after document \d+, it seems"):
+            with pytest.raises(DataError, match=rf"{file.name} cannot be read after document \d+, it seems"):
                 texts(file)
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folders_are_read_with_links_and_without_hidden_files(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for path in (folder / "a", folder / ".cache", folder / "a/.ipynb_checkpoints", elsewhere):
         path.mkdir(parents=True)
         (path / "0.jsonl").write_text(json.dumps({"text": path.name}) + "\n")
-    (folder / "a/._a.jsonl").write_text("of another system")
+    (folder / "a/._a.jsonl").write_text("created by macOS")
     (folder / "link").symlink_to(elsewhere)
-    (elsewhere / "up").symlink_to(folder)  # a circle
+    (elsewhere / "up").symlink_to(folder)  # a cycle
     (folder / "loop").symlink_to("loop")
     assert sorted(texts(folder)) == ["a", "elsewhere"]
     assert sorted(texts(folder / "**/*.jsonl")) == ["a", "elsewhere"]
     assert sorted(texts(folder / "*/*.jsonl")) == ["a", "elsewhere"]
-    assert texts(folder / ".cache") == [".cache"]  # asked for by name
+    assert texts(folder / ".cache") == [".cache"]  # a hidden folder is read if it is given by name
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to("gone"), os.mkfifo])
-def test_what_is_no_file_in_a_folder_of_texts(tmp_path: Path, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("create", [lambda path: path.symlink_to("gone"), os.mkfifo])
+def test_broken_link_or_pipe_in_a_folder_raises_a_data_error(tmp_path: Path, create: Callable[[Path], None]) -> None:
     (tmp_path / "a.txt").write_text("coffee")
-    make(tmp_path / "b.txt")
+    create(tmp_path / "b.txt")
     with pytest.raises(DataError, match=r"b.txt is not a file, or a broken link; restore what it names, or remove it"):
         texts(tmp_path)
 
@@ -125,10 +125,10 @@ def flip_a_bit(copy: Path) -> None:
         truncate,
         flip_a_bit,
         lambda copy: copy.with_name(f"{copy.name}.json").unlink(),
-        lambda copy: copy.with_name(f"{copy.name}.json").write_text('{"cut'),
+        lambda copy: copy.with_name(f"{copy.name}.json").write_text('{"truncated'),
     ],
 )
-def test_a_converted_copy_that_is_damaged(
+def test_damaged_converted_copy_is_converted_again(
     tmp_path: Path, cache: Path, log: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
@@ -144,28 +144,28 @@ def test_a_converted_copy_that_is_damaged(
     assert not log.text
 
 
-def test_a_converted_copy_above_the_size_that_is_verified(tmp_path: Path, cache: Path) -> None:
+def test_converted_copy_above_verify_gib_is_checked_by_size_only(tmp_path: Path, cache: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
 
-    def open_it() -> list[str | None]:
+    def read_documents() -> list[str | None]:
         source = open_files([file], "text", "data.path", verify_bytes=1000)
         return list(source.read_all(range(source.units)))
 
-    open_it()
+    read_documents()
     (copy,) = cache.rglob("*.arrow")
     flip_a_bit(copy)
-    assert open_it() != DOCUMENTS  # as data.verify_gib says
+    assert read_documents() != DOCUMENTS  # above data.verify_gib, content is not verified
     os.truncate(copy, copy.stat().st_size - 8)
-    assert open_it() == DOCUMENTS  # but its size is compared
+    assert read_documents() == DOCUMENTS  # but the size is
     copy.write_bytes(copy.read_bytes()[:2000])
     record = copy.with_name(f"{copy.name}.json")
     record.write_text(json.dumps({**json.loads(record.read_text()), "bytes": 2000}))
     with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
-        open_it()
+        read_documents()
 
 
 def write_as(path: Path, documents: list[str]) -> None:
-    """A file whose size depends on that of the documents alone."""
+    """Write a file whose size depends only on the size of the documents."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
     table = pyarrow.table({"text": documents})
     if path.name.endswith(".parquet"):
@@ -182,29 +182,33 @@ def write_as(path: Path, documents: list[str]) -> None:
 
 @pytest.mark.parametrize("verify_bytes", [math.inf, 1000])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])
-def test_a_file_that_is_rewritten_with_its_old_size_and_time(tmp_path: Path, name: str, verify_bytes: float) -> None:
+def test_file_rewritten_with_the_same_size_and_time_is_read_again(
+    tmp_path: Path, name: str, verify_bytes: float
+) -> None:
     file = tmp_path / name
     documents = [text * 400 for text in DOCUMENTS]
     write_as(file, documents)
     before = file.stat()
 
-    def open_it() -> tuple[list[str | None], str]:
+    def read_documents() -> tuple[list[str | None], str]:
         source = open_files([str(file)], "text", "data.path", verify_bytes)
         return list(source.read_all(range(source.units))), source.identity()
 
-    old, identity = open_it()
+    old, identity = read_documents()
     assert old == documents
     documents[20] = documents[20].replace("document 20 ", "document 02 ")
     write_as(file, documents)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size > 1 << 20
-    new, changed = open_it()
+    new, changed = read_documents()
     assert new == documents
-    if not name.endswith(".gz"):  # which ends with a checksum
-        assert (changed == identity) == (verify_bytes == 1000)  # then a checkpoint knows of its three blocks alone
+    if not name.endswith(".gz"):  # gzip ends with a checksum
+        assert (changed == identity) == (verify_bytes == 1000)  # above verify_bytes, three blocks are hashed
 
 
-def test_a_file_that_changes_while_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_during_conversion_raises_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(LINES)
     before = file.stat()
@@ -221,7 +225,7 @@ def test_a_file_that_changes_while_it_is_converted(tmp_path: Path, monkeypatch: 
     assert texts(file)[20].startswith("document 02 ")  # type: ignore[union-attr]
 
 
-def test_a_text_that_changes_between_its_hashed_blocks_is_other_data(tmp_path: Path) -> None:
+def test_identity_depends_on_all_bytes_up_to_verify_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text(LONG)
 
@@ -230,16 +234,16 @@ def test_a_text_that_changes_between_its_hashed_blocks_is_other_data(tmp_path: P
 
     size = file.stat().st_size
     before = identity(size), identity(size - 1)
-    place = LONG.index("\n", size // 3)
-    file.write_text(LONG[:place] + " " + LONG[place + 1 :])
+    position = LONG.index("\n", size // 3)
+    file.write_text(LONG[:position] + " " + LONG[position + 1 :])
     after = identity(size), identity(size - 1)
     assert after[0] != before[0]
     assert after[1] == before[1]  # above data.verify_gib
-    assert before[0].startswith(before[1])  # what checkpoints of earlier versions hold
+    assert before[0].startswith(before[1])  # the identity in checkpoints of earlier versions
 
 
 @pytest.mark.parametrize("options", [{}, {"options": pyarrow.ipc.IpcWriteOptions(use_legacy_format=True)}])
-def test_an_arrow_stream_that_is_cut_anywhere(options: dict[str, Any]) -> None:
+def test_truncated_arrow_stream_raises_an_error(options: dict[str, Any]) -> None:
     table, out = pyarrow.table({"text": DOCUMENTS[:10]}), io.BytesIO()
     with pyarrow.ipc.new_stream(out, table.schema, **options) as stream:
         stream.write_table(table, max_chunksize=2)
@@ -257,7 +261,7 @@ def test_an_arrow_stream_that_is_cut_anywhere(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("listed", [1, 2])
-def test_a_folder_that_save_to_disk_wrote(tmp_path: Path, listed: int) -> None:
+def test_folder_of_save_to_disk_is_read_without_cache_files(tmp_path: Path, listed: int) -> None:
     folder = tmp_path / "saved"
     datasets.Dataset.from_dict({"text": DOCUMENTS[:6], "n": range(6)}).save_to_disk(folder, num_shards=listed)
     datasets.load_from_disk(folder).map(lambda row: {"text": row["text"] + "mapped"})
@@ -269,25 +273,25 @@ def test_a_folder_that_save_to_disk_wrote(tmp_path: Path, listed: int) -> None:
         texts(folder)
 
 
-def test_a_dataset_dict_that_was_saved(tmp_path: Path) -> None:
+def test_saved_dataset_dict_is_read_by_split(tmp_path: Path) -> None:
     parts = {"train": DOCUMENTS[:6], "test": DOCUMENTS[6:8], "dev": DOCUMENTS[8:9]}
     whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()})
     whole.save_to_disk(tmp_path / "saved")
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"text": row["text"] + "mapped"})
 
-    def of_split(split: str) -> list[str | None]:
+    def read_split(split: str) -> list[str | None]:
         opened = open_text(SourceConfig(path=str(tmp_path / "saved"), split=split), "data", 1)
         return [text for unit in range(opened.units) for _, text in opened.read(unit, 0)]
 
-    assert texts(tmp_path / "saved") == of_split("train") == DOCUMENTS[:6]
-    assert of_split("test") == texts(tmp_path / "saved/test") == DOCUMENTS[6:8]
-    assert of_split("dev+train") == DOCUMENTS[8:9] + DOCUMENTS[:6]
+    assert texts(tmp_path / "saved") == read_split("train") == DOCUMENTS[:6]
+    assert read_split("test") == texts(tmp_path / "saved/test") == DOCUMENTS[6:8]
+    assert read_split("dev+train") == DOCUMENTS[8:9] + DOCUMENTS[:6]
     with pytest.raises(DataError, match=r"DatasetDict without a split 'valid' .*; its splits are train, test, dev"):
-        of_split("valid")
+        read_split("valid")
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.jsonl", "/*/*.jsonl"])
-def test_a_folder_that_cannot_be_read_is_an_error(
+def test_unreadable_folder_raises_a_storage_error(
     tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "closed"):
@@ -295,7 +299,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
         (tmp_path / name / "a.jsonl").write_text(LINES)
     listdir, scandir = os.listdir, os.scandir
 
-    def refuse(list_folder: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def deny_access(list_folder: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def asked(path: Any = ".") -> Any:
             if str(path).endswith("closed"):
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -303,8 +307,8 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
         return asked
 
-    monkeypatch.setattr(os, "listdir", refuse(listdir))
-    monkeypatch.setattr(os, "scandir", refuse(scandir))
+    monkeypatch.setattr(os, "listdir", deny_access(listdir))
+    monkeypatch.setattr(os, "scandir", deny_access(scandir))
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     with pytest.raises(StorageError, match="closed cannot be read: Permission denied"):
         texts(f"{tmp_path}{pattern}")
@@ -328,20 +332,20 @@ FILES: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-def test_formats(tmp_path: Path, packing: str) -> None:
-    pack: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_every_format_has_the_same_documents(tmp_path: Path, compression: str) -> None:
+    compress: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
     for name, content in FILES.items():
-        (tmp_path / (name + packing)).write_bytes(pack[packing](content.encode()))
-        assert texts(tmp_path / (name + packing)) == DOCUMENTS, name
+        (tmp_path / (name + compression)).write_bytes(compress[compression](content.encode()))
+        assert texts(tmp_path / (name + compression)) == DOCUMENTS, name
     for name, content in (("a.txt", LONG), ("b.txt", "\ufeffshort"), ("c.MD", "# head\n")):
         (tmp_path / name).write_text(content)
         plain = texts(tmp_path / name)
         assert "".join(filter(None, plain)) == content.removeprefix("\ufeff")
-        (tmp_path / (name + packing)).write_bytes(pack[packing](content.encode()))
-        packed = texts(tmp_path / (name + packing))
-        assert "".join(filter(None, packed)) == content.removeprefix("\ufeff")
-        assert (len(packed) > 10) == (len(plain) > 10) == (content == LONG)
+        (tmp_path / (name + compression)).write_bytes(compress[compression](content.encode()))
+        compressed = texts(tmp_path / (name + compression))
+        assert "".join(filter(None, compressed)) == content.removeprefix("\ufeff")
+        assert (len(compressed) > 10) == (len(plain) > 10) == (content == LONG)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +356,7 @@ def test_formats(tmp_path: Path, packing: str) -> None:
         *(pyarrow.dictionary(pyarrow.int32(), "string"), pyarrow.dictionary(pyarrow.int32(), "binary")),
     ],
 )
-def test_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> None:
+def test_column_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> None:
     values = pyarrow.array(DOCUMENTS, pyarrow.string())
     if pyarrow.types.is_dictionary(dtype):
         values = values.cast(dtype.value_type).dictionary_encode()
@@ -373,10 +377,10 @@ def test_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType) -> Non
 
 
 @pytest.mark.parametrize("row", [0, 2, 300])
-def test_a_value_in_another_encoding_is_named_with_its_row(tmp_path: Path, row: int) -> None:
+def test_table_value_that_is_not_utf8_is_an_error_with_its_row(tmp_path: Path, row: int) -> None:
     values = [b"caf\xc3\xa9"] * row + [b"caf\xe9"]
     binary = pyarrow.array(values, pyarrow.binary())
-    text = pyarrow.StringArray.from_buffers(len(values), *binary.buffers()[1:])  # as some writers leave it
+    text = pyarrow.StringArray.from_buffers(len(values), *binary.buffers()[1:])  # not validated
     for number, column in enumerate((binary, text)):
         with pyarrow.ipc.new_file(tmp_path / f"{number}.arrow", pyarrow.schema({"text": column.type})) as file:
             file.write_table(pyarrow.table({"text": column}), max_chunksize=100)
@@ -386,7 +390,7 @@ def test_a_value_in_another_encoding_is_named_with_its_row(tmp_path: Path, row: 
                 texts(path)
 
 
-def test_two_columns_of_one_name(tmp_path: Path) -> None:
+def test_duplicate_text_column_raises_a_data_error(tmp_path: Path) -> None:
     table = pyarrow.table([["a"], ["b"], [1]], names=["text", "text", "n"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
@@ -396,18 +400,18 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
             DataError, match=rf"{name}: it has 2 columns of the name 'text' .*are text, text, n: rename"
         ):
             texts(tmp_path / name)
-    table = pyarrow.table([[1], [2], ["a"]], names=["n", "n", "text"])  # what is not read may be so
+    table = pyarrow.table([[1], [2], ["a"]], names=["n", "n", "text"])  # other columns may
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet") == ["a"]
 
 
-def test_malformed_lines_are_counted_by_themselves(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_malformed_lines_are_skipped_and_counted(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     null = '{"text": null}\n'
     (tmp_path / "a.jsonl").write_text(LINES[:-1] + "\n\n" + null)
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": "cut\n\n[1]\n' + null + '{"text": "a\0b"}\n')
     (tmp_path / "c.json").write_text('[{"text": "c"}, "no object", {"text": null}]')
     first = f"the first of them {tmp_path}/b.jsonl: line 2"
-    for _ in range(2):  # converted, and read again
+    for _ in range(2):  # once when converted, once when the converted copy is read
         source = open_files([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json")], "text", "data.path")
         assert f"data.path: skipped 4 malformed line(s), {first}" in log.text
         log.clear()
@@ -419,7 +423,9 @@ def test_malformed_lines_are_counted_by_themselves(tmp_path: Path, log: pytest.L
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_malformed_lines_of_streamed_files(tmp_path: Path, log: pytest.LogCaptureFixture, streams: int) -> None:
+def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
+    tmp_path: Path, log: pytest.LogCaptureFixture, streams: int
+) -> None:
     (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
     source = open_text(SourceConfig(name=str(tmp_path)), "data", streams)
     found = [text for unit in range(source.units) for _, text in source.read(unit, 0) if text]
@@ -429,20 +435,22 @@ def test_malformed_lines_of_streamed_files(tmp_path: Path, log: pytest.LogCaptur
     assert (source.malformed, source.skipped) == (2, 0)
 
 
-def test_files_that_are_not_utf8_are_skipped_where_asked(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    good = {"a.jsonl": LINES.encode(), "b.csv": b"text\nb\n", "c.txt": b"c", "d.txt.gz": gzip.compress(b"d")}
-    for kind, content in good.items():
+def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    valid_files = {"a.jsonl": LINES.encode(), "b.csv": b"text\nb\n", "c.txt": b"c", "d.txt.gz": gzip.compress(b"d")}
+    for kind, content in valid_files.items():
         for number in range(3):
             (tmp_path / f"{number}{kind}").write_bytes(content)
         late = LINES.encode() + b'{"text": "caf\xe9"}\n' if kind == "a.jsonl" else content[:-1] + b"\xe9"
         (tmp_path / f"3{kind}").write_bytes(gzip.compress(b"\xe9") if kind == "d.txt.gz" else late)
-        bad, path = tmp_path / f"3{kind}", str(tmp_path / f"?{kind}")
-        with pytest.raises(DataError, match=rf"{bad}: .*not UTF-8.* skip and count such files by skip_not_utf8 = true"):
+        invalid, path = tmp_path / f"3{kind}", str(tmp_path / f"?{kind}")
+        with pytest.raises(
+            DataError, match=rf"{invalid}: .*not UTF-8.* skip and count such files by skip_not_utf8 = true"
+        ):
             texts(path)
         (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
         for _ in range(2):
             source = open_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data, "data", 1)
-            assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {bad}" in log.text
+            assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {invalid}" in log.text
             log.clear()
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
         assert [text for unit in range(source.units) for _, text in source.read(unit, 0)] == documents * 3
@@ -451,15 +459,15 @@ def test_files_that_are_not_utf8_are_skipped_where_asked(tmp_path: Path, log: py
 
 
 @pytest.mark.parametrize("pattern", ["", "/", "/*", "/sub*/[ab].*"])
-def test_a_folder_of_several_kinds(tmp_path: Path, pattern: str) -> None:
-    """The tables in the message are a config that reads all of it."""
+def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_path: Path, pattern: str) -> None:
+    """The tables in the error message are a config that reads all files of the folder."""
     folder = tmp_path / "texts [1]"
     (folder / "sub").mkdir(parents=True)
-    for place in (folder, folder / "sub"):
-        (place / "a.jsonl").write_text('{"content": "jsonl"}\n' * 40)
-        (place / "b.jsonl.gz").write_bytes(gzip.compress(b'{"content": "gz"}\n'))
-        (place / "a.TXT").write_text("txt")
-        pyarrow.parquet.write_table(pyarrow.table({"content": ["parquet"]}), place / "b.parquet")
+    for parent in (folder, folder / "sub"):
+        (parent / "a.jsonl").write_text('{"content": "jsonl"}\n' * 40)
+        (parent / "b.jsonl.gz").write_bytes(gzip.compress(b'{"content": "gz"}\n'))
+        (parent / "a.TXT").write_text("txt")
+        pyarrow.parquet.write_table(pyarrow.table({"content": ["parquet"]}), parent / "b.parquet")
     path = f"{folder if pattern in ('', '/') else glob.escape(str(folder))}{pattern}"
     with pytest.raises(
         DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
@@ -469,13 +477,13 @@ def test_a_folder_of_several_kinds(tmp_path: Path, pattern: str) -> None:
     sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
     found = [open_text(source, "validation", 1) for source in sources]
     each = 2 if pattern in ("", "/") else 1
-    of_all = [[text for unit in range(of.units) for _, text in of.read(unit, 0)] for of in found]
-    assert [len(of) for of in of_all] == [41 * each, each, each]
-    assert {text for of in of_all for text in of} == {"jsonl", "gz", "parquet", "txt"}
+    documents = [[text for unit in range(one.units) for _, text in one.read(unit, 0)] for one in found]
+    assert [len(one) for one in documents] == [41 * each, each, each]
+    assert {text for one in documents for text in one} == {"jsonl", "gz", "parquet", "txt"}
     assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
 
 
-def test_a_readme_beside_data_is_none(tmp_path: Path) -> None:
+def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# about")
     assert texts(tmp_path) == ["# about"]
     (tmp_path / "metadata.csv").write_text("text\nabout\n")
@@ -485,23 +493,23 @@ def test_a_readme_beside_data_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["", "\n", "\ufeff", "\ufeff\n", '{"n": 1}\n', "not json\n", "[1]\n", '"\u2028"\n'])
-def test_a_first_line_is_as_any_other(tmp_path: Path, first: str) -> None:
+def test_first_line_may_be_empty_or_malformed(tmp_path: Path, first: str) -> None:
     (tmp_path / "a.jsonl").write_text(first + LINES, encoding="utf-8")
     assert texts(tmp_path / "a.jsonl") == DOCUMENTS
 
 
-def test_a_line_that_nests_too_deeply_is_skipped(tmp_path: Path) -> None:
+def test_too_deeply_nested_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES + '{"text": "deep", "n": ' + "[" * 99999 + "]" * 99999 + "}\n")
     assert texts(tmp_path / "a.jsonl") == DOCUMENTS
 
 
-def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
+def test_column_name_with_a_dot(tmp_path: Path) -> None:
     table = pyarrow.table({"raw": [{"text": "nested"}], "raw.text": ["flat"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet", column="raw.text") == ["flat"]
 
 
-def test_a_lone_surrogate_is_replaced_as_tokenizers_do(tmp_path: Path) -> None:
+def test_lone_surrogate_is_replaced_in_documents_and_by_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "broken \\ud83d emoji"}\n')
     assert texts(tmp_path / "a.jsonl") == ["broken ? emoji"]
     assert TOKENIZER.encode("broken \ud83d emoji", bos=True, eos=True) == TOKENIZER.encode(
@@ -509,7 +517,7 @@ def test_a_lone_surrogate_is_replaced_as_tokenizers_do(tmp_path: Path) -> None:
     )
 
 
-def test_a_list_of_paths(tmp_path: Path) -> None:
+def test_list_of_paths(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     for name in ("z.jsonl", "a.jsonl", "more/b.jsonl", "c1.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
@@ -523,7 +531,7 @@ def test_a_list_of_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", LINES.encode() + b'{"text": "caf\xe9"}\n', f"line 61 is not UTF-8 at byte {len(LINES) + 13}"),
         ("a.jsonl", LINES.encode("utf-16"), "line 1 is not UTF-8 at byte 0"),
@@ -548,22 +556,22 @@ def test_a_list_of_paths(tmp_path: Path) -> None:
         ("b.parquet", b"PAR1", "cannot be read after document 0, it seems damaged"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_error_names_the_file_and_position(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         texts(tmp_path / name)
-    assert str(error.value).startswith("data.path" if told == "has no documents" else f"{tmp_path / name}")
-    assert told in str(error.value)
+    assert str(error.value).startswith("data.path" if message == "has no documents" else f"{tmp_path / name}")
+    assert message in str(error.value)
 
 
-def test_one_bad_file_of_many_is_named(tmp_path: Path) -> None:
+def test_invalid_file_of_a_folder_is_named(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.jsonl").write_text(LINES if number != 2 else '{"body": 1}\n')
     with pytest.raises(DataError, match=r"2.jsonl: it has no column 'text'"):
         texts(tmp_path)
 
 
-def test_a_piece_in_another_encoding_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_piece_that_is_not_utf8_is_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "a.txt"
     content = bytearray(LONG.encode())
     content[100_000] = 0xE9
@@ -574,8 +582,8 @@ def test_a_piece_in_another_encoding_is_skipped_and_named(tmp_path: Path, caplog
     assert f"{file}: it is not UTF-8 at byte 100000" in caplog.text
 
 
-def test_a_copy_is_the_same_and_a_change_is_not(tmp_path: Path) -> None:
-    lines = LINES * 400  # above the size up to which a run compares all of a file
+def test_prepare_accepts_a_copied_file_and_rejects_a_changed_one(tmp_path: Path) -> None:
+    lines = LINES * 400  # above the size up to which all bytes of a file are hashed
     file = tmp_path / "a.jsonl"
     file.write_text(lines)
     output = tmp_path / "prepared"
@@ -585,35 +593,35 @@ def test_a_copy_is_the_same_and_a_change_is_not(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     shutil.copy(file, tmp_path / "other/a.jsonl")
     assert prepare(SourceConfig(path=str(tmp_path / "other/a.jsonl")), "data", "", output, processes=1) == manifest
-    place = len(lines) // 3
-    file.write_text(lines[:place] + lines[place:].replace("document 1 ", "document 2 ", 1))
+    position = len(lines) // 3
+    file.write_text(lines[:position] + lines[position:].replace("document 1 ", "document 2 ", 1))
     with pytest.raises(DataError, match="its files hold something else since"):
         prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
 
 
-@pytest.mark.parametrize("where", ["documents", "atomic_write"])
-def test_a_disk_that_fails_for_a_moment_while_files_are_converted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+@pytest.mark.parametrize("function", ["documents", "atomic_write"])
+def test_conversion_retries_transient_storage_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    works, failures = getattr(files, where), [errno.EIO, errno.ESTALE]
+    original, failures = getattr(files, function), [errno.EIO, errno.ESTALE]
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if failures:
             raise OSError(failures.pop(), "does not answer")
-        return works(*arguments, **options)
+        return original(*arguments, **options)
 
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    monkeypatch.setattr(files, where, fail)
+    monkeypatch.setattr(files, function, fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     opened = open_text(source, "data", 1)
     assert [text for unit in range(opened.units) for _, text in opened.read(unit, 0)] == DOCUMENTS
     failures[:] = [errno.EIO] * 99
-    os.utime(source.paths[0], (1, 1))  # else it is in the cache
+    os.utime(source.paths[0], (1, 1))  # otherwise the converted copy is read
     with pytest.raises(StorageError, match=r"a.jsonl cannot be read: does not answer, in 4 attempts"):
         open_text(source, "data", 1)
 
 
-def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: Path) -> None:
+def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> None:
     output = tmp_path / "prepared"
     file = write_jsonl(tmp_path / "a.jsonl", [text * 300 for text in DOCUMENTS])  # 1.2 MB, in four shards
     command = [sys.executable, "-m", "torchtrain.prepare", "--data.path", file, "--prepare.output", str(output)]
@@ -634,12 +642,12 @@ def test_prepare_on_a_full_disk_goes_on_afterwards(disk: DiskFaults, tmp_path: P
     assert "the same command goes on from there" in run(2)
     disk.heal()
     run(0)
-    write_prepared(tmp_path / "undisturbed", file)
-    for path in (tmp_path / "undisturbed").glob("shard-*"):
+    write_prepared(tmp_path / "uninterrupted", file)
+    for path in (tmp_path / "uninterrupted").glob("shard-*"):
         assert (output / path.name).read_bytes() == path.read_bytes()
 
 
-def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
+def test_parent_of_prepared_folders_raises_a_data_error(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     for number in range(2):
         write_prepared(tmp_path / f"prepared/{number}", file)
@@ -655,7 +663,7 @@ def test_the_folder_above_prepared_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])
-def test_a_file_is_read_from_any_document_on(kind: str) -> None:
+def test_reading_starts_at_any_document(kind: str) -> None:
     lines = [f"document {n}" for n in range(600)]
     table, out = pyarrow.table({"text": lines}), io.BytesIO()
     if kind == "parquet":

@@ -1,4 +1,4 @@
-"""tokenizer.json: the ids of transformers, on texts that are hard, and the same again from what is exported."""
+"""tokenizer.json: the same token ids as transformers on difficult texts, before and after an export."""
 
 import argparse
 import functools
@@ -32,11 +32,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def utf8(text: str) -> str:
-    """Of a lone surrogate both sides make something else than text."""
+    """Replace lone surrogates, which both libraries encode differently."""
     return text.encode("utf-8", "replace").decode()
 
 
-def test_ids_and_texts_are_those_of_transformers(folder: Path) -> None:
+def test_encode_and_decode_equal_transformers(folder: Path) -> None:
     ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     plain = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
     assert len(TEXTS) == 500
@@ -48,22 +48,22 @@ def test_ids_and_texts_are_those_of_transformers(folder: Path) -> None:
         if any(token.content in text for token in theirs.added_tokens_decoder.values() if token.special):
             special += 1
             assert ids != theirs.encode(utf8(text), add_special_tokens=False)
-            assert not {ours.bos_id, ours.eos_id} & set(ids)  # text that spells a special token is text
+            assert not {ours.bos_id, ours.eos_id} & set(ids)  # a special token in a text is encoded as text
         else:
             assert ids == theirs.encode(utf8(text), add_special_tokens=False), text
         assert ours.encode(text, bos=True, eos=True) == [ours.bos_id, *ids, ours.eos_id]
         assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
     assert special > 100
     tool = theirs.convert_tokens_to_ids(TOOL)
-    assert tool in ours.encode(f"a {TOOL} b")  # not special, to transformers either
+    assert tool in ours.encode(f"a {TOOL} b")  # an added token that is not special, also in transformers
     assert ours.token_bytes[tool] == len(TOOL)
     assert ours.token_bytes[ours.bos_id or 0] == 0
-    assert ours.decode([ours.vocab_size + 5]) == ""  # of a model with more rows than the tokenizer has ids
+    assert ours.decode([ours.vocab_size + 5]) == ""  # an id of a model whose vocabulary is larger than the tokenizer's
 
 
 @pytest.mark.parametrize("kind", ["unigram", "merges ignored", "dropout", "no type"])
-def test_a_text_has_the_same_ids_each_time_and_never_those_of_special_tokens(tmp_path: Path, kind: str) -> None:
-    """Trained as most recipes do: the special tokens are pieces of the vocabulary, which a model may find in a text."""
+def test_encoding_is_deterministic_and_has_no_special_tokens(tmp_path: Path, kind: str) -> None:
+    """With special tokens that are pieces of the vocabulary, as usual in training, which could be found in a text."""
     options: dict[str, Any] = {"special_tokens": ["<unk>", BOS, EOS], "show_progress": False}
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
@@ -94,17 +94,17 @@ def test_a_text_has_the_same_ids_each_time_and_never_those_of_special_tokens(tmp
         if "<|" not in text:
             assert ids == plain.encode(text, add_special_tokens=False).ids
     assert ours.decode([1, 2]).split() == tokenizer.decode([1, 2], skip_special_tokens=False).split()
-    del content["added_tokens"]  # which a file need not have
+    del content["added_tokens"]  # optional in the file
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(str(tmp_path)).encode("arguments") == plain.encode("arguments", add_special_tokens=False).ids
 
 
-def test_a_file_is_read_as_its_folder_is(folder: Path) -> None:
+def test_file_and_folder_give_the_same_tokenizer(folder: Path) -> None:
     file, whole = load_tokenizer(str(folder / "tokenizer.json")), load_tokenizer(str(folder))
     assert (file.bos_id, file.eos_id, file.content_hash) == (whole.bos_id, whole.eos_id, whole.content_hash)
 
 
-def test_an_imported_model_is_exported_with_the_tokenizers_own_files(folder: Path, tmp_path: Path) -> None:
+def test_export_of_an_imported_model_has_the_original_tokenizer_files(folder: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     write_hf_config(tmp_path, TINY, "float32", str(folder), bos=False)
     for file in folder.iterdir():
@@ -112,13 +112,13 @@ def test_an_imported_model_is_exported_with_the_tokenizers_own_files(folder: Pat
     assert load_tokenizer(str(tmp_path)).content_hash == load_tokenizer(str(folder)).content_hash
 
 
-def test_an_export_of_a_run_begins_each_text_as_its_documents(folder: Path, tmp_path: Path) -> None:
-    """transformers saves these three with a post-processor that adds nothing."""
+def test_exported_tokenizer_of_a_run_adds_bos_as_in_training(folder: Path, tmp_path: Path) -> None:
+    """transformers saves these tokenizers with a post-processor that adds nothing."""
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     write_hf_config(tmp_path, TINY, "float32", str(folder))
     changed = {name for name in os.listdir(folder) if (tmp_path / name).read_bytes() != (folder / name).read_bytes()}
     assert changed == {"tokenizer.json", "tokenizer_config.json"}
-    before, after = (json.loads((place / "tokenizer.json").read_text()) for place in (folder, tmp_path))
+    before, after = (json.loads((where / "tokenizer.json").read_text()) for where in (folder, tmp_path))
     assert {key for key in after if after[key] != before[key]} == {"post_processor"}
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     original, again = load_tokenizer(str(folder)), load_tokenizer(str(tmp_path))
@@ -129,11 +129,11 @@ def test_an_export_of_a_run_begins_each_text_as_its_documents(folder: Path, tmp_
     assert (theirs.bos_token, theirs.eos_token) == (BOS, EOS)
     assert (
         json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is True
-    )  # as llama.cpp reads it
+    )  # llama.cpp reads this key
 
 
-def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
-    for kind, spaces in (("byte-level BPE", 0), ("metaspace BPE", 1)):  # the second begins with a space of its own
+def test_token_bytes_add_up_to_the_bytes_of_the_text(tmp_path: Path) -> None:
+    for kind, spaces in (("byte-level BPE", 0), ("metaspace BPE", 1)):  # metaspace prepends a space
         tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / kind, kind)))
         for text in map(utf8, TEXTS[1:]):
             if "\u2581" not in text and (not spaces or not (set(" \u2581") & set(text[:1]) or TOOL in text)):
@@ -142,11 +142,12 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
 
 
 def template(*pieces: str) -> dict[str, Any]:
-    """A post-processor that puts special tokens around a text, ``$A``."""
+    """Return a post-processor that adds special tokens around a text, ``$A``."""
     vocabulary = load_library().get_vocab()
     ids = [(piece, vocabulary[piece]) for piece in pieces if piece != "$A"]
-    made: dict[str, Any] = json.loads(processors.TemplateProcessing(list(pieces), special_tokens=ids).__getstate__())
-    return made
+    post_processor = processors.TemplateProcessing(list(pieces), special_tokens=ids)
+    state: dict[str, Any] = json.loads(post_processor.__getstate__())
+    return state
 
 
 @functools.cache
@@ -161,7 +162,7 @@ POST_PROCESSORS: dict[str, Callable[[], dict[str, Any] | None]] = {
     "bos": lambda: template(BOS, "$A"),
     "bos and eos": lambda: template(BOS, "$A", EOS),
     "eos": lambda: template("$A", EOS),
-    "as Llama 3": lambda: {"type": "Sequence", "processors": [BYTE_LEVEL, template(BOS, "$A")]},
+    "Llama 3": lambda: {"type": "Sequence", "processors": [BYTE_LEVEL, template(BOS, "$A")]},
     "byte level": lambda: BYTE_LEVEL,
     "Roberta": lambda: {
         "type": "RobertaProcessing",
@@ -186,8 +187,8 @@ def save_with_post_processor(folder: Path, kind: str, **config: Any) -> Path:
 @pytest.mark.parametrize(
     "config", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}], ids=str
 )
-def test_a_prompt_begins_as_with_transformers(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
-    """Where there is a tokenizer.json, its post-processor alone says what is added."""
+def test_prompt_has_the_special_tokens_of_transformers(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
+    """With a tokenizer.json, only its post-processor determines which special tokens are added."""
     folder = save_with_post_processor(tmp_path / "hf", kind, **config)
     ours, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     for text in ("", "a", "import os", " two  spaces "):
@@ -208,9 +209,7 @@ def test_a_prompt_begins_as_with_transformers(tmp_path: Path, kind: str, config:
     ],
     ids=str,
 )
-def test_an_export_of_a_run_adds_bos_alone_whatever_its_tokenizer_adds(
-    tmp_path: Path, kind: str, config: dict[str, Any]
-) -> None:
+def test_exported_tokenizer_of_a_run_adds_bos_only(tmp_path: Path, kind: str, config: dict[str, Any]) -> None:
     folder = save_with_post_processor(tmp_path / "own", kind, **config)
     (tmp_path / "hf").mkdir()
     write_hf_config(tmp_path / "hf", TINY, "float32", str(folder))
@@ -222,10 +221,10 @@ def test_an_export_of_a_run_adds_bos_alone_whatever_its_tokenizer_adds(
     assert (content["add_bos_token"], content["add_eos_token"]) == (ours.bos_id is not None, False)
 
 
-def test_what_is_exported_follows_no_link_out_of_the_tokenizers_folder(
+def test_export_does_not_follow_links_out_of_the_tokenizer_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export is published. Links within the folder count, and those of the hub's cache to its blobs."""
+    """Exports are published. Links within the folder are followed, and links of the hub's cache to its blobs."""
     monkeypatch.setattr(logger, "propagate", True)
     (tmp_path / "secret").write_text('{"bos_token": "secret"}')
     cache = tmp_path / "models--org--name"
@@ -241,7 +240,7 @@ def test_what_is_exported_follows_no_link_out_of_the_tokenizers_folder(
     (blobs / "further").symlink_to(tmp_path / "secret")
     (snapshot / "chat_template.json").symlink_to("../../blobs/further")
     (snapshot / "added_tokens.json").symlink_to("../../blobs/../../secret")
-    (snapshot / "special_tokens_map.json").symlink_to("nowhere")
+    (snapshot / "special_tokens_map.json").symlink_to("missing")
     os.mkfifo(snapshot / "vocab.json")
     (tmp_path / "folder").symlink_to(snapshot)
     for bos in (True, False):
@@ -262,15 +261,15 @@ def test_what_is_exported_follows_no_link_out_of_the_tokenizers_folder(
         ):
             assert f"{name}" in caplog.text
     blobs.rename(tmp_path / "moved")
-    blobs.symlink_to(tmp_path / "moved")  # anything could be there
+    blobs.symlink_to(tmp_path / "moved")  # a link to a folder outside of the cache
     (tmp_path / "hf").mkdir()
     write_hf_config(tmp_path / "hf", TINY, "float32", str(snapshot / "tokenizer.json"))
     content = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
-    assert (content["bos_token"], content["eos_token"]) == (BOS, EOS)  # what was read is written again
+    assert (content["bos_token"], content["eos_token"]) == (BOS, EOS)  # written from the loaded tokenizer
 
 
 @pytest.mark.parametrize(
-    ("files", "imported", "of_a_run"),
+    ("files", "imported", "trained"),
     [
         ({}, [601], [601]),
         ({"generation_config.json": {"eos_token_id": 5}}, [5], [601, 5]),
@@ -283,15 +282,15 @@ def test_what_is_exported_follows_no_link_out_of_the_tokenizers_folder(
         ({"generation_config.json": {"eos_token_id": []}}, [601], [601]),
     ],
 )
-def test_each_id_that_ends_a_text_is_known_and_exported(
-    tmp_path: Path, files: dict[str, Any], imported: list[int], of_a_run: list[int]
+def test_all_eos_ids_are_found_and_exported(
+    tmp_path: Path, files: dict[str, Any], imported: list[int], trained: list[int]
 ) -> None:
     folder = save_with_post_processor(tmp_path / "own", "none")
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.eos_id == 601
-    for bos, expected in ((False, imported), (True, of_a_run)):
+    for bos, expected in ((False, imported), (True, trained)):
         assert find_eos_ids(tokenizer, folder, bos=bos) == expected
         (tmp_path / f"hf-{bos}").mkdir()
         write_hf_config(tmp_path / f"hf-{bos}", TINY, "float32", str(folder), bos)
@@ -307,14 +306,14 @@ def test_each_id_that_ends_a_text_is_known_and_exported(
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"eos_token_id": "a"}', '{"eos_token_id": [1, [2]]}', '{"eos_token_id": true}']
 )
-def test_a_damaged_generation_config_is_named(tmp_path: Path, content: str) -> None:
+def test_damaged_generation_config_raises_a_checkpoint_error(tmp_path: Path, content: str) -> None:
     folder = save_with_post_processor(tmp_path / "own", "none")
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         find_eos_ids(load_tokenizer(str(folder)), folder, bos=False)
 
 
-def test_bos_that_is_eos_stands_once_between_documents(tmp_path: Path) -> None:
+def test_bos_equal_to_eos_is_added_once_between_documents(tmp_path: Path) -> None:
     folder = save_with_post_processor(tmp_path / "hf", "none", bos_token=EOS)
     tokenizer = load_tokenizer(str(folder))
     eos, ids = tokenizer.eos_id, tokenizer.encode("some text")
@@ -322,12 +321,12 @@ def test_bos_that_is_eos_stands_once_between_documents(tmp_path: Path) -> None:
     assert tokenizer.encode("some text", bos=True, eos=True) == [eos, *ids]
     assert tokenizer.encode("some text", eos=True) == [*ids, eos]
     before = (folder / "tokenizer.json").read_bytes() + f" {eos} {eos}".encode()
-    # Data that an earlier version prepared have it twice: they are not read.
+    # Data prepared by an earlier version have it twice, so the hash must differ from that of this version.
     assert tokenizer.content_hash != hashlib.sha256(before).hexdigest()
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         (
             {},
@@ -342,10 +341,10 @@ def test_bos_that_is_eos_stands_once_between_documents(tmp_path: Path) -> None:
         ({"generation_config.json": {"eos_token_id": 4}}, ""),
     ],
 )
-def test_a_tokenizer_that_ends_no_document_is_named(
+def test_missing_bos_or_eos_is_a_warning(
     tmp_path: Path,
     files: dict[str, Any],
-    told: str,
+    message: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,7 +353,7 @@ def test_a_tokenizer_that_ends_no_document_is_named(
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     load_tokenizer(str(tmp_path))
-    assert re.search(told, caplog.text) if told else not caplog.text
+    assert re.search(message, caplog.text) if message else not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -371,7 +370,7 @@ def test_a_tokenizer_that_ends_no_document_is_named(
             (None, EOS),
         ),
         ({"tokenizer_config.json": {"bos_token": BOS}, "generation_config.json": {"eos_token_id": 4}}, (BOS, 4)),
-        (  # read only without added_tokens_decoder, and then first
+        (  # has priority, but is read only without added_tokens_decoder
             {
                 "tokenizer_config.json": {"bos_token": BOS, "eos_token": BOS},
                 "special_tokens_map.json": {"eos_token": EOS},
@@ -385,13 +384,13 @@ def test_a_tokenizer_that_ends_no_document_is_named(
             },
             (BOS, BOS),
         ),
-        (  # as older versions of transformers saved it
+        (  # saved by an older version of transformers
             {"tokenizer_config.json": {}, "special_tokens_map.json": {"bos_token": BOS, "eos_token": {"content": EOS}}},
             (BOS, EOS),
         ),
     ],
 )
-def test_special_ids_come_from_the_files_beside(
+def test_special_ids_are_read_from_files_of_the_same_folder(
     tmp_path: Path, files: dict[str, Any], expected: tuple[Any, Any]
 ) -> None:
     save_tokenizer(tmp_path / "whole")
@@ -408,24 +407,26 @@ def test_special_ids_come_from_the_files_beside(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
-        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "bos_token = '<nowhere>' is no token of"),
+        ("tokenizer_config.json", '{"bos_token": "<missing>"}', "bos_token = '<missing>' is no token of"),
         ("generation_config.json", '{"eos_token_id": 99999}', "eos_token_id = 99999 is no token of"),
         ("tokenizer_config.json", "{", "tokenizer_config.json, beside .* is damaged"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json, beside .* is damaged"),
     ],
 )
-def test_files_beside_that_do_not_fit_are_refused(tmp_path: Path, name: str, content: str, told: str) -> None:
+def test_special_tokens_that_are_not_in_the_vocabulary_raise_a_tokenizer_error(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / name).write_text(content)
-    with pytest.raises(TokenizerError, match=told):
+    with pytest.raises(TokenizerError, match=message):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_file_that_cuts_and_pads_gives_all_of_a_text_and_no_more(tmp_path: Path) -> None:
-    """As a tokenizer is saved after use with texts of one length."""
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    """A tokenizer that was used with a fixed length is saved with truncation and padding."""
     whole = load_tokenizer(str(save_tokenizer(tmp_path)))
     file = tmp_path / "tokenizer.json"
     library = Tokenizer.from_file(str(file))

@@ -1,3 +1,5 @@
+"""Tokenizer files: the embedded tokenizer, tiktoken rank files and SentencePiece models."""
+
 import base64
 import io
 import json
@@ -27,13 +29,13 @@ BYTES = [bytes([byte]) for byte in range(256)]
 
 @pytest.fixture
 def rank_file(tmp_path, monkeypatch):
-    """The file of a Llama 3 that has so many ranks: the 256 bytes and a few merges."""
+    """A tiktoken rank file like Llama 3's, with the 256 bytes and a few merges."""
     tokens = [*BYTES, b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
     monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", len(tokens))
     return write_ranks(tmp_path / "tokenizer.model", tokens)
 
 
-def test_only_a_rank_file_as_long_as_llama_3s_is_read_with_its_pattern(tmp_path):
+def test_rank_file_must_have_as_many_ranks_as_llama_3(tmp_path):
     others = [b"\xff" + n.to_bytes(3, "big") for n in range(200_000)]
     llama3 = load_tokenizer(write_ranks(tmp_path / "llama3", [*BYTES, *others[: 128_000 - 256]]))
     assert (llama3.vocab_size, llama3.bos_id) == (128_256, 128_000)
@@ -42,7 +44,7 @@ def test_only_a_rank_file_as_long_as_llama_3s_is_read_with_its_pattern(tmp_path)
             load_tokenizer(write_ranks(tmp_path / "other", [*BYTES, *others[: ranks - 256]]))
 
 
-def test_embedded_tokenizer_gives_back_the_text():
+def test_embedded_tokenizer_round_trip():
     tokenizer = load_tokenizer()
     ids = tokenizer.encode(TEXT)
     assert tokenizer.vocab_size == 4096
@@ -51,7 +53,7 @@ def test_embedded_tokenizer_gives_back_the_text():
     assert tokenizer.encode(TEXT, bos=True, eos=True) == [tokenizer.bos_id, *ids, tokenizer.eos_id]
 
 
-def test_special_tokens_in_text_are_text(rank_file):
+def test_special_tokens_in_text_are_encoded_as_text(rank_file):
     for path, text in (("", "<s> </s>"), (rank_file, "<|begin_of_text|><|end_of_text|>")):
         tokenizer = load_tokenizer(path)
         ids = tokenizer.encode(text)
@@ -59,16 +61,16 @@ def test_special_tokens_in_text_are_text(rank_file):
         assert tokenizer.decode(ids) == text
 
 
-def test_rank_file_is_told_from_its_content(rank_file):
+def test_rank_file_is_recognized_by_its_content(rank_file):
     tokenizer = load_tokenizer(rank_file)
     assert tokenizer.vocab_size == 263 + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (263, 264)
-    # "hello" is merged, the split pattern keeps " w" apart from it, and numbers go in groups of three digits.
+    # "hello" is merged, the split pattern separates " w" from it, and numbers are split into groups of three digits.
     assert tokenizer.encode("hello w1234", bos=True, eos=True) == [263, 259, 260, 262, ord("4"), 264]
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_llama3_special_tokens_have_their_ids(rank_file):
+def test_ids_of_llama3_special_tokens(rank_file):
     base = 263
     tokenizer = load_tokenizer(rank_file)
     names = {0: "<|begin_of_text|>", 5: "<|reserved_special_token_2|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
@@ -76,16 +78,16 @@ def test_llama3_special_tokens_have_their_ids(rank_file):
     assert {n: tokenizer.decode([base + n]) for n in names} == names
 
 
-def test_texts_too_long_for_tiktoken_are_cut(rank_file):
+def test_texts_too_long_for_tiktoken_are_split(rank_file):
     tokenizer = load_tokenizer(rank_file)
     for text in ("hello" * 50_000, " " * 60_000 + "x" * 60_000, "hello w " * 120_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    # Text with many short runs is not cut at all: it is encoded as the library does it.
+    # Text with many short runs of spaces is not split: it is encoded as by tiktoken.
     text = " ".join("hello" * random.Random(0).randrange(1, 9) for _ in range(10_000))
     assert tokenizer.encode(text) == tokenizer._encoding.encode_ordinary(text)
 
 
-def test_lone_surrogates_do_not_stop_a_run(rank_file):
+def test_lone_surrogates_are_encoded(rank_file):
     for path in ("", rank_file):
         tokenizer = load_tokenizer(path)
         assert "a" in tokenizer.decode(tokenizer.encode("a\ud800b"))
@@ -104,8 +106,8 @@ def test_tokenizer_without_bos(tmp_path):
 
 
 @pytest.mark.parametrize("added", [None, {}, {"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])
-def test_a_prompt_of_a_sentencepiece_model_begins_as_with_transformers(tmp_path, added):
-    """Where there is no tokenizer.json, tokenizer_config.json says what is added."""
+def test_prompt_of_a_sentencepiece_model_has_the_special_tokens_of_transformers(tmp_path, added):
+    """Without a tokenizer.json, tokenizer_config.json determines which special tokens are added."""
     shutil.copyfile(tokenizer_file(), tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     if added is not None:
@@ -115,7 +117,7 @@ def test_a_prompt_of_a_sentencepiece_model_begins_as_with_transformers(tmp_path,
     assert ours.encode_prompt("")[:1] == ([ours.bos_id] if added else [])
 
 
-def test_content_hash_tells_tokenizers_apart(rank_file):
+def test_content_hash_identifies_the_tokenizer(rank_file):
     assert load_tokenizer().content_hash == load_tokenizer("").content_hash != load_tokenizer(rank_file).content_hash
 
 
@@ -132,14 +134,14 @@ def test_content_hash_tells_tokenizers_apart(rank_file):
         (b"YQ== 0\nYg== 7\n", "has 2 ranks, and Llama 3's file has 128,000"),
     ],
 )
-def test_files_that_are_no_tokenizer(tmp_path, content, message):
+def test_invalid_tokenizer_files_raise_a_tokenizer_error(tmp_path, content, message):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(str(path))
 
 
-def test_missing_tokenizer(tmp_path):
+def test_missing_tokenizer_raises_a_tokenizer_error(tmp_path):
     with pytest.raises(TokenizerError, match="No such file"):
         load_tokenizer(str(tmp_path / "missing.model"))
     with pytest.raises(TokenizerError, match=r"no tokenizer.json or tokenizer.model is in it"):

@@ -1,4 +1,4 @@
-"""The private PyTorch that the package uses is there, does what it is used for, and is used nowhere else unseen."""
+"""Private PyTorch APIs: the listed ones exist and behave as the package needs, and no other one is used."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def resolve(path: str) -> Any:
-    """The object at a dotted path: the longest module in it, and attributes from there."""
+    """Import the object at a dotted path: its longest prefix that is a module, and attributes of it."""
     parts = path.split(".")
     for i in range(len(parts), 0, -1):
         try:
@@ -36,10 +36,10 @@ def resolve(path: str) -> Any:
         for name in parts[i:]:
             found = getattr(found, name)
         return found
-    raise AssertionError(f"nothing at {path}")
+    raise AssertionError(f"{path} does not exist")
 
 
-def skip_what_is_new(purpose: str) -> None:
+def skip_if_newer(purpose: str) -> None:
     if "since 2.13" in purpose and VERSION < (2, 13):
         pytest.skip("since 2.13")
 
@@ -52,27 +52,27 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("name", internals.NAMES)
-def test_each_name_is_there(name: str) -> None:
-    skip_what_is_new(internals.NAMES[name][1])
+def test_every_listed_name_exists(name: str) -> None:
+    skip_if_newer(internals.NAMES[name][1])
     assert getattr(internals, name) is not None
 
 
 @pytest.mark.parametrize("path", internals.MEMBERS)
-def test_each_member_is_there(path: str) -> None:
-    skip_what_is_new(internals.MEMBERS[path])
+def test_every_listed_member_exists(path: str) -> None:
+    skip_if_newer(internals.MEMBERS[path])
     resolve(path)
 
 
-def test_a_name_that_is_gone_is_named() -> None:
+def test_missing_name_raises_an_import_error_that_names_it() -> None:
     with (
-        patch.dict(internals.NAMES, gone=("torch.nowhere", "nothing")),
-        pytest.raises(ImportError, match=r"this PyTorch has no torch.nowhere.gone \(nothing\); take 2.11 to 2.14"),
+        patch.dict(internals.NAMES, missing=("torch.removed", "nothing")),
+        pytest.raises(ImportError, match=r"this PyTorch has no torch.removed.missing \(nothing\); take 2.11 to 2.14"),
     ):
-        _ = internals.gone
+        _ = internals.missing
 
 
 def private_uses(path: Path) -> Iterator[str]:
-    """What ``path`` imports or reaches from torch by a private name, as dotted paths; aten's operators are not."""
+    """Yield the private names of torch that ``path`` imports or uses, as dotted paths; not operators in torch.ops."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -87,14 +87,14 @@ def private_uses(path: Path) -> Iterator[str]:
                 yield name
 
 
-def test_no_other_is_used() -> None:
+def test_no_unlisted_private_name_is_used() -> None:
     for path in PACKAGE.rglob("*.py"):
         for use in private_uses(path) if path.name != "torch_internals.py" else ():
             known = any(f"{use}.".startswith(f"{m}.") or m.startswith(f"{use}.") for m in internals.MEMBERS)
             assert known, f"{path.relative_to(PACKAGE)}: {use} belongs to torch_internals.py"
 
 
-def test_the_fused_update_reads_found_inf() -> None:
+def test_fused_adamw_reads_found_inf() -> None:
     parameter = nn.Parameter(torch.ones(64))
     parameter.grad = torch.ones(64)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
@@ -108,48 +108,48 @@ def test_the_fused_update_reads_found_inf() -> None:
     assert optimizer.state[parameter]["step"] == 1
 
 
-def test_fsdp_asks_for_the_input_and_then_for_the_output(mesh: DeviceMesh) -> None:
-    """The custom reduce-scatters tell the two apart by their order."""
-    asked: list[Tensor] = []
+def test_fsdp_allocates_the_reduce_scatter_input_before_the_output(mesh: DeviceMesh) -> None:
+    """The custom reduce-scatters distinguish the two by their order."""
+    allocated: list[Tensor] = []
 
-    class Noting(internals.ReduceScatter):
+    class Recording(internals.ReduceScatter):
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            asked.append(torch.full(tuple(size), torch.nan, dtype=dtype, device=device))
-            return asked[-1]
+            allocated.append(torch.full(tuple(size), torch.nan, dtype=dtype, device=device))
+            return allocated[-1]
 
         def __call__(self, *_: Any, **__: Any) -> None:
-            raise AssertionError("on one rank nothing is sent")
+            raise AssertionError("a group of one rank needs no reduce-scatter")
 
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh["shard"])
     assert isinstance(model, FSDPModule)
-    model.set_custom_reduce_scatter(Noting())
+    model.set_custom_reduce_scatter(Recording())
     model._set_unshard_async_op(True)
     for _ in range(2):
-        asked.clear()
+        allocated.clear()
         model.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
-        filled, given = asked
+        filled, output = allocated
         assert torch.equal(filled, torch.full((16,), 2.0))
         gradient = model.weight.grad.to_local()
-        assert gradient.data_ptr() == given.data_ptr()
+        assert gradient.data_ptr() == output.data_ptr()
         assert torch.equal(gradient, torch.full((4, 4), 2.0))
 
 
-def test_a_rowwise_style_prepares_its_output_by_the_method_that_is_replaced(mesh: DeviceMesh) -> None:
+def test_rowwise_parallel_calls_the_output_method_that_the_package_overrides(mesh: DeviceMesh) -> None:
     seen = []
 
-    class Noting(RowwiseParallel):
+    class Recording(RowwiseParallel):
         @staticmethod
         def _prepare_output_fn(layouts: Any, use_local: bool, _module: Any, outputs: Any, _mesh: Any) -> Any:
             seen.append((layouts, use_local))
             return outputs.to_local()
 
-    style = Noting(input_layouts=Replicate(), output_layouts=Shard(1))
+    style = Recording(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(nn.Embedding(8, 4), mesh["shard"], style)(torch.zeros(1, 2, dtype=torch.int64))
     assert seen == [((Shard(1),), True)]
 
 
-def test_groups_of_several_axes_and_their_time_out(mesh: DeviceMesh) -> None:
+def test_flattened_mesh_axes_and_group_timeouts(mesh: DeviceMesh) -> None:
     both = mesh["replicate", "shard"]._flatten("both")
     assert both.mesh_dim_names == ("both",)
     assert DeviceMesh._concatenate([mesh["replicate"], mesh["shard"]]).mesh_dim_names == ("replicate", "shard")
@@ -160,17 +160,17 @@ def test_groups_of_several_axes_and_their_time_out(mesh: DeviceMesh) -> None:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
 
 
-def test_the_flight_recorders_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_recorders_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     c10d: Any = torch._C._distributed_c10d
     assert "version" in json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
-    # NCCL has one of its own. A torch that is built for CPUs has neither.
+    # NCCL has its own recorder, which a CPU build of torch does not have.
     entries = [{"process_group": ["0", "default_pg"], "state": "scheduled"}]
     dump = Mock(return_value=json.dumps({"entries": entries}).encode())
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", dump, raising=False)
     assert internals.flight_record()[-1:] == entries
 
 
-def test_what_compiled_blocks_rely_on() -> None:
+def test_private_functions_of_compiled_blocks() -> None:
     from torch._functorch import partitioners
 
     assert isinstance(internals.inductor_compiled_code, torch._ops.HigherOrderOperator)
