@@ -554,7 +554,7 @@ def test_the_option_is_in_the_resume_contract() -> None:
         ),
         (
             ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"),
-            "take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one",
+            "set parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble schedule",
         ),
     ],
 )

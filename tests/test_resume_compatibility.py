@@ -182,7 +182,7 @@ def test_error_for_more_steps_names_the_option_and_two_solutions() -> None:
     "name", ["optimizer.rate", "optimizer", "optimizer.matrices", "optimizer.matrices.rate", "data.all", "lr", ""]
 )
 def test_allow_changes_accepts_only_names_of_options(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"allow_changes names '{name}', which is no option"):
+    with pytest.raises(ConfigError, match=f"allow_changes names '{name}', which is not an option"):
         JobConfig(checkpoint=CheckpointConfig(allow_changes=("optimizer.lr", name)))
 
 

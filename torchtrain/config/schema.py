@@ -1,7 +1,7 @@
-"""Every option there is: one frozen dataclass per section of the TOML file.
+"""All options: one frozen dataclass for each section of the TOML file.
 
-The text under a field is its documentation, shown by ``--help``, and its type says which values it may have. A section
-refuses others; ``trainer.validate`` rejects what depends on several sections or on the number of ranks.
+The docstring of a field is the documentation of the option, shown by ``--help``, and its type defines the valid values.
+A section raises ConfigError for other values. ``trainer.validate`` checks what depends on the model and the layout.
 """
 
 import math
@@ -22,7 +22,7 @@ def require(holds: bool, rule: str) -> None:
 
 
 Rule = tuple[str, Callable[[Any], bool]]
-"""What goes after "must" in a message, and whether a value keeps to it."""
+"""The text after "must" in the error message, and a function that returns whether a value is valid."""
 
 
 def at_least(minimum: float) -> Rule:
@@ -31,16 +31,16 @@ def at_least(minimum: float) -> Rule:
 
 FINITE: Rule = ("be a finite number", lambda value: value < math.inf)
 
-# Types of options with the rules that their values keep to. None keeps to all.
+# Types of options, annotated with the rules for their values. None is valid for every rule.
 Count = Annotated[int, at_least(1)]
 CountOrZero = Annotated[int, at_least(0)]
-CountOrOpen = Annotated[int, ("be -1 or at least 1", lambda value: value == -1 or value >= 1)]
-Share = Annotated[float, ("lie in 0 to 1", lambda value: 0 <= value <= 1)]
+CountOrAuto = Annotated[int, ("be -1 or at least 1", lambda value: value == -1 or value >= 1)]
+Fraction = Annotated[float, ("be between 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("be at least 0 and under 1", lambda value: 0 <= value < 1)]
 NotNegative = Annotated[float, at_least(0), FINITE]
-ZERO_BY_ZERO = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
-Epsilon = Annotated[float, (ZERO_BY_ZERO, lambda value: 0 < value < math.inf)]
-# Longer than 292 years does not fit into 64 bits of nanoseconds.
+ABOVE_ZERO = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
+Epsilon = Annotated[float, (ABOVE_ZERO, lambda value: 0 < value < math.inf)]
+# PyTorch stores timeouts as 64-bit nanoseconds, which overflow after 292 years.
 Timeout = Annotated[int, at_least(1), ("be at most 1000000000", lambda value: value <= 10**9)]
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 NO_URL = "be a local path; URLs are not supported: give a folder where the storage is mounted, or copy the files"
@@ -49,23 +49,24 @@ LocalPath = Annotated[str, LOCAL]
 
 
 def require_local(path: str, option: str) -> None:
-    """Raise ``ConfigError`` where ``path``, the value of ``option``, is a URL."""
+    """Raise ``ConfigError`` if ``path``, the value of ``option``, is a URL."""
     require(not URL.match(path), f"{option} = {path!r} must {NO_URL}")
 
 
 def rules_of(hint: Any) -> list[Rule]:
     """The rules in a type, such as ``Count | None`` or ``tuple[Count, ...]``."""
-    parts = get_args(hint)  # of an Annotated the type, and then what it is annotated with
+    parts = get_args(hint)  # for Annotated: the type, then its annotations
     return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
 
 
 def key_of(field_name: str) -> str:
-    """The key of a field in a TOML file: its name without the underscore after a keyword of Python (``import_``)."""
+    """The TOML key of a field: its name without the trailing underscore of a Python keyword (``import_``)."""
     return field_name.rstrip("_")
 
 
 def check_values(options: Any, prefix: str) -> None:
-    """Raise ``ConfigError`` for the first field of a dataclass that breaks a rule of its type; also of those in it.
+    """Raise ``ConfigError`` for the first field, of a dataclass or of one nested in it, that violates a rule of its
+    type.
 
     The value of a field that is annotated with a ``Registry`` must be the name of one of its entries.
     """
@@ -82,7 +83,7 @@ def check_values(options: Any, prefix: str) -> None:
 
 
 class Section:
-    """A section that checks its values. ``name``: as in the TOML file."""
+    """Base class of a section that checks its values. ``name``: the name of the section in the TOML file."""
 
     section_name: ClassVar[str]
 
@@ -94,7 +95,7 @@ class Section:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``: options by full name."""
+    """Flatten nested tables to options by full name: ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     options: dict[str, Any] = {}
     for key, value in table.items():
         options |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -104,89 +105,99 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @dataclass(frozen=True)
 class JobSection(Section, name="job"):
     config_file: LocalPath = ""
-    """TOML file to read the options from; options on the command line win over it."""
+    """TOML file with the options of the run. Options on the command line override it."""
     dump_folder: LocalPath = ""
-    """Folder for everything the run writes. Empty: outputs/<name of the config file>."""
+    """Folder for all outputs of the run: checkpoints, metrics, traces and the resolved config. Empty: outputs/NAME,
+    where NAME is the name of the config file without its ending."""
     description: str = ""
-    """What this run is for, in your words; kept with the resolved config."""
+    """Description of the run, saved with the resolved config."""
     import_: tuple[str, ...] = ()
     """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
     optimizers and other components of your own (docs/extending.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train. auto: cuda where there is a GPU, else cpu."""
+    """Device type to train on. auto: cuda if a GPU is available, else cpu."""
 
 
 @dataclass(frozen=True)
 class RopeScalingConfig:
     type: Literal["none", "llama3", "linear", "yarn"] | None = None
-    """How RoPE is scaled for sequences longer than those first trained on. None: as the flavor has it, or llama3 if
+    """How RoPE is scaled for sequences longer than those of the original training. None: as in the flavor, or llama3 if
     another of these options is set."""
     factor: float | None = None
-    """How many times longer; frequencies are divided by it. None: the flavor's, or 8."""
+    """Factor by which the context is extended. Frequencies are divided by it: all of them with linear, the low ones
+    with llama3 and yarn. None: the flavor's value, or 8."""
     low_freq_factor: float | None = None
-    """llama3: frequencies of at most this many turns in the original length are divided. None: the flavor's, or 1."""
+    """llama3: frequencies that make at most this many turns within original_max_seq_len tokens are divided by factor.
+    None: the flavor's value, or 1."""
     high_freq_factor: float | None = None
-    """llama3: frequencies of at least this many turns are kept. None: the flavor's, or 4."""
+    """llama3: frequencies that make at least this many turns within original_max_seq_len tokens are not changed; those
+    in between are interpolated. None: the flavor's value, or 4."""
     original_max_seq_len: int | None = None
-    """llama3 and yarn: the sequence length first trained on. None: the flavor's, or 8192."""
+    """llama3 and yarn: sequence length of the original training, in tokens. None: the flavor's value, or 8192."""
     beta_fast: float | None = None
-    """yarn: frequencies of at least this many turns in the original length are kept. None: the flavor's, or 32."""
+    """yarn: frequencies that make at least this many turns within original_max_seq_len tokens are not changed. None:
+    the flavor's value, or 32."""
     beta_slow: float | None = None
-    """yarn: frequencies of at most this many turns are divided. None: the flavor's, or 1."""
+    """yarn: frequencies that make at most this many turns within original_max_seq_len tokens are divided by factor.
+    None: the flavor's value, or 1."""
     attention_factor: float | None = None
-    """yarn: queries and keys are multiplied by it. None: the flavor's, or 0.1 ln(factor) + 1."""
+    """yarn: factor by which queries and keys are multiplied. None: the flavor's value, or 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True)
 class ModelOverrides:
-    """The model's shape, where it differs from that of model.flavor or model.hf_folder."""
+    """Overrides of the model sizes of model.flavor or model.hf_folder. None keeps their value."""
 
     dim: int | None = None
-    """Width of the residual stream."""
+    """Dimension of the hidden states (the residual stream)."""
     n_layers: int | None = None
-    """Blocks."""
+    """Number of transformer blocks."""
     n_heads: int | None = None
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int | None = None
-    """Key/value heads; they must divide the query heads."""
+    """Number of key/value heads; it must divide n_heads."""
     ffn_dim: int | None = None
-    """Inner width of the feed-forward network."""
+    """Hidden dimension of the feed-forward network."""
     head_dim: int | None = None
-    """Width of a head. None: the flavor's own, or dim / n_heads."""
+    """Dimension of a head. None: the flavor's value, or dim / n_heads."""
     norm_eps: float | None = None
-    """Epsilon of the norms."""
+    """Epsilon of RMSNorm."""
     rope_theta: float | None = None
-    """Base of RoPE's wavelengths."""
+    """Base of the RoPE frequencies."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    """[model.shape.rope_scaling]"""
+    """[model.shape.rope_scaling]: RoPE scaling for long contexts."""
     tied_embeddings: bool | None = None
-    """Use the embedding as the output layer, too."""
+    """Share one weight between the token embedding and the output layer."""
     qk_norm: bool | None = None
-    """Normalize queries and keys, each head by itself, as Qwen3 does."""
+    """Apply RMSNorm to the queries and keys of each head, as in Qwen3."""
     qkv_bias: bool | None = None
-    """Biases of wq, wk and wv, as in Qwen2."""
+    """Add biases to wq, wk and wv, as in Qwen2."""
     max_position_embeddings: int | None = None
-    """Longest context, which exports state and generate and evaluate accept, where it is more than training.seq_len.
-    None: that of hf_folder or of checkpoint.initial_load_path."""
+    """Maximum context, in tokens, that exports declare and that generate and evaluate accept, if it exceeds
+    training.seq_len. None: that of hf_folder or of checkpoint.initial_load_path."""
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
     name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
-    """Family of the model."""
+    """Model family."""
     flavor: str = "debugmodel"
-    """Size within the family; empty: [model.shape] gives all. llama2: debugmodel, 7B, 13B, 70B; llama3: debugmodel, 1B,
-    3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B, 4B, 8B, 14B, 32B."""
+    """Size within the model family. Empty: all sizes are set in [model.shape]. llama2: debugmodel, 7B, 13B, 70B;
+    llama3: debugmodel, 1B, 3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B,
+    4B, 8B, 14B, 32B."""
     hf_folder: LocalPath = ""
-    """Hugging Face folder of a model of these families: its shape in place of name and flavor, and its tokenizer unless
-    tokenizer_path names another. Its weights are not read; that is checkpoint.initial_load_path."""
+    """Folder of a Hugging Face model of one of these families. Its config.json replaces name and flavor, and its
+    tokenizer is used unless tokenizer_path is set. Its weights are loaded only if checkpoint.initial_load_path names
+    the folder, too."""
     vocab_size: int | None = None
-    """Rows of embedding and output: at least as many as the tokenizer has ids. None: as many, or as in hf_folder."""
+    """Vocabulary size: the rows of the embedding and of the output layer. It must be at least the number of token ids
+    of the tokenizer. None: that number, or the vocab_size of hf_folder."""
     tokenizer_path: LocalPath = ""
-    """Hugging Face tokenizer.json, SentencePiece model, Llama 3's tiktoken rank file (tokenizer.model), or a folder
-    with one of them. Empty: that of hf_folder, or the small one in the package."""
+    """Tokenizer: a Hugging Face tokenizer.json, a SentencePiece model, a tiktoken rank file as Llama 3 has
+    (tokenizer.model), or a folder with one of them. Empty: the tokenizer of hf_folder, or the small one in the
+    package."""
     shape: ModelOverrides = field(default_factory=ModelOverrides)
-    """[model.shape]: what is not as the flavor has it, such as dim = 768 or n_layers = 12."""
+    """[model.shape]: overrides of the flavor, such as dim = 768 or n_layers = 12."""
 
 
 @dataclass(frozen=True)
@@ -233,129 +244,136 @@ class OptimizerConfig(Section, name="optimizer"):
 @dataclass(frozen=True)
 class EMAConfig(Section, name="ema"):
     enable: bool = False
-    """Keep averaged weights, an exponential moving average of the parameters: 4 bytes for each parameter."""
+    """Maintain an exponential moving average (EMA) of the weights, in float32: 4 bytes per parameter, sharded as the
+    parameters are."""
     decay: Decay = 0.999
-    """Weight of the old average in an update; in step n at most (1 + n) / (10 + n)."""
+    """Decay rate: the weight of the old average in an update. At step n it is at most (1 + n) / (10 + n), so that the
+    initial weights are soon forgotten."""
     interval: Count = 1
-    """Steps between updates of the average; an update then uses decay to the power of interval."""
+    """Number of steps between updates of the average. An update then uses decay to the power of interval."""
     offload: bool = False
-    """Keep the averages in CPU memory; each update waits for a copy of the parameters."""
+    """Keep the averages in CPU memory. Each update then waits for a copy of the parameters."""
 
 
 @dataclass(frozen=True)
 class MupConfig(Section, name="mup"):
-    """Hyperparameters of a small model for a larger one of the same head_dim (docs/recipes.md)."""
+    """Transfer of hyperparameters from a small model to a larger one with the same head_dim (docs/recipes.md)."""
 
     base_dim: Count | None = None
-    """Width (dim) of the small model. Initial weights and learning rates are scaled by width / base_dim (muP)."""
+    """Dimension (dim) of the small model. Initial weights and learning rates are scaled by powers of dim / base_dim
+    (muP). None: no muP."""
     base_layers: Count | None = None
-    """Layers of the small model, if it has fewer: what blocks add to the residual stream is scaled by base_layers /
-    n_layers (CompleteP)."""
+    """Number of layers of the small model, if the depth differs, too: the output that each block adds to the residual
+    stream is multiplied by base_layers / n_layers (CompleteP)."""
 
 
 @dataclass(frozen=True)
 class LRSchedulerConfig(Section, name="lr_scheduler"):
     warmup_steps: CountOrZero = 200
-    """Steps of linear warm-up; the whole schedule, if that is shorter."""
+    """Steps of linear warm-up of the learning rate; at most the whole schedule."""
     total_steps: Count | None = None
-    """Length of the whole schedule; later steps have the floor's rate. None: training.steps. Set it if training.steps
-    may be raised later."""
-    decay_ratio: Share | None = None
-    """Share of the schedule, at its end, in which the rate decays; before, it is constant. None: after the warm-up."""
+    """Total number of steps of the schedule; later steps have the minimum learning rate. None: training.steps. Set it
+    if training.steps may be increased later."""
+    decay_ratio: Fraction | None = None
+    """Fraction of the schedule, at its end, that is allocated to the decay phase. Between warm-up and decay the
+    learning rate is constant (WSD). None: the decay starts directly after the warm-up."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
-    """Shape of the decay; constant keeps the peak rate after the warm-up."""
-    min_lr_factor: Share = 0.0
-    """Floor of the decay, as a share of optimizer.lr. The decay reaches it one step after the last of the schedule, so
-    that no step has a rate of 0."""
+    """Shape of the decay. constant: no decay, the peak learning rate after the warm-up."""
+    min_lr_factor: Fraction = 0.0
+    """Minimum learning rate, as a fraction of optimizer.lr. The decay reaches it one step after the end of the
+    schedule, so that no step of the schedule has a learning rate of 0."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig(Section, name="training"):
     local_batch_size: Count = 8
-    """Sequences in one forward pass of one data-parallel rank."""
-    global_batch_size: CountOrOpen = -1
-    """Sequences in one optimizer step over all ranks. -1: local_batch_size times the data-parallel ranks; a
-    larger one accumulates gradients."""
+    """Batch size, in sequences, of one forward pass of a data-parallel rank."""
+    global_batch_size: CountOrAuto = -1
+    """Global batch size, in sequences, of one optimizer step. -1: local_batch_size times the data-parallel degree. A
+    larger multiple of it accumulates gradients over several forward and backward passes."""
     seq_len: Count = 2048
-    """Tokens in a sequence."""
+    """Sequence length, in tokens."""
     steps: Count = 10000
-    """Optimizer steps of the run."""
+    """Number of training steps, each of which is one optimizer step."""
     max_norm: Annotated[float, ("be above 0", lambda value: value > 0)] = 1.0
-    """Largest norm of the whole gradient; above it the gradient is scaled down."""
+    """Maximum norm for gradient clipping: if the norm of the global gradient exceeds it, the gradient is scaled down to
+    it."""
     seed: CountOrZero = 0
-    """Seed of the initial weights and of the data order, which are the same on every layout."""
+    """Random seed of the initial weights and of the data order. Both are identical on every parallelism layout."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """dtype of parameters and activations in forward and backward; master weights are float32. A CPU that cannot
-    multiply in bfloat16 computes products in float32 and rounds them."""
+    """dtype of parameters and activations in forward and backward; the master weights are float32. On a CPU without
+    native bfloat16, matrix products are computed in float32 and rounded."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
-    """dtype in which gradients of parameters are reduced over ranks, on every axis of the mesh."""
+    """dtype in which parameter gradients are reduced over ranks, on every mesh dimension."""
     sums: Literal["fast", "exact"] = "fast"
-    """How gradients are added up. exact: as 64-bit integers, so that the run has the same bits on any number of
-    data-parallel ranks (docs/parallelism.md)."""
+    """How gradients are summed over microbatches and ranks. fast: in floating point, so that the result depends on the
+    order. exact: as 64-bit integers, so that the run is bitwise identical on any number of data-parallel ranks
+    (docs/parallelism.md)."""
     loss_chunk_tokens: Annotated[int, at_least(-1)] = -1
-    """Tokens whose logits exist at once: loss and gradient are computed chunk by chunk, with the same result. -1: as
-    many as 1 GiB of float32 logits hold, on CPU 8 MiB, and 256 at least; 0: all."""
+    """Tokens per chunk of the loss. Logits are computed for one chunk at a time, with their loss and gradient, which
+    bounds their memory and does not change the result. -1: as many tokens as fit in 1 GiB of float32 logits (8 MiB on a
+    CPU), at least 256; 0: all tokens at once."""
     z_loss_weight: NotNegative = 0.0
-    """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the logits' softmax normalizer Z near 1; PaLM
-    has 1e-4. It is trained on, but not part of the loss that is reported."""
+    """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the softmax normalizer Z of the logits near
+    1; PaLM uses 1e-4. It is added to the loss for backward, but not to the loss that is logged."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of scaled_dot_product_attention. auto: PyTorch's choice, on an H100 cuDNN's where it is newer than 9.15;
-    in bfloat16 on a CPU its flash kernel with a faster backward. The log names the kernel."""
+    """Backend of scaled_dot_product_attention. auto: PyTorch's choice (on an H100 cuDNN, if newer than 9.15); on a CPU
+    in bfloat16 its flash kernel with a faster backward. The log names the kernel in use."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer states in CPU memory (CUDA only)."""
+    """Offload parameters, gradients and optimizer states to CPU memory (CUDA only)."""
     deterministic: bool = False
-    """Use only deterministic kernels, so that a resumed run is bitwise the same on CUDA too; slower there."""
+    """Use only deterministic kernels, so that a resumed run is bitwise identical on CUDA, too. Slower on CUDA."""
     gc_freq: Count = 50
-    """Steps between collections of Python's garbage, made on all ranks at once."""
+    """Number of steps between runs of Python's garbage collector, which runs on all ranks at the same step."""
 
 
 @dataclass(frozen=True)
 class SourceConfig(Section):
     path: LocalPath | tuple[LocalPath, ...] = ""
-    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (all also .gz or .zst), .parquet or .arrow file, a folder of
-    them, a pattern such as 'books/*.jsonl', a list of these, or a folder that torchtrain.prepare wrote."""
+    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz or .zst), .parquet or .arrow file, a folder
+    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
-    """Configuration of the hub dataset, where it has several."""
+    """Configuration name of the hub dataset, if it has several."""
     split: str = "train"
-    """Split of the hub dataset, or of a folder that DatasetDict.save_to_disk wrote."""
+    """Split of the hub dataset, or of a folder written by DatasetDict.save_to_disk."""
     revision: str | None = None
-    """Commit, branch or tag of the hub dataset. None: the newest commit when the run begins, to which a resumed run
-    keeps."""
+    """Commit, branch or tag of the hub dataset. None: the newest commit at the start of the run; a resumed run uses the
+    same commit."""
     download: bool = False
-    """Download the hub dataset before training; else it is streamed."""
+    """Download the hub dataset before training instead of streaming it."""
     text_column: str = "text"
-    """Column that holds the documents."""
+    """Name of the column that contains the documents."""
     skip_not_utf8: bool = False
-    """Skip local files that are not UTF-8, and count them in the log. false: such a file is an error."""
+    """Skip local files that are not UTF-8, and log their number. false: such a file is an error."""
     weight: float = 1.0
-    """Share of the tokens, relative to the weights of the other sources."""
+    """Share of the tokens that come from this source, relative to the weights of the other sources."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             not (self.path and self.name),
-            f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; give one",
+            f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; set one of them",
         )
         require("" not in self.paths, f"path = {self.path!r} of a data source has an empty name in it")
         require(
             self.weight > 0,
-            f"weight = {self.weight} of a data source must be above 0, or leave the source out",
+            f"weight = {self.weight} of a data source must be above 0; remove the source if it is not needed",
         )
         require(self.weight < math.inf, f"weight = {self.weight} of a data source must be a finite number")
 
     @property
     def label(self) -> str:
-        """A short name, for curves."""
+        """A short name for the metrics of this source."""
         if self.path:
-            name = Path(self.paths[0]).name.removeprefix("*.")  # of a pattern for all files of a kind, the kind
+            name = Path(self.paths[0]).name.removeprefix("*.")  # of a pattern such as *.jsonl: the file extension
             return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", name)
         return "_".join(filter(None, (self.name.split("/")[-1], self.subset)))
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """``path`` as a list."""
+        """``path`` as a tuple; empty if it is not set."""
         paths = (self.path,) if isinstance(self.path, str) else self.path
         return paths if self.path else ()
 
@@ -363,7 +381,7 @@ class SourceConfig(Section):
 @dataclass(frozen=True)
 class SourcesConfig(SourceConfig):
     sources: tuple[SourceConfig, ...] = ()
-    """Several sources, each a table [[....sources]] with the keys above."""
+    """Several sources, each a table [[....sources]] with the keys of a source."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -376,39 +394,42 @@ class SourcesConfig(SourceConfig):
 
     @property
     def all(self) -> tuple[SourceConfig, ...]:
-        """The several, or the one."""
+        """All sources: those in ``sources``, or this one."""
         return self.sources or (self,)
 
 
 @dataclass(frozen=True)
 class DataConfig(SourcesConfig, name="data"):
-    """Without path, name or sources, the text is the source code of the Python standard library."""
+    """Training data. Without path, name or sources, it is the source code of the Python standard library."""
 
     when_exhausted: Literal["repeat", "stop"] = "repeat"
-    """What happens when a source has been read to its end: it is read again in another order, or the run stops."""
+    """What happens at the end of a source. repeat: read it again in another order; stop: end the run."""
     document_mask: bool = False
-    """Tokens attend only to their own document, whose positions begin at 0. false: to all earlier tokens."""
+    """Restrict attention to tokens of the same document, and count positions from its start. false: tokens attend to
+    all earlier tokens of the sequence."""
     streams: Count = 64
-    """Files of streamed data to read at once: the largest divisor of the global batch up to this number. The number of
-    data-parallel ranks must divide it. Another number gives another order of the data."""
+    """Maximum number of files of streamed data that are read concurrently; the number used is the largest divisor of
+    the global batch size up to it. The number of data-parallel ranks must divide that number. A different number gives
+    a different data order."""
     prefetch: CountOrZero = 2
-    """Batches to read ahead in the background; 0 reads when the step needs them."""
+    """Number of batches to read ahead in a background thread. 0: read each batch when the step needs it."""
     verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0
-    """A source's local files, its converted copy and its prepared data are each hashed in full up to this size when a
-    run starts. Of larger files only parts are hashed, and of larger copies and prepared data only the sizes are
-    compared; torchtrain.prepare with prepare.verify hashes all prepared data."""
+    """Size, in GiB, up to which data are hashed in full when a run starts: of each source the local files, the
+    converted copy and the prepared data, each by itself. Of larger files only parts are hashed, and of larger copies
+    and prepared data only sizes are compared; torchtrain.prepare with prepare.verify hashes all prepared data. inf:
+    always hash everything."""
 
 
 @dataclass(frozen=True)
 class ValidationConfig(SourcesConfig, name="validation"):
     enable: bool = False
-    """Compute the loss on held-out data. With several sources, of each and of all together."""
+    """Compute the loss on held-out data. With several sources, for each source and for all of them together."""
     interval: Count = 500
-    """Steps between validations; there is always one after the last step."""
-    steps: CountOrOpen = -1
-    """Batches of each source; -1: all of it, once."""
+    """Number of steps between validations. There is always one after the last step."""
+    steps: CountOrAuto = -1
+    """Number of batches of each source. -1: the whole source, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
-    """Weights to validate. The names of averaged weights' results (ema.enable) begin with validation_ema_."""
+    """Weights to validate. Results of the averaged weights (ema.enable) are named validation_ema_..."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -419,19 +440,19 @@ class ValidationConfig(SourcesConfig, name="validation"):
         labels = [source.label for source in self.all]
         require(
             len(set(labels)) == len(labels),
-            f"[[validation.sources]] must differ in the names of their files or datasets, to tell their curves apart; "
+            "[[validation.sources]] must differ in the names of their files or datasets, which name their metrics; "
             f"they are {', '.join(labels)}",
         )
 
 
 @dataclass(frozen=True)
 class PrepareConfig(Section, name="prepare"):
-    """For python -m torchtrain.prepare alone, which tokenizes the sources of [data] once."""
+    """Only for python -m torchtrain.prepare, which tokenizes the sources of [data] once."""
 
     output: LocalPath = ""
-    """Folder for the prepared data; with several sources, folders 0, 1, ... in it."""
+    """Folder for the prepared data; with several sources, its folders 0, 1, ..."""
     processes: CountOrZero = 0
-    """Processes that tokenize. 0: one for each core."""
+    """Number of processes that tokenize. 0: one per core."""
     verify: bool = False
     """Only compare the hashes of all files in the output folder with those in its manifest."""
 
@@ -439,107 +460,114 @@ class PrepareConfig(Section, name="prepare"):
 @dataclass(frozen=True)
 class ParallelismConfig(Section, name="parallelism"):
     data_parallel_replicate_degree: Count = 1
-    """Copies of the (sharded) model: HSDP's replicate axis."""
-    data_parallel_shard_degree: CountOrOpen = -1
-    """Ranks over which FSDP shards parameters, gradients and optimizer states. -1: all that the others leave."""
+    """The degree of data parallelism for weight replication (HSDP): number of copies of the sharded model."""
+    data_parallel_shard_degree: CountOrAuto = -1
+    """The degree of data parallelism for weight sharding (FSDP): number of ranks over which parameters, gradients and
+    optimizer states are sharded. -1: the world size divided by the other degrees."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward. default: always, but for the last block, whose backward is
-    next; never with pipeline stages, where every microbatch would gather them again, and on one rank."""
+    """Whether to free the all-gathered parameters of a block after its forward. default: free those of all blocks but
+    the last, which backward needs next; with pipeline parallelism, where each microbatch would gather them again, and
+    on one rank, free none."""
     fsdp_gradient_accumulation: Literal["sharded", "unsharded"] = "sharded"
-    """How microbatches, also those of a pipeline, add up their gradients. sharded: each is reduced into the shards.
-    unsharded: whole float32 gradients are reduced once a step; they take 4 bytes for each parameter of this rank's
-    layers. For small models and slow links."""
+    """How gradients are accumulated over microbatches, including those of a pipeline. sharded: reduce-scatter the
+    gradient of each microbatch. unsharded: accumulate unsharded float32 gradients and reduce-scatter them once per
+    step, which takes 4 bytes for each parameter of this rank's layers; for small models and slow links."""
     fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
-    """How training.sums = "exact" sends gradients: by the backend's reduce-scatter, 8 bytes each, or by an all-to-all
-    in mixed_precision_param. auto: the all-to-all on CPUs and among ranks of one machine."""
+    """How training.sums = "exact" communicates gradients. ring: the backend's reduce-scatter of 8-byte integers;
+    all_to_all: an all-to-all in mixed_precision_param. auto: all_to_all on a CPU and among ranks of one machine, else
+    ring."""
     tensor_parallel_degree: Count = 1
-    """Ranks over which each matrix is split."""
+    """Tensor parallelism degree: number of ranks over which each weight matrix is sharded. 1: disabled."""
     enable_sequence_parallel: bool = True
-    """With tensor parallelism, split norms and residuals along the sequence, too."""
+    """With tensor parallelism, also shard norms and the residual stream along the sequence."""
     enable_async_tensor_parallel: bool = False
-    """Overlap the collectives of tensor parallelism with its matrix products (CUDA and compile.enable only)."""
+    """Overlap the collectives of tensor parallelism with matrix products (CUDA and compile.enable only)."""
     context_parallel_degree: Count = 1
-    """Ranks over which each sequence is split."""
+    """Context parallelism degree: number of ranks over which each sequence is sharded. 1: disabled."""
     pipeline_parallel_degree: Count = 1
-    """Ranks over which the layers are split."""
+    """Pipeline parallelism degree: number of ranks over which the layers are split. 1: disabled."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "Interleaved1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Order of forwards and backwards. 1F1B and GPipe have one stage a rank, ZBVZeroBubble two, the interleaved ones
-    two or as many as pipeline_parallel_layers_per_stage says."""
-    pipeline_parallel_microbatches: CountOrOpen = -1
-    """Microbatches that a pipeline splits its local_batch_size sequences into. -1: one for each sequence."""
+    """Pipeline schedule. 1F1B and GPipe have one stage per rank, ZBVZeroBubble has two, and the interleaved schedules
+    have two or as many as pipeline_parallel_layers_per_stage defines."""
+    pipeline_parallel_microbatches: CountOrAuto = -1
+    """Number of microbatches into which a pipeline splits local_batch_size sequences. -1: one per sequence."""
     pipeline_parallel_layers_per_stage: tuple[Count, ...] = ()
-    """Layers of each stage, first to last. Empty: an even split, in which embedding and output count as one each."""
+    """Number of layers of each stage, from first to last. Empty: an even split, in which the embedding and the output
+    layer count as one layer each."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig(Section, name="activation_checkpoint"):
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """Recompute activations in backward: none of them, those of some ops or layers, or all of each block; with
-    memory_budget the compiler chooses what fits (compile.enable only)."""
+    """Activation checkpointing: which activations are recomputed in backward. none: none; selective: some, as
+    selective_option says; full: all activations of each block; memory_budget: the compiler chooses (compile.enable
+    only)."""
     selective_option: str = "op"
-    """op: keep the results of expensive ops, recompute the rest; a number n: recompute all of every n-th block."""
-    memory_budget: Share = 0.5
-    """Share of a block's activations that the compiler may keep; 0 recomputes all, 1 nothing."""
+    """For mode = "selective". op: save the results of expensive ops and recompute the others; an int n: recompute all
+    activations of every n-th block."""
+    memory_budget: Fraction = 0.5
+    """For mode = "memory_budget": fraction of the activations of a block that the compiler may save. 0 recomputes all
+    activations, 1 none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         option = self.selective_option
         require(
             option == "op" or (option.isdecimal() and int(option) >= 1),
-            f"activation_checkpoint.selective_option = {option!r} must be 'op' or a whole number from 1, such as '2'",
+            f"activation_checkpoint.selective_option = {option!r} must be 'op' or an integer from 1, such as '2'",
         )
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     enable: bool = False
-    """Compile each transformer block, and the loss, with torch.compile."""
+    """Apply torch.compile to each transformer block and to the loss."""
 
 
 @dataclass(frozen=True)
 class Float8Config:
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Compute the blocks' linear layers in float8, with one scale for a tensor (faster) or one for each row (more
-    exact). Needs a GPU of compute capability 8.9 or more and pip install 'torchtrain[float8]'. Master weights,
-    optimizer states and checkpoints do not change."""
+    """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster; rowwise: one scale
+    per row, more accurate. It requires a GPU of compute capability 8.9 or higher and pip install 'torchtrain[float8]'.
+    Master weights, optimizer states and checkpoints do not change."""
     enable_fsdp_float8_all_gather: bool = True
-    """With tensorwise scales, gather the weights in float8: half the bytes."""
+    """With tensorwise scaling, all-gather the weights in float8, which halves the communicated bytes."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
     enable: bool = True
-    """Save checkpoints, and resume from the newest."""
+    """Save checkpoints, and resume from the latest."""
     interval: Count = 500
-    """Steps between checkpoints; the last step is always saved."""
+    """Checkpointing interval in steps. The last step is always saved."""
     interval_minutes: NotNegative = 30.0
-    """Also save when so many minutes have passed since the end of the last save, so that slow steps are not lost. 0:
-    save by steps alone."""
+    """Also save a checkpoint if this many minutes have passed since the end of the previous save, which bounds the work
+    lost with slow steps. 0: save by steps only."""
     keep_latest_k: CountOrZero = 5
-    """Checkpoints to keep; 0 keeps all. Each takes 12 bytes for each parameter (1B: 15 GB, 8B: 96 GB), and while one is
-    written there is one more."""
+    """Keep only the latest k checkpoints. 0: keep all of them. A checkpoint takes 12 bytes per parameter (1B: 15 GB,
+    8B: 96 GB), and while one is written the disk holds one more."""
     load_step: Annotated[int, at_least(-1)] = -1
-    """Step to resume from. -1: the newest."""
+    """Step of the checkpoint to resume from. -1: the latest."""
     initial_load_path: LocalPath = ""
-    """Weights that a new run starts from: a run's folder, a step-N in it, or a Hugging Face folder. A run that resumes
-    goes on from its own checkpoint."""
+    """Initial weights of a new run: the folder of a run, a step-N in it, or a Hugging Face folder. A run that has a
+    checkpoint of its own resumes from that instead."""
     last_save_in_hf: bool = False
-    """At the end of the run, also write the weights to hf/ in the dump folder, as transformers loads them."""
+    """At the end of the run, also export the weights to hf/ in the dump folder, in Hugging Face's format."""
     export_weights: Literal["trained", "ema"] = "trained"
-    """The weights in hf/; ema: the averaged ones (ema.enable)."""
+    """Weights to export. ema: the averaged ones (ema.enable)."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """dtype of the weights in hf/."""
+    """dtype of the exported weights."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-    """disabled: wait until a checkpoint is on disk. async: go on once the state is copied to CPU memory.
-    async_with_pinned_mem: go on at once, copying beside the next forward and backward (CUDA; elsewhere the same as
-    async). Both async modes keep one copy of the state in CPU memory."""
+    """disabled: training waits until a checkpoint is on disk. async: training continues when the state has been copied
+    to CPU memory. async_with_pinned_mem: training continues immediately, and the copy overlaps with the next forward
+    and backward (CUDA; elsewhere the same as async). Both async modes keep one copy of the state in CPU memory."""
     allow_changes: tuple[str, ...] = ()
-    """Options, such as "optimizer.lr", that may differ from the checkpoint's although they change the run.
-    docs/checkpoints.md has the table of what needs this."""
+    """Names of options, such as "optimizer.lr", that may differ from the checkpoint's config although they change the
+    results of the run (table in docs/checkpoints.md)."""
     max_failed_saves: Count = 3
-    """Failed saves in a row, as on a full disk, after which the run stops."""
+    """Number of consecutive failed saves, for example on a full disk, after which the run ends with an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -550,27 +578,30 @@ class CheckpointConfig(Section, name="checkpoint"):
 @dataclass(frozen=True)
 class FaultsConfig(Section, name="faults"):
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """What to do when loss or gradient are not finite, or a spike. skip: make no update in that step. rollback: load
-    the newest good checkpoint from before it, and go on with the next data. stop: end the run with an error."""
+    """What to do in a bad step, whose loss or gradient norm is non-finite or a spike. skip: skip the update. rollback:
+    load the latest valid checkpoint before the step, and continue with the next data. stop: end the run with an
+    error."""
     max_bad_steps: CountOrZero = 5
-    """Bad steps in a row that are skipped, or rollbacks without getting past them, before the run stops."""
+    """Maximum number of consecutive bad steps, or of rollbacks that do not get past them; one more ends the run with an
+    error."""
     spike_threshold: NotNegative = 0.0
-    """A loss or gradient norm so many standard deviations above the mean of the last spike_window steps is a spike.
-    0: none is."""
+    """A loss or gradient norm is a spike if it exceeds the mean of the last spike_window steps by more than this many
+    standard deviations. 0: no spike detection."""
     spike_window: Annotated[int, at_least(2)] = 128
-    """Steps that a spike is measured against."""
+    """Number of steps over which spike detection computes mean and standard deviation."""
     wall_clock_limit_minutes: NotNegative = 0.0
-    """Save and stop so that this process ends within so many minutes. 0: no limit."""
+    """Save and stop early enough that the process ends within this many minutes of its start. 0: no limit."""
     stop_grace_seconds: CountOrZero = 30
-    """Time between a signal and being killed, and the time before the wall-clock limit at which to stop: a save that
-    takes longer is given up. After SLURM's warning, SIGUSR1, there is time until the job's limit, if that is more."""
+    """Grace period in seconds between a signal and the kill, and between stopping and the wall-clock limit. A save that
+    exceeds it is aborted. After SLURM's warning, SIGUSR1, the grace period lasts until the job's time limit, if that is
+    longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         limit_seconds = 60 * self.wall_clock_limit_minutes
         require(
             limit_seconds == 0 or limit_seconds > self.stop_grace_seconds,
-            f"faults.wall_clock_limit_minutes = {self.wall_clock_limit_minutes} must be longer than "
+            f"faults.wall_clock_limit_minutes = {self.wall_clock_limit_minutes} must exceed "
             f"faults.stop_grace_seconds = {self.stop_grace_seconds} ({self.stop_grace_seconds / 60:.3g} minutes), the "
             "time before the limit at which the run stops; raise it, or set 0 for no limit",
         )
@@ -579,74 +610,77 @@ class FaultsConfig(Section, name="faults"):
 @dataclass(frozen=True)
 class MetricsConfig(Section, name="metrics"):
     log_freq: Count = 10
-    """Steps between lines in the log, in metrics.jsonl and in TensorBoard."""
+    """How often to log metrics, in steps: to the log, to metrics.jsonl and to TensorBoard."""
     enable_tensorboard: bool = True
-    """Write TensorBoard event files."""
+    """Log metrics to TensorBoard."""
     enable_wandb: bool = False
-    """Log to Weights & Biases (pip install 'torchtrain[wandb]'); WANDB_MODE=offline writes to the dump folder alone."""
+    """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
+    folder."""
     wandb_project: str = "torchtrain"
-    """Project in Weights & Biases."""
+    """Project name in Weights & Biases."""
     straggler_freq: CountOrZero = 100
-    """Steps between checks for ranks that keep the others waiting; 0: never."""
+    """How often to look for stragglers, ranks that delay the others, in steps. 0: never."""
     straggler_factor: Annotated[float, at_least(1), FINITE] = 2.0
-    """A rank is slow if its data wait or its computation takes more than this many times the median of all ranks."""
+    """A rank is a straggler if its wait for data or its computation takes more than this many times the median of all
+    ranks."""
 
 
 @dataclass(frozen=True)
 class ProfilingConfig(Section, name="profiling"):
     enable_profiling: bool = False
-    """Write a torch.profiler trace of every rank to traces/."""
+    """Write a torch.profiler trace of every rank to traces/ in the dump folder."""
     profile_freq: Annotated[int, at_least(3)] = 10
-    """Steps between traces."""
+    """How often to collect profiler traces, in steps."""
     enable_memory_snapshot: bool = False
-    """Write CUDA memory snapshots to traces/ as often as profiler traces, and when memory runs out (CUDA only)."""
+    """Write CUDA memory snapshots to traces/, every profile_freq steps and when memory runs out (CUDA only)."""
 
 
 @dataclass(frozen=True)
 class DebugConfig(Section, name="debug"):
     fingerprint_steps: tuple[Count, ...] = ()
-    """Steps whose tensors are described in fingerprints/, for python -m torchtrain.compare (docs/compare.md). They take
-    longer, and memory for a second copy of the parameters."""
+    """Steps whose tensors are recorded in fingerprints/ for python -m torchtrain.compare (docs/compare.md). These steps
+    are slower and take memory for a second copy of the parameters."""
 
 
 @dataclass(frozen=True)
 class CommConfig(Section, name="comm"):
     init_timeout_seconds: Timeout = 300
-    """Time-out of collectives up to the end of the first step, which may compile and load."""
+    """Timeout for communication operations, during initialization and the first train step, in seconds."""
     train_timeout_seconds: Timeout = 100
-    """Time for a step after the first one; on a CPU at least three times that of the first one. When it is over, each
-    rank writes its stacks to hangs/ in the dump folder, and a few seconds later collectives still under way fail."""
+    """Time limit for each step after the first, in seconds; on a CPU it is at least three times the duration of the
+    first step. After it, each rank writes its stack traces to hangs/ in the dump folder; a few seconds later pending
+    collectives time out."""
 
 
 @dataclass(frozen=True)
 class EstimateConfig(Section, name="estimate"):
-    """For python -m torchtrain.estimate alone, which tells what a run needs and how fast it goes, without a GPU."""
+    """Only for python -m torchtrain.estimate, which estimates memory and throughput of a run without a GPU."""
 
     world_size: CountOrZero = 0
-    """Ranks, one a GPU. 0: the product of the degrees in [parallelism], of which none may be -1."""
+    """Number of ranks, one per GPU. 0: the product of the degrees in [parallelism], none of which may be -1."""
     gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
-    """Kind of GPU, the number being its memory in GB. h200 has 141, b200 180."""
+    """GPU type; the number is its memory in GB (h200: 141, b200: 180)."""
     gpus_per_node: Count = 8
-    """GPUs of a machine."""
+    """Number of GPUs per machine."""
     memory_gib: NotNegative = 0.0
-    """Memory of a GPU. 0: that of its kind."""
+    """Memory of a GPU in GiB. 0: that of the GPU type."""
     network_gigabits: NotNegative = 0.0
-    """Speed of a GPU's network card in Gb/s. 0: that of its kind."""
+    """Network bandwidth per GPU in Gb/s. 0: that of the GPU type."""
     all_layers: bool = False
-    """Run every layer on fake tensors, not only a few that stand for all: slower, to check the estimate."""
+    """Simulate every layer on fake tensors instead of a few representative ones. Slower; it verifies the estimate."""
     search: bool = False
-    """Look for the layout with the most tokens a second that fits."""
+    """Search for the layout that fits in memory with the highest throughput."""
     output: LocalPath = ""
-    """TOML file for the best layout of a search, to be given to the trainer. Empty: layout.toml in job.dump_folder."""
+    """TOML file for the best layout of a search, to pass to the trainer. Empty: layout.toml in job.dump_folder."""
     json: bool = False
     """Print JSON instead of a table."""
     picture: LocalPath = ""
-    """PNG file for a picture of memory over two steps (pip install 'torchtrain[plot]')."""
+    """PNG file for a plot of memory over two steps (pip install 'torchtrain[plot]')."""
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """All sections."""
+    """The config of a run: all sections."""
 
     job: JobSection = field(default_factory=JobSection)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -686,29 +720,31 @@ class JobConfig:
         require(
             not (self.training.deterministic and self.training.attention_backend == "cudnn"),
             "training.attention_backend = 'cudnn' has no deterministic backward, which training.deterministic = true "
-            "asks for; take 'flash' or 'auto', or set training.deterministic = false",
+            "requires; set it to 'flash' or 'auto', or set training.deterministic = false",
         )
         if self.training.sums == "exact":
             layout = self.parallelism
             split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule
-            rule = "training.sums = 'exact' rounds and reduces the gradient of each microbatch by itself:"
+            rule = "training.sums = 'exact' rounds and reduces the gradient of each microbatch separately:"
             sharded = layout.fsdp_gradient_accumulation == "sharded"
             require(sharded, f"{rule} set parallelism.fsdp_gradient_accumulation = 'sharded'")
             in_float32 = self.training.mixed_precision_reduce == "float32"
             require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
-            require(not split, f"{rule} take parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble one")
+            require(
+                not split, f"{rule} set parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble schedule"
+            )
             require(
                 self.float8.recipe != "tensorwise" or not self.float8.enable_fsdp_float8_all_gather,
-                "training.sums = 'exact' gives the same bits on any number of ranks, and weights that are gathered in "
-                "float8 are rounded otherwise than on one: set float8.enable_fsdp_float8_all_gather = false",
+                "training.sums = 'exact' is bitwise identical on any number of ranks, but a float8 all-gather rounds "
+                "weights differently than one rank does: set float8.enable_fsdp_float8_all_gather = false",
             )
         require(
             not (self.debug.fingerprint_steps and self.compile.enable),
-            "debug.fingerprint_steps needs compile.enable = false: what lies within a compiled block cannot be seen; "
-            "compare runs that are not compiled, and then one of them with a compiled one by their curves",
+            "debug.fingerprint_steps needs compile.enable = false, because tensors inside a compiled block cannot be "
+            "recorded; compare uncompiled runs by their fingerprints, and compiled runs by their curves",
         )
         for name in self.checkpoint.allow_changes:
             require(
                 name in flat(asdict(self)),
-                f"checkpoint.allow_changes names {name!r}, which is no option; options look like 'optimizer.lr'",
+                f"checkpoint.allow_changes names {name!r}, which is not an option; options look like 'optimizer.lr'",
             )
