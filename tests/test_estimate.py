@@ -1,4 +1,4 @@
-"""The planner: what it counts beside real runs, published identities and closed forms; its command."""
+"""The planner's counts compared with real runs, published numbers and closed forms; the estimate command."""
 
 import json
 import re
@@ -45,16 +45,21 @@ SHAPE = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=512)
 DEEPER = replace(SHAPE, n_layers=4)
 
 
-rehearsed = cache(simulate)  # the plain layout is asked for by many tests
+cached_simulate = cache(simulate)  # many tests simulate the plain layout
 
 
-def planned(
-    ranks: int, rank: int = 0, capability: Any = (9, 0), simulate: Any = rehearsed, shape: Any = SHAPE, **sections: Any
+def simulated(
+    ranks: int,
+    rank: int = 0,
+    capability: Any = (9, 0),
+    simulate: Any = cached_simulate,
+    shape: Any = SHAPE,
+    **sections: Any,
 ) -> RankRecord:
-    """Of ``rank``, or of the first one of its kind."""
+    """The record of ``rank``, or of the rank that represents it."""
     config = config_of(**sections)
     degrees = resolve_parallel_dims(config.parallelism, ranks)
-    first = max(kind for kind in representative_ranks(degrees) if kind <= rank)
+    first = max(r for r in representative_ranks(degrees) if r <= rank)
     record: RankRecord = simulate(config, shape, degrees, first, capability=capability)
     return record
 
@@ -63,8 +68,8 @@ def estimate_of(config: JobConfig) -> Estimate:
     return estimate(config, shape_of(config), gpu_of(config))
 
 
-def asked(config: JobConfig, **options: Any) -> JobConfig:
-    """With these ``options`` of its section [estimate]."""
+def with_estimate(config: JobConfig, **options: Any) -> JobConfig:
+    """``config`` with these ``options`` of its section [estimate]."""
     return replace(config, estimate=replace(config.estimate, **options))
 
 
@@ -72,8 +77,8 @@ def flops(record: RankRecord, *phases: str) -> int:
     return sum(o.flops for o in record.ledger.steps[-1].operations if not phases or o.phase in phases)
 
 
-def sent(record: RankRecord, axis: str) -> dict[str, tuple[int, int]]:
-    """Number and bytes by operation."""
+def traffic(record: RankRecord, axis: str) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the collectives on ``axis`` outside of the update, by operation."""
     found: dict[str, tuple[int, int]] = {}
     for operation in record.ledger.steps[-1].operations:
         if operation.axis == axis and operation.phase != "update":
@@ -85,42 +90,42 @@ def sent(record: RankRecord, axis: str) -> dict[str, tuple[int, int]]:
 # The caching allocator
 
 
-def test_a_free_block_is_taken_again_and_split() -> None:
+def test_free_block_is_reused_and_split() -> None:
     first = [Allocation(1, 40 * MIB, 0), Allocation(1, 0, 0)]
     assert peak_reserved([*first, Allocation(2, 30 * MIB, 0), Allocation(3, 10 * MIB, 0)]) == 40 * MIB
-    # 20 MiB are mapped at once; a block between two that are in use is too small for more.
+    # Memory is mapped in multiples of 20 MiB; a free block between two used ones is too small for a larger request.
     holes = [Allocation(n, 20 * MIB, 0) for n in range(3)] + [Allocation(1, 0, 0), Allocation(4, 30 * MIB, 0)]
     assert peak_reserved(holes) == 100 * MIB
 
 
-def test_of_free_blocks_the_lowest_is_taken_and_the_growing_end_last() -> None:
+def test_lowest_free_block_is_used_first_and_the_end_last() -> None:
     blocks = [Allocation(n, 20 * MIB, 0) for n in range(5)]
     freed = {n: Allocation(n, 0, 0) for n in range(5)}
-    # Of 0 and 2 the first is taken: so with 3 the third makes room for 40 MiB.
+    # Of the free blocks 0 and 2, the first is used. Freeing block 3 then leaves 40 MiB in one piece with block 2.
     equal = [*blocks, freed[2], freed[0], Allocation(5, 20 * MIB, 0), freed[3], Allocation(6, 40 * MIB, 0)]
     assert peak_reserved(equal) == 100 * MIB
-    # 40 MiB are free between, and 20 at the end, which stay: with 20 more they are the next 40.
+    # There are free blocks of 40 MiB in the middle and of 20 MiB at the end. Only the end grows for the next request.
     end = [*blocks, freed[1], freed[2], freed[4], Allocation(5, 20 * MIB, 0), Allocation(6, 40 * MIB, 0)]
     assert peak_reserved(end) == 120 * MIB
 
 
-def test_streams_and_small_blocks_have_pools_of_their_own() -> None:
+def test_streams_and_small_blocks_have_separate_pools() -> None:
     assert peak_reserved([Allocation(1, 40 * MIB, 0), Allocation(1, 0, 0), Allocation(2, 40 * MIB, 1)]) == 80 * MIB
     assert peak_reserved([Allocation(n, 512, 0) for n in range(4096)]) == 2 * MIB
 
 
-def test_segments_of_fixed_size_are_not_joined() -> None:
+def test_segments_of_fixed_size_are_not_merged() -> None:
     halves = [Allocation(1, 21 * MIB, 0), Allocation(2, 21 * MIB, 0), Allocation(1, 0, 0), Allocation(2, 0, 0)]
-    whole = [*halves, Allocation(3, 42 * MIB, 0)]
-    assert peak_reserved(whole, expandable_segments=False) == (22 + 22 + 42) * MIB
-    assert peak_reserved(whole) < 64 * MIB
+    allocations = [*halves, Allocation(3, 42 * MIB, 0)]
+    assert peak_reserved(allocations, expandable_segments=False) == (22 + 22 + 42) * MIB
+    assert peak_reserved(allocations) < 64 * MIB
 
 
-# Beside real runs on CPUs
+# Compared with real runs on CPUs
 
 
-def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
-    """Operations of matrix products and attention, and peaks of live bytes, of two steps on real tensors."""
+def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
+    """FLOPs and peaks of live bytes of two steps on real tensors."""
     ledger = Ledger("cpu")
     simulate_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
@@ -139,7 +144,7 @@ def train_in_a_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
     ],
     ids=["one", "shard", "tensor", "pipeline", "muon", "averages and z-loss"],
 )
-def test_a_plan_for_cpus_is_what_a_real_run_does(
+def test_simulation_for_cpus_counts_what_a_real_run_does(
     gloo: GlooPool, ranks: int, parallelism: dict[str, Any], optimizer: str, ema: bool
 ) -> None:
     sections: dict[str, Any] = {
@@ -149,22 +154,23 @@ def test_a_plan_for_cpus_is_what_a_real_run_does(
         "ema": {"enable": ema},
     }
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
-    found = gloo.run(ranks, train_in_a_ledger, config_of(**sections), DEEPER)
+    found = gloo.run(ranks, train_with_ledger, config_of(**sections), DEEPER)
     for rank, (counts, peaks) in enumerate(found):
-        steps = planned(ranks, rank=rank, capability=None, shape=DEEPER, **sections).ledger.steps
+        steps = simulated(ranks, rank=rank, capability=None, shape=DEEPER, **sections).ledger.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
 
-def test_averages_are_counted() -> None:
-    plain, averaged = planned(2), planned(2, ema={"enable": True})
-    more = [step.kept["optimizer"] for step in averaged.ledger.steps], [s.kept["optimizer"] for s in plain.ledger.steps]
-    assert [a - b for a, b in zip(*more, strict=True)] == [plain.parameter_bytes] * 2
-    offloaded = planned(2, ema={"enable": True, "offload": True})
+def test_averaged_weights_are_counted() -> None:
+    plain, averaged = simulated(2), simulated(2, ema={"enable": True})
+    averaged_bytes = [step.kept["optimizer"] for step in averaged.ledger.steps]
+    plain_bytes = [step.kept["optimizer"] for step in plain.ledger.steps]
+    assert [a - b for a, b in zip(averaged_bytes, plain_bytes, strict=True)] == [plain.parameter_bytes] * 2
+    offloaded = simulated(2, ema={"enable": True, "offload": True})
     assert offloaded.ledger.steps[-1].kept == plain.ledger.steps[-1].kept
 
 
-def test_operations_are_those_of_the_profiler() -> None:
+def test_flops_are_those_of_the_profiler() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(64, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
     ledger = Ledger("cpu")
@@ -177,21 +183,21 @@ def test_operations_are_those_of_the_profiler() -> None:
     assert sum(o.flops for o in ledger.steps[0].operations) == by_profiler == 3 * 2 * 64 * 32 * 48
 
 
-# Beside closed forms
+# Compared with closed forms
 
 
-def test_operations_of_a_step_are_those_of_the_formula() -> None:
-    record, config = planned(1), config_of()
+def test_flops_of_a_step_are_those_of_the_formula() -> None:
+    record, config = simulated(1), config_of()
     tokens = config.training.local_batch_size * config.training.seq_len
     attention = 2 * SHAPE.n_layers * SHAPE.n_heads * SHAPE.head_size * config.training.seq_len * tokens
-    # The formula counts twice the forward for attention's backward; its kernel computes the scores once more.
+    # The formula counts attention's backward as twice its forward; the kernel also computes the scores again.
     assert flops(record) == flops_per_token(SHAPE, config.training.seq_len) * tokens + attention
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_context_parallel_ranks_share_causal_attention_evenly(degree: int, dtype: str) -> None:
-    """What the kernels compute, which is half of all pairs, forward and backward; whichever two parts a rank has."""
+def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: int, dtype: str) -> None:
+    """The kernels compute half of all pairs, in forward and backward, on every rank."""
 
     def computed(record: RankRecord, *phases: str) -> float:
         operations = record.ledger.steps[-1].operations
@@ -208,49 +214,49 @@ def test_context_parallel_ranks_share_causal_attention_evenly(degree: int, dtype
         assert computed(record, "backward") == 10 * scores / 2 / degree
 
 
-def test_full_checkpointing_computes_the_blocks_again() -> None:
-    plain, full = planned(2), planned(2, activation_checkpoint={"mode": "full"})
-    # All but the last product of a block, whose result nothing asks for, and the output.
+def test_full_checkpointing_recomputes_the_blocks() -> None:
+    plain, full = simulated(2), simulated(2, activation_checkpoint={"mode": "full"})
+    # All but the output layer and the last product of each block, whose result is not needed.
     assert flops(full, "forward") == flops(plain, "forward")
     assert 0.7 * flops(plain, "forward") < flops(full, "recompute") <= flops(plain, "forward")
     assert flops(plain, "recompute") == 0
 
 
-def test_traffic_of_fsdp() -> None:
-    record = planned(4)
-    gathers, reductions = sent(record, "shard")["allgather_base"], sent(record, "shard")["reduce_scatter_base"]
+def test_fsdp_traffic_of_a_step() -> None:
+    record = simulated(4)
+    gathers, reductions = traffic(record, "shard")["allgather_base"], traffic(record, "shard")["reduce_scatter_base"]
     blocks = SHAPE.n_layers
-    # A gathering for each block and the root in forward; for all but the last block and the root again in backward.
+    # One all-gather for each block and the root in forward; again for all but the last block and the root in backward.
     assert gathers[0] == (blocks + 1) + (blocks - 1)
     assert reductions[0] == blocks + 1
     assert reductions[1] == 4 * record.parameter_bytes  # float32, of four ranks
 
 
-def test_traffic_of_accumulation() -> None:
-    by = {
-        way: planned(4, training={"global_batch_size": 16}, parallelism={"fsdp_gradient_accumulation": way})
-        for way in ("sharded", "unsharded")
+def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
+    by_mode = {
+        mode: simulated(4, training={"global_batch_size": 16}, parallelism={"fsdp_gradient_accumulation": mode})
+        for mode in ("sharded", "unsharded")
     }
-    counts = {way: sent(record, "shard")["reduce_scatter_base"][0] for way, record in by.items()}
+    counts = {mode: traffic(record, "shard")["reduce_scatter_base"][0] for mode, record in by_mode.items()}
     assert counts["sharded"] == 2 * counts["unsharded"]  # two microbatches
-    # What is kept between microbatches: whole float32 gradients, or a quarter of them.
+    # Gradients kept between microbatches: full float32 gradients, or a quarter of them.
     kept = {
-        way: max(moment.sizes[KINDS.index("gradients")] for moment in record.ledger.steps[-1].timeline)
-        for way, record in by.items()
+        mode: max(moment.sizes[KINDS.index("gradients")] for moment in record.ledger.steps[-1].timeline)
+        for mode, record in by_mode.items()
     }
-    assert kept["unsharded"] > 2 * kept["sharded"]  # that of one block is whole for a moment
+    assert kept["unsharded"] > 2 * kept["sharded"]  # the gradients of one block are full at a time
 
 
-def test_exact_sums_keep_eight_bytes_of_each_gradient() -> None:
-    fast, exact = (planned(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
+def test_exact_sums_keep_eight_bytes_per_gradient_element() -> None:
+    fast, exact = (simulated(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
     kept = [max(m.sizes[KINDS.index("gradients")] for m in r.ledger.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
-    # They travel as they are, and are added where they arrive.
-    assert "alltoall_base" in sent(exact, "shard")
-    assert "reduce_scatter_base" not in sent(exact, "shard")
+    # Summands are sent as they are, and added by the receiver.
+    assert "alltoall_base" in traffic(exact, "shard")
+    assert "reduce_scatter_base" not in traffic(exact, "shard")
 
 
-def test_published_identities() -> None:
+def test_peaks_differ_by_the_published_amounts() -> None:
     """8B on 8 GPUs, torchtitan #822: Adam's states, 2 x 4 N / 8; reshard never minus default, 31 blocks in bfloat16."""
 
     def peaks(reshard: str) -> tuple[float, float]:
@@ -274,7 +280,7 @@ def test_published_identities() -> None:
     ],
     ids=["shard and tensor", "pipeline"],
 )
-def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
+def test_extension_over_identical_layers_and_microbatches_is_exact(
     parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (4,))))
@@ -282,22 +288,22 @@ def test_layers_and_microbatches_that_are_alike_are_extended_exactly(
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
     few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MICROBATCHES", 100)
-    whole = estimate(asked(config, all_layers=True), shape, GPUS["h100-80"])
-    assert few.figures.flops_by_phase == whole.figures.flops_by_phase
-    assert few.figures.collectives == whole.figures.collectives
-    # The step's tokens and labels are on the device: those of the microbatch that is left out are not.
+    full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
+    assert few.figures.flops_by_phase == full.figures.flops_by_phase
+    assert few.figures.collectives == full.figures.collectives
+    # The tokens and labels of the step are on the device, except those of the microbatch that is not simulated.
     left_out = 2 * config.training.local_batch_size * config.training.seq_len * 8 / GIB
-    for one, other in zip(few.ranks, whole.ranks, strict=True):
+    for one, other in zip(few.ranks, full.ranks, strict=True):
         assert one["peak_at"] == other["peak_at"]
         assert one["peak_reserved_gib"] == pytest.approx(other["peak_reserved_gib"], rel=0.1)
         for key in one.keys() - {"peak_at", "peak_reserved_gib"}:
             missing = other[key] - one[key]
             assert missing == pytest.approx(0, abs=1e-12) or missing == pytest.approx(left_out), key
-    assert few.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert few.step_seconds == pytest.approx(full.step_seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
+def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = (1,) * (4 * STAGES_PER_RANK[schedule])
@@ -310,54 +316,56 @@ def test_ranks_in_the_middle_of_a_pipeline_do_what_their_first_does(
     training = {"local_batch_size": 4, "global_batch_size": rows}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
     shape = replace(SHAPE, n_layers=len(layers))
-    whole = estimate(asked(config, all_layers=True), shape, GPUS["h100-80"])
-    records = {record.rank: record for record in whole.records}
+    full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
+    records = {record.rank: record for record in full.records}
     monkeypatch.setattr(summary, "simulate", lambda *args, **_: records[args[3]])
-    few = estimate(asked(config, all_layers=True, search=True), shape, GPUS["h100-80"])
+    few = estimate(with_estimate(config, all_layers=True, search=True), shape, GPUS["h100-80"])
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
-    second, third = (record.ledger.steps[-1] for record in whole.records[1:3])
-    alike = stand_in(second, 1, 2, whole.records[1].orders[2], (0, 2, 4, 6))
-    assert [o.name for o in second.operations] != [o.name for o in third.operations]  # another order
-    assert without_module(alike.operations) == without_module(third.operations)
-    assert alike.microbatches == third.microbatches
-    assert few.step_seconds == whole.step_seconds
-    # The second has the most microbatches under way.
-    assert few.ranks == [whole.ranks[i] for i in (0, 1, 3)]
-    assert few.peak_reserved_gib == whole.peak_reserved_gib
-    assert all(whole.ranks[2][key] <= whole.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
+    second, third = (record.ledger.steps[-1] for record in full.records[1:3])
+    represented = stand_in(second, 1, 2, full.records[1].orders[2], (0, 2, 4, 6))
+    assert [o.name for o in second.operations] != [o.name for o in third.operations]  # in another order
+    assert without_module(represented.operations) == without_module(third.operations)
+    assert represented.microbatches == third.microbatches
+    assert few.step_seconds == full.step_seconds
+    # The second rank has the most microbatches in flight.
+    assert few.ranks == [full.ranks[i] for i in (0, 1, 3)]
+    assert few.peak_reserved_gib == full.peak_reserved_gib
+    assert all(full.ranks[2][key] <= full.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
 
 
 def without_module(operations: list[Operation]) -> list[Operation]:
-    """Only what gathers and waits needs its module, by a number that differs between stages."""
+    """Remove module names, which have numbers of layers, except from FSDP's operations and waits."""
     return [replace(o, module=re.sub(r"\d+", "", o.module) if o.fsdp or o.name == "wait" else "") for o in operations]
 
 
-def test_where_layers_are_not_alike_all_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "simulate", rehearsed)
+def test_all_layers_are_simulated_if_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "simulate", cached_simulate)
     config = config_of(
         activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
         estimate={"world_size": 2},
     )
-    found, whole = (estimate(asked(config, all_layers=whole), DEEPER, GPUS["h100-80"]) for whole in (False, True))
-    assert found.figures == whole.figures
+    few, full = (
+        estimate(with_estimate(config, all_layers=all_layers), DEEPER, GPUS["h100-80"]) for all_layers in (False, True)
+    )
+    assert few.figures == full.figures
 
 
-# What an operation moves
+# Bytes that an operation moves
 
 
-def test_bytes_that_operations_move() -> None:
+def test_moved_bytes_of_operations() -> None:
     aten, kib = torch.ops.aten, torch.zeros(256)
     assert moved_bytes(aten.add.Tensor, (kib, kib), {}, kib.clone()) == 3 * 1024
-    assert moved_bytes(aten.add_.Tensor, (kib, kib), {}, kib) == 3 * 1024  # its own is read and written
-    assert moved_bytes(aten.copy_.default, (kib, kib.bfloat16()), {}, kib) == 1024 + 512  # its own is not read
+    assert moved_bytes(aten.add_.Tensor, (kib, kib), {}, kib) == 3 * 1024  # the output is also an input
+    assert moved_bytes(aten.copy_.default, (kib, kib.bfloat16()), {}, kib) == 1024 + 512  # the output is not read
     assert moved_bytes(aten.zero_.default, (kib,), {}, kib) == 1024
     table, rows = torch.zeros(1000, 256), torch.zeros(3, dtype=torch.int64)
     assert moved_bytes(aten.embedding.default, (table, rows), {}, table[:3]) == 2 * 3 * 1024
     assert moved_bytes(aten._fused_adamw_.default, ([kib], [kib], [kib], [kib], [], []), {}, None) == 8 * 1024
 
 
-def test_memory_is_taken_and_shapes_are_changed_without_a_kernel() -> None:
+def test_allocations_and_views_are_not_operations() -> None:
     ledger = Ledger("cpu")
     with ledger:
         torch.empty(4, 4).view(16)
@@ -365,119 +373,121 @@ def test_memory_is_taken_and_shapes_are_changed_without_a_kernel() -> None:
     assert ledger.record.operations == []
 
 
-def test_a_wait_for_a_collective_is_none_itself() -> None:
+def test_waiting_for_a_collective_is_not_a_collective() -> None:
     x = torch.zeros(2)
     assert collective(torch.ops._c10d_functional.wait_tensor.default, (x,), x) is None
 
 
-def test_real_norms_are_computed_after_a_plan() -> None:
-    """A plan lets a CPU claim the kernel that a GPU has."""
-    names = [o.name for o in planned(2).ledger.steps[-1].operations]
+def test_norms_are_computed_correctly_after_a_simulation() -> None:
+    """A simulation makes the CPU claim to have the GPU's kernel."""
+    names = [o.name for o in simulated(2).ledger.steps[-1].operations]
     assert names.count("_fused_rms_norm") == names.count("_fused_rms_norm_backward") == 2 * SHAPE.n_layers + 1
     x = torch.randn(2, 8)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(torch.nn.functional.rms_norm(x, (8,), eps=1e-5), expected)
 
 
-def test_compiled_blocks_keep_less_and_compute_as_much() -> None:
-    eager, compiled = planned(2), planned(2, compile={"enable": True})
+def test_compiled_blocks_save_less_memory_and_compute_as_much() -> None:
+    eager, compiled = simulated(2), simulated(2, compile={"enable": True})
     assert flops(compiled, "forward", "loss") == flops(eager, "forward", "loss")
     assert sum(compiled.ledger.steps[-1].peak) < sum(eager.ledger.steps[-1].peak)
 
 
-def test_compiled_blocks_that_are_computed_again_under_tensor_parallelism() -> None:
+def test_compiled_blocks_are_recomputed_under_tensor_parallelism() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
     can_count = not "2.12" <= torch.__version__ < "2.13"  # limits/layout.py
     for mode in ("full", "memory_budget")[: 1 + can_count]:
-        assert flops(planned(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
+        assert flops(simulated(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
 
 
-def test_compiled_blocks_gather_again_what_selective_checkpointing_frees_and_keep_sums() -> None:
+def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
-    record = planned(2, **options, activation_checkpoint={"mode": "selective"})
-    again = Counter(o.name for o in record.ledger.steps[-1].operations if o.axis and o.phase == "recompute")
-    assert again == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
+    record = simulated(2, **options, activation_checkpoint={"mode": "selective"})
+    repeated = Counter(o.name for o in record.ledger.steps[-1].operations if o.axis and o.phase == "recompute")
+    assert repeated == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
 
 
-def test_muon_keeps_half_of_adamw_s_states_for_matrices() -> None:
-    kept = planned(2, optimizer={"name": "muon"}).ledger.steps[-1].kept
+def test_muon_states_take_half_of_adamw_states_for_matrices() -> None:
+    kept = simulated(2, optimizer={"name": "muon"}).ledger.steps[-1].kept
     elements = kept["parameters"] // 4
     matrices = elements - SHAPE.vocab_size * SHAPE.dim - SHAPE.dim * (2 * SHAPE.n_layers + 1) // 2
-    assert kept["optimizer"] == pytest.approx(4 * matrices + 8 * (elements - matrices), rel=0.02)  # and the guard's
+    assert kept["optimizer"] == pytest.approx(
+        4 * matrices + 8 * (elements - matrices), rel=0.02
+    )  # and the guard's states
 
 
-def test_offloaded_states_take_no_memory_of_the_gpu() -> None:
-    offloaded = planned(2, shape=DEEPER, training={"enable_cpu_offload": True}).ledger.steps[-1]
-    plain = planned(2, shape=DEEPER).ledger.steps[-1]
+def test_offloaded_states_take_no_gpu_memory() -> None:
+    offloaded = simulated(2, shape=DEEPER, training={"enable_cpu_offload": True}).ledger.steps[-1]
+    plain = simulated(2, shape=DEEPER).ledger.steps[-1]
     assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
     assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
 
 
-def test_float8_scales_are_computed_by_one_reduction() -> None:
+def test_float8_scales_need_one_all_reduce() -> None:
     pytest.importorskip("torchao")
-    step = planned(2, float8={"recipe": "tensorwise"}).ledger.steps[-1]
+    step = simulated(2, float8={"recipe": "tensorwise"}).ledger.steps[-1]
     reductions = [o.phase for o in step.operations if o.name == "all_reduce" and o.axis == "shard"]
     assert reductions == ["update"]
 
 
-def test_gradients_do_not_outlive_their_step() -> None:
-    first, second = planned(2).ledger.steps
+def test_gradients_are_freed_at_the_end_of_a_step() -> None:
+    first, second = simulated(2).ledger.steps
     assert first.kept["gradients"] == second.kept["gradients"] == 0
     assert second.timeline[0].sizes == tuple(first.kept[kind] for kind in KINDS)
 
 
-def test_padding_is_for_real_cpus_alone() -> None:
+def test_only_real_cpus_pad_shards() -> None:
     def padded(capability: Any) -> set[str]:
-        # A third of a norm's 64 elements is no multiple of them.
-        return {o.name for o in planned(3, capability=capability).ledger.steps[-1].operations if "pad" in o.name}
+        # A norm's 64 elements are not divisible by 3.
+        return {o.name for o in simulated(3, capability=capability).ledger.steps[-1].operations if "pad" in o.name}
 
     assert padded(None) == {"constant_pad_nd"}
     assert padded((9, 0)) == set()
 
 
 @pytest.mark.parametrize("sections", [{"compile": {"enable": True}}, {"data": {"document_mask": True}}], ids=str)
-def test_one_rehearsal_leaves_nothing_to_the_next(sections: dict[str, Any]) -> None:
-    """What torch remembers of meshes, shapes and compiled functions belongs to one process, not to one run in it."""
+def test_simulations_in_one_process_are_independent(sections: dict[str, Any]) -> None:
+    """torch keeps meshes, shapes and compiled functions for the whole process."""
 
-    def seen(ranks: int, tensor: int) -> tuple[Any, ...]:
+    def operations_and_peak(ranks: int, tensor: int) -> tuple[Any, ...]:
         parallelism = {"tensor_parallel_degree": tensor}
-        ledger = planned(ranks, simulate=simulate, parallelism=parallelism, **sections).ledger
+        ledger = simulated(ranks, simulate=simulate, parallelism=parallelism, **sections).ledger
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
 
-    first = seen(4, 2)
-    assert seen(8, 4) != first
-    assert seen(4, 2) == first
+    first = operations_and_peak(4, 2)
+    assert operations_and_peak(8, 4) != first
+    assert operations_and_peak(4, 2) == first
 
 
-# The doors
+# Commands
 
 
 @pytest.mark.parametrize("device", ["GPU", "GPU of a pipeline", "CPU"])
-def test_a_device_that_runs_out_of_memory_names_the_command(
+def test_out_of_memory_error_names_the_estimate_command(
     device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: JobConfig) -> int:
+    def run_out_of_memory(_: JobConfig) -> int:
         if device == "CPU":
             torch.empty(1 << 60)
-        full = torch.OutOfMemoryError("CUDA out of memory. You tried to allocate 2.00 GiB.")
+        error = torch.OutOfMemoryError("CUDA out of memory. You tried to allocate 2.00 GiB.")
         if device == "GPU of a pipeline":  # as torch.distributed.pipelining reports it
-            raise RuntimeError("[Stage 1] failed to run forward: you tried to allocate") from full
-        raise full
+            raise RuntimeError("[Stage 1] failed to run forward: you tried to allocate") from error
+        raise error
 
-    monkeypatch.setattr(trainer, "train", full)
+    monkeypatch.setattr(trainer, "train", run_out_of_memory)
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(RuntimeError):
         trainer.main(["--job.description", "a b"])
-    said = capsys.readouterr().err
-    assert "you tried to allocate" in said.lower()
-    assert "python -m torchtrain.estimate --job.description 'a b' --estimate.world_size 8" in said
+    output = capsys.readouterr().err
+    assert "you tried to allocate" in output.lower()
+    assert "python -m torchtrain.estimate --job.description 'a b' --estimate.world_size 8" in output
 
 
 OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--training.seq_len", "64"]
 OPTIONS += ["--model.shape.n_layers", "2"]
 
 
-def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_output_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
     argv += ["--training.local_batch_size", "2"]
@@ -491,14 +501,14 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
-def test_a_tokenizer_that_is_not_here_leaves_the_flavors_vocabulary() -> None:
+def test_missing_tokenizer_leaves_the_vocabulary_size_of_the_flavor() -> None:
     config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
     assert shape_of(config).vocab_size == 128256
     assert shape_of(JobConfig()).vocab_size == load_tokenizer("").vocab_size
 
 
-@pytest.mark.parametrize("plan", [Trainer, shape_of])
-def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], Any]) -> None:
+@pytest.mark.parametrize("build", [Trainer, shape_of])
+def test_document_mask_needs_a_tokenizer_with_a_token_that_begins_a_document(build: Callable[[JobConfig], Any]) -> None:
     tokenizer = load_tokenizer("")
     tokenizer.bos_id = None
     config = JobConfig(data=DataConfig(document_mask=True))
@@ -507,7 +517,7 @@ def test_documents_that_nothing_begins_are_refused(plan: Callable[[JobConfig], A
         patch("torchtrain.planning.request.load_tokenizer", lambda _: tokenizer),
         pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
     ):
-        plan(config)
+        build(config)
 
 
 HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens a second and GPU")
@@ -519,31 +529,31 @@ CONFIGS = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("changes", [validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["plain", "old"])
-def test_what_published_runs_did_in_another_way_is_rehearsed(changes: dict[str, Any]) -> None:
+def test_older_implementations_of_published_runs_are_simulated(changes: dict[str, Any]) -> None:
     row = replace(validate_estimate.ROWS[0], **changes)
     with patch.object(validate_estimate, "build_model_config", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
         assert validate_estimate.trace(row).active > 0
 
 
 @CONFIGS
-def test_a_step_of_a_config_that_takes_long_is_not_reported_as_a_hang(path: Path) -> None:
-    told, config = HEAD.search(path.read_text()), parse(["--job.config_file", str(path)])
-    assert told, path
+def test_slowest_step_of_a_config_is_far_below_the_hang_timeout(path: Path) -> None:
+    match, config = HEAD.search(path.read_text()), parse(["--job.config_file", str(path)])
+    assert match, path
     tokens = config.training.global_batch_size * config.training.seq_len
-    slowest_seconds = tokens / int(told[1]) / float(told[3].replace(",", ""))
+    slowest_seconds = tokens / int(match[1]) / float(match[3].replace(",", ""))
     assert 4 * slowest_seconds < config.comm.train_timeout_seconds
 
 
 @pytest.mark.slow
 @CONFIGS
-def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
-    told = HEAD.search(path.read_text())
-    assert told, path
-    found = estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", told[1]]))
+def test_estimate_in_the_head_of_a_config_is_current(path: Path) -> None:
+    match = HEAD.search(path.read_text())
+    assert match, path
+    found = estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", match[1]]))
     low, high = (found.tokens_per_second_per_gpu * (1 + sign * summary.INTERVAL) for sign in (-1, 1))
     assert found.fits
     expected = [found.peak_reserved_gib, low, high]
-    assert [float(told[i].replace(",", "")) for i in (2, 3, 4)] == pytest.approx(expected, rel=0.02)
+    assert [float(match[i].replace(",", "")) for i in (2, 3, 4)] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -558,12 +568,14 @@ def test_the_head_of_a_config_is_its_estimate(path: Path) -> None:
         (["--estimate.world_size", "8", "--estimate.search", "--estimate.json"], "estimate.search looks for one"),
     ],
 )
-def test_refusals_are_the_trainers(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_rejects_what_the_trainer_rejects(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main([*OPTIONS, *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_search_that_is_refused_leaves_no_folder(
+def test_rejected_search_leaves_no_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -572,7 +584,7 @@ def test_a_search_that_is_refused_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_search_writes_what_the_trainer_takes(
+def test_layout_of_the_search_is_accepted_by_the_trainer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "SECONDS", 4)
@@ -584,14 +596,14 @@ def test_search_writes_what_the_trainer_takes(
     assert all(first >= second for first, second in pairwise(rates))
     config = parse(["--job.config_file", str(best)])
     assert resolve_parallel_dims(config.parallelism, 4)
-    # What it rehearsed of few layers is what all of them do.
-    whole = estimate_of(asked(config, world_size=4))
-    assert whole.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
+    # The search simulates few layers; the result must hold for all of them.
+    full = estimate_of(with_estimate(config, world_size=4))
+    assert full.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
     assert command.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
     assert "none of the" in capsys.readouterr().err
 
 
-def test_a_search_may_begin_where_the_trainer_refuses(
+def test_search_starts_from_a_config_that_the_trainer_rejects(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "SECONDS", 0)
@@ -604,13 +616,13 @@ def test_a_search_may_begin_where_the_trainer_refuses(
     assert "training.global_batch_size = 5 must be a multiple of" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_outputs_are_rejected_before_the_simulation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_work(*_: Any, **__: Any) -> None:
-        pytest.fail("it rehearsed before it refused")
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("it simulated before it rejected the options")
 
-    monkeypatch.setattr(summary, "simulate", no_work)
+    monkeypatch.setattr(summary, "simulate", fail)
     (tmp_path / "file").touch()
     argv = [*OPTIONS, "--estimate.world_size", "4"]
     for options, message in (
@@ -628,7 +640,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_what_was_found_is_told_before_a_disk_is_full(
+def test_result_is_printed_before_a_full_disk_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "SECONDS", 0)
@@ -639,13 +651,13 @@ def test_what_was_found_is_told_before_a_disk_is_full(
         ["--estimate.picture", str(tmp_path / "full.png")],
     ):
         assert command.main([*argv, *options]) == 2
-        said = capsys.readouterr()
-        assert "of which may fit" in said.out or "tokens a second and GPU" in said.out
-        assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in said.err
-        assert "Traceback" not in said.err
+        output = capsys.readouterr()
+        assert "of which may fit" in output.out or "tokens a second and GPU" in output.out
+        assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in output.err
+        assert "Traceback" not in output.err
 
 
-def test_without_time_a_search_rehearses_the_layout_as_it_is(
+def test_search_without_time_simulates_only_the_given_layout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "SECONDS", 0)
@@ -653,12 +665,12 @@ def test_without_time_a_search_rehearses_the_layout_as_it_is(
     output = ["--estimate.output", str(tmp_path / "best.toml")]
     assert command.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
     out = capsys.readouterr().out
-    told = re.search(
+    match = re.search(
         r"(\d+) of which may fit; 1 rehearsed in (\d+) s of CPU time, 1 of them fit; (\d+) passed over", out
     )
-    assert told
-    assert int(told[2]) > 0
-    assert int(told[3]) == int(told[1]) - 1  # all but this one, which is among them
+    assert match
+    assert int(match[2]) > 0
+    assert int(match[3]) == int(match[1]) - 1  # all but the given layout
     parallelism = parse(["--job.config_file", str(tmp_path / "best.toml")]).parallelism
     assert (parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree) == (2, 2)
 
@@ -687,10 +699,10 @@ def test_durations_are_those_of_closed_forms() -> None:
         assert clock.communicate(sent) == pytest.approx(seconds)
 
 
-def test_what_follows_from_a_step_and_from_the_rank_with_the_most() -> None:
-    place = ("forward", "")
-    small = RankFigures(0, 0.0, 0.0, 0.0, [{place: (1.0,) * 6}] * 2, {0: {place: 6.0}})
-    streams = {0: {place: 50.0 * GIB}, 1: {place: 8.0 * GIB}}
+def test_estimate_follows_from_step_time_and_peak_memory() -> None:
+    key = ("forward", "")
+    small = RankFigures(0, 0.0, 0.0, 0.0, [{key: (1.0,) * 6}] * 2, {0: {key: 6.0}})
+    streams = {0: {key: 50.0 * GIB}, 1: {key: 8.0 * GIB}}
     large = replace(small, rank=1, by_stream=streams, scattered=2.0 * GIB)
     figures = Figures([large, small], [], {}, {"step": 0.5})
     found = Estimate(GPUS["h100-80"], ParallelDims(shard=4), figures, 4000, 172_800, 10**9, [])

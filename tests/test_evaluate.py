@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a checkpoint gives the scores that it gives on the exported model by its own path."""
+"""lm-evaluation-harness gives the same scores for a checkpoint as for the exported model in transformers."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ CHOICES = [
 ]
 TEXTS = [
     {"text": "import os\nimport sys\n\n\ndef main():\n    return 0\n" * n} for n in (1, 2, 9)
-]  # the last: longer than a window
+]  # the last is longer than a window
 TASKS = {
     "choice": """
 task: choice
@@ -57,15 +57,15 @@ metric_list:
 }
 
 
-def own_tasks_alone() -> None:
-    """To index the thousands that come with the harness takes it many seconds."""
+def skip_default_tasks() -> None:
+    """Indexing the thousands of tasks of the harness takes many seconds."""
     from lm_eval.tasks import TaskManager
 
     TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
 
 
 def write_tasks(folder: Path) -> None:
-    """The tasks and their documents, for the harness's ``--include_path``."""
+    """Write the tasks and their documents, for the harness's ``--include_path``."""
     for name, documents in (("choices", CHOICES), ("texts", TEXTS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     for name, text in TASKS.items():
@@ -82,7 +82,7 @@ def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int =
         *("--output_path", str(output)),
         ranks=ranks,
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=own_tasks_alone,
+        hook=skip_default_tasks,
     )
     (results,) = output.rglob("results_*.json")
     scores = json.loads(results.read_text())["results"]
@@ -95,7 +95,7 @@ def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int =
 
 @pytest.fixture(scope="module")
 def fluent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run that goes on with each prompt in another way, on every version of Python."""
+    """Dump folder of a run that continues each prompt in a different way, on every version of Python."""
     folder = tmp_path_factory.mktemp("fluent")
     (folder / "text.txt").write_text(
         "".join(f"def name{n}(self):\n    return {n * n} + self.value{n % 7}\n\n\n" for n in range(3000))
@@ -128,7 +128,7 @@ def test_scores_equal_those_of_the_exported_model(fluent_run: Path, tmp_path: Pa
         assert [greedy for _, greedy in own] == [greedy for _, greedy in other]
 
 
-def test_arguments_that_are_not_known_are_refused() -> None:
+def test_unknown_or_invalid_arguments_are_rejected() -> None:
     from torchtrain.evaluate import HarnessModel
 
     for arguments, message in (
@@ -144,44 +144,44 @@ def test_arguments_that_are_not_known_are_refused() -> None:
             HarnessModel(**arguments)
 
 
-def test_sampled_answers_differ_and_follow_the_seed(trained_run: Path) -> None:
+def test_sampled_answers_differ_and_depend_on_the_seed(trained_run: Path) -> None:
     import torch
     from lm_eval.api.instance import Instance
     from torch import distributed as dist
 
     from torchtrain.evaluate import HarnessModel
 
-    # As a task with repeats: one context, several answers, in more than one batch.
+    # Like a task with repeats: one context and several answers, in more than one batch.
     options = {"do_sample": True, "temperature": 1.0, "top_k": -1, "max_gen_toks": 16, "until": []}
     model = HarnessModel(checkpoint=str(trained_run), device="cpu", batch_size=2)
     try:
         requests = [Instance("generate_until", {}, ("def ", options), i) for i in range(6)]
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            first, again = model.generate_until(requests), model.generate_until(requests)
+            first, repeated = model.generate_until(requests), model.generate_until(requests)
             torch.manual_seed(2)
             other = model.generate_until(requests)
     finally:
         dist.destroy_process_group()
     assert len(set(first)) == 6
-    assert first == again
+    assert first == repeated
     assert not set(first) & set(other)
 
 
-def without_bos_and_eos() -> None:
+def remove_bos_and_eos() -> None:
     from torchtrain.datasets.tokenizers import SentencePieceTokenizer
 
-    own_tasks_alone()
+    skip_default_tasks()
     read = SentencePieceTokenizer.__init__
 
-    def read_without(self: SentencePieceTokenizer, content: bytes) -> None:
+    def read_without_tokens(self: SentencePieceTokenizer, content: bytes) -> None:
         read(self, content)
         self.bos_id = self.eos_id = None
 
-    SentencePieceTokenizer.__init__ = read_without  # type: ignore[method-assign]
+    SentencePieceTokenizer.__init__ = read_without_tokens  # type: ignore[method-assign]
 
 
-def test_a_tokenizer_that_cannot_begin_a_text(trained_run: Path, tmp_path: Path) -> None:
+def test_task_without_context_needs_a_bos_or_eos_token(trained_run: Path, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "context": ""}) + "\n")
     options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
@@ -189,26 +189,26 @@ def test_a_tokenizer_that_cannot_begin_a_text(trained_run: Path, tmp_path: Path)
         found = run_command(
             *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
             environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-            hook=without_bos_and_eos,
+            hook=remove_bos_and_eos,
         )
         assert found.returncode == 2, found.stderr
         assert "error: the task has texts with nothing before them, and the tokenizer no token" in found.stderr
         assert "Traceback" not in found.stderr
 
 
-def without_the_harness() -> None:
+def remove_harness() -> None:
     sys.modules["lm_eval.__main__"] = None  # type: ignore[assignment]
 
 
-def test_without_the_harness() -> None:
-    found = run_command("torchtrain.evaluate", "--tasks", "none", hook=without_the_harness)
+def test_missing_harness_is_a_one_line_error() -> None:
+    found = run_command("torchtrain.evaluate", "--tasks", "none", hook=remove_harness)
     assert found.returncode == 2
     assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]'")
     assert len(found.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             "--model torchtrain --model_args checkpoint=none --tasks none",
@@ -228,41 +228,41 @@ def test_without_the_harness() -> None:
         ("--config nowhere.yaml", "Config file not found"),
     ],
 )
-def test_options_that_the_harness_rejects(tmp_path: Path, options: str, told: str) -> None:
-    """Among them no --model, which is then ours."""
+def test_errors_of_the_harness_exit_with_2(tmp_path: Path, options: str, message: str) -> None:
+    """Without --model, torchtrain is the default."""
     write_tasks(tmp_path)
     found = run_command(
         "torchtrain.evaluate",
         *(*options.split(), "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=own_tasks_alone,
+        hook=skip_default_tasks,
     )
     assert found.returncode == 2, found.stderr
-    assert told in found.stderr.splitlines()[-1]
+    assert message in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
 
 
-def offline() -> None:
+def go_offline() -> None:
     import datasets
     import huggingface_hub
 
-    own_tasks_alone()
-    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else it tries again for long
+    skip_default_tasks()
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # otherwise it retries for long
 
 
-def test_a_task_whose_data_cannot_be_fetched(trained_run: Path, tmp_path: Path) -> None:
+def test_task_data_that_cannot_be_fetched_exit_with_74(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "far.yaml").write_text(TASKS["choice"].replace("choice", "far", 1) + "dataset_path: of/nobody")
     found = run_command(
         *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
         *("--device", "cpu", "--tasks", "far", "--include_path", str(tmp_path)),
-        hook=offline,
+        hook=go_offline,
     )
     assert found.returncode == 74
     assert "error: a task's data cannot be fetched: Couldn't reach 'of/nobody' on the Hub" in found.stderr
     assert "Traceback" not in found.stderr
 
 
-def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
+def test_answer_longer_than_the_training_sequences_is_an_error(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "choices": [" os", " os" * 100]}) + "\n")
     source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/choices.jsonl}}}}\ntest_split: test"
     (tmp_path / "choice.yaml").write_text(TASKS["choice"] + source)
@@ -270,38 +270,38 @@ def test_an_answer_longer_than_the_model_was_trained_on(trained_run: Path, tmp_p
     found = run_command(
         *("torchtrain.evaluate", *options, "--tasks", "choice", "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=own_tasks_alone,
+        hook=skip_default_tasks,
     )
     assert found.returncode == 2
     assert "the model was trained on sequences of 64: take a task with shorter answers" in found.stderr
     assert "Traceback" not in found.stderr
 
 
-def test_of_a_long_context_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_context_is_truncated_from_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtrain import evaluate as command
 
-    given: list[Any] = []
+    inputs: list[Any] = []
 
-    class Eight:
+    class EightTokens:
         config = SimpleNamespace(max_seq_len=8)
 
         def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-            given.extend(tokens.tolist())
+            inputs.extend(tokens.tolist())
             return torch.zeros(*tokens.shape, 100)
 
     model = command.HarnessModel.__new__(command.HarnessModel)
     model.batch_size = 2
-    model.trained = TrainedModel(Eight(), load_tokenizer(), torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
+    model.trained = TrainedModel(EightTokens(), load_tokenizer(), torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
     model._loglikelihood_tokens([(None, list(range(20)), [50, 51])], disable_tqdm=True)
-    assert given == [[*range(13, 20), 50]]
-    given.clear()
-    monkeypatch.setattr(command, "generate", lambda _, prompts, *__, **___: given.extend(prompts) or iter(()))
+    assert inputs == [[*range(13, 20), 50]]
+    inputs.clear()
+    monkeypatch.setattr(command, "generate", lambda _, prompts, *__, **___: inputs.extend(prompts) or iter(()))
     text = " ".join(map(str, range(30)))
     model._complete([text], {"max_gen_toks": 3, "until": []}, 0)
-    assert given == [model.tok_encode(text)[-5:]]
+    assert inputs == [model.tok_encode(text)[-5:]]
 
 
-def test_the_weights_and_the_tokenizer_that_are_asked_for_are_used(trained_run: Path) -> None:
+def test_weights_and_tokenizer_options_are_used(trained_run: Path) -> None:
     from torchtrain.evaluate import HarnessModel
 
     with pytest.raises(TokenizerError, match="nowhere"):
@@ -314,29 +314,29 @@ def test_the_weights_and_the_tokenizer_that_are_asked_for_are_used(trained_run: 
 
 
 @pytest.mark.parametrize("option", [["--output_path", "{}/file/x"], ["-o={}/file/x.json"], ["--output_path={}/file/x"]])
-def test_a_place_for_results_that_cannot_be_is_refused_before_the_model_is_loaded(
+def test_invalid_output_path_is_rejected_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
     from torchtrain import evaluate as command
 
     (tmp_path / "file").touch()
-    monkeypatch.setattr(command, "cli_evaluate", lambda: pytest.fail("begun"))
+    monkeypatch.setattr(command, "cli_evaluate", lambda: pytest.fail("the evaluation started"))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--tasks", "x", *(word.format(tmp_path) for word in option)])
     assert command.main() == 2
     assert "; name another folder" in capsys.readouterr().err
 
 
-def test_results_that_could_not_be_saved_are_an_error(
+def test_failed_saving_of_results_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
     from torchtrain import evaluate as command
 
-    def evaluated() -> None:
+    def evaluate_and_save() -> None:
         EvaluationTracker("/proc/nowhere").save_results_aggregated({"results": {}}, {})
 
-    monkeypatch.setattr(command, "cli_evaluate", evaluated)
+    monkeypatch.setattr(command, "cli_evaluate", evaluate_and_save)
     monkeypatch.setattr(sys, "argv", ["evaluate"])
     assert command.main() == 2
     assert "error: Could not save results aggregated: FileNotFoundError(" in capsys.readouterr().err

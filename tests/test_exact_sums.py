@@ -1,4 +1,4 @@
-"""training.sums = "exact": one run to the bit, on any number of data-parallel ranks."""
+"""training.sums = "exact": runs are bitwise identical on any number of data-parallel ranks."""
 
 import json
 import math
@@ -30,13 +30,13 @@ from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.exact_sums import HEADROOM_BITS, UNKNOWN, ExactReduceScatter, ExactSums
 from torchtrain.trainer import TrainStep
 
-STEPS = 2  # the first is made twice
+STEPS = 2  # the first is repeated, see below
 SHAPE = replace(TINY, n_layers=2)
 SCALES = [1e-30, 1e-20, 1e-8, 1.0, 1e8, 1e20, 1e30]
 
 
 def batch_of_24(step: int, vocab_size: int, seq_len: int) -> Tensor:
-    """Tokens (24, seq_len + 1), which 1, 2, 3, 4, 6 and 8 ranks divide."""
+    """Tokens of shape (24, seq_len + 1), which 1, 2, 3, 4, 6 and 8 ranks divide."""
     return torch.randint(0, vocab_size, (24, seq_len + 1), generator=torch.Generator().manual_seed(step))
 
 
@@ -56,7 +56,7 @@ def run(
     steps: int = STEPS,
     document_start: int | None = None,
 ) -> Curve:
-    """What all ranks saw, which is the same, and all that they hold, which with a pipeline is different things."""
+    """Train; assert that all ranks have the same losses and norms, and merge the tensors of all ranks."""
     function = _train_compiled if config.compile.enable else train
     curves: list[Curve] = gloo.run(ranks, function, config, shape, steps, document_start, batch_of_24)
     for curve in curves[1:]:
@@ -68,13 +68,13 @@ def run(
 
 
 def _train_compiled(*args: Any) -> Curve:
-    torch._dynamo.reset()  # what other tests compiled in this process
+    torch._dynamo.reset()  # discards what other tests compiled in this process
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own
+        warnings.simplefilter("ignore")  # warnings of the compiler
         return train(*args)
 
 
-def assert_same_bits(curve: Curve, reference: Curve) -> None:
+def assert_bitwise_identical(curve: Curve, reference: Curve) -> None:
     assert curve.losses == reference.losses
     assert curve.grad_norms == reference.grad_norms
     assert same_tensors(curve.last, reference.last)
@@ -97,17 +97,17 @@ def reference(gloo: GlooPool) -> Curve:
         (6, {"data_parallel_replicate_degree": 6}),
     ],
 )
-def test_any_number_of_ranks_and_replicas(
+def test_runs_are_bitwise_identical_on_any_number_of_ranks_and_replicas(
     gloo: GlooPool, reference: Curve, ranks: int, parallelism: dict[str, Any]
 ) -> None:
-    assert_same_bits(run(gloo, ranks, config_with(parallelism)), reference)
+    assert_bitwise_identical(run(gloo, ranks, config_with(parallelism)), reference)
 
 
 TIED = replace(SHAPE, tied_embeddings=True)
 DEEP = replace(SHAPE, n_layers=4)  # for four pipeline stages
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
-# Each with the options that stay, and the layouts that do not.
-TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dict[str, Any]]]]] = {
+# For each combination of features, the options that are fixed, and the layouts that vary.
+COMBINATIONS: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dict[str, Any]]]]] = {
     "bfloat16, tied, recomputed": (
         {"training": BFLOAT16, "activation_checkpoint": {"mode": "full"}},
         TIED,
@@ -136,7 +136,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int, dic
         ],
     ),
 }
-# Each step of DTensor's tensor parallelism is slow, and compiling is.
+# Slow: each step of DTensor's tensor parallelism, and compilation.
 SLOW = {
     "eight ranks, one sequence each": ({"training": {"local_batch_size": 1}}, SHAPE, [(3, {}), (8, {})]),
     "tensor": (
@@ -171,35 +171,35 @@ SLOW = {
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        *((name, STEPS) for name in TOGETHER),
-        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in TOGETHER | SLOW),
+        *((name, STEPS) for name in COMBINATIONS),
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in COMBINATIONS | SLOW),
     ],
 )
-def test_any_layout_with(gloo: GlooPool, name: str, steps: int) -> None:
-    changes, shape, layouts = (TOGETHER | SLOW)[name]
+def test_runs_are_bitwise_identical_on_any_layout_with(gloo: GlooPool, name: str, steps: int) -> None:
+    changes, shape, layouts = (COMBINATIONS | SLOW)[name]
     (ranks, parallelism), *others = layouts
     first = run(gloo, ranks, config_with(parallelism, **changes), shape, steps)
     for ranks, parallelism in others:
-        assert_same_bits(run(gloo, ranks, config_with(parallelism, **changes), shape, steps), first)
+        assert_bitwise_identical(run(gloo, ranks, config_with(parallelism, **changes), shape, steps), first)
 
 
-def test_documents_kept_apart(gloo: GlooPool) -> None:
+def test_runs_with_document_masks_are_bitwise_identical(gloo: GlooPool) -> None:
     one, three = (run(gloo, ranks, config_with(), document_start=7) for ranks in (1, 3))
-    assert_same_bits(one, three)
+    assert_bitwise_identical(one, three)
 
 
-def test_a_pipeline_has_the_bits_of_one_rank_with_its_microbatches(gloo: GlooPool) -> None:
+def test_pipeline_is_bitwise_identical_to_one_rank_with_its_microbatches(gloo: GlooPool) -> None:
     one = run(gloo, 1, config_with(training={"local_batch_size": 1}))
     parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"}
     pipeline = run(gloo, 4, config_with(parallelism, training={"local_batch_size": 3}))
-    assert_same_bits(pipeline, one)
+    assert_bitwise_identical(pipeline, one)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("local_batch_size", [1, 3])
-def test_all_layouts_over_20_steps(gloo: GlooPool, dtype: str, local_batch_size: int) -> None:
+def test_all_layouts_are_bitwise_identical_over_20_steps(gloo: GlooPool, dtype: str, local_batch_size: int) -> None:
     training = {"mixed_precision_param": dtype, "local_batch_size": local_batch_size}
     layouts = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)]
     layouts += [(3, 1), (6, 1), (6, 3)] if local_batch_size == 1 else []
@@ -208,10 +208,10 @@ def test_all_layouts_over_20_steps(gloo: GlooPool, dtype: str, local_batch_size:
         for ranks, replicas in layouts
     ]
     for curve in curves[1:]:
-        assert_same_bits(curve, curves[0])
+        assert_bitwise_identical(curve, curves[0])
 
 
-# The sums themselves
+# The sums
 
 
 def heavy_tailed(summands: int, elements: int, scale: float) -> Tensor:
@@ -228,23 +228,23 @@ def sums_for(largest: float, summands: int) -> ExactSums:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_sums_survive_permutations_at_every_scale(scale: float) -> None:
+def test_sums_do_not_depend_on_the_order_at_any_scale(scale: float) -> None:
     values = heavy_tailed(64, 1000, scale)
     sums = sums_for(values.abs().max().item(), 64)
     total = torch.stack([sums.rounded(row) for row in values]).sum(dim=0)
     for seed in range(5):
         order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
-        parts = [sum(sums.rounded(row) for row in values[some]) for some in order.split([1, 20, 43])]
+        parts = [sum(sums.rounded(row) for row in values[indices]) for indices in order.split([1, 20, 43])]
         assert torch.equal(sum(parts), total)  # type: ignore[arg-type]
     exact = values.double().sum(dim=0)
     error = (total.double() * 2.0**sums.spacing - exact).abs()
     assert error.max() <= 64 * 2.0**sums.spacing / 2
-    # Within the range of float32 that is better than float32 can tell.
+    # Within the range of float32, this is more precise than float32.
     assert scale < 1e-20 or error.max() <= 2.0**-40 * values.abs().max()
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_the_largest_sum_that_is_let_through_does_not_overflow(scale: float) -> None:
+def test_largest_accepted_sum_does_not_overflow(scale: float) -> None:
     limit = math.ldexp(1.0, math.frexp(scale)[1] + HEADROOM_BITS)
     value = torch.tensor([limit, -limit]).nextafter(torch.zeros(2))
     for summands in (1, 3, 64, 1000):
@@ -254,14 +254,14 @@ def test_the_largest_sum_that_is_let_through_does_not_overflow(scale: float) -> 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_summand_beyond_the_limit_is_seen_beside_others_of_any_sign(gloo: GlooPool, sign: int) -> None:
-    largest = math.ldexp(1.0, HEADROOM_BITS)  # the least that is too large, where the step before had 1
+def test_summand_beyond_the_limit_is_detected_with_either_sign(gloo: GlooPool, sign: int) -> None:
+    largest = math.ldexp(1.0, HEADROOM_BITS)  # the smallest that is too large after a step with 1
     beyond = torch.tensor([0.5, -0.5, sign * largest, sign * 0.25])
-    assert gloo.run(1, _is_let_through, beyond) == [False]
-    assert gloo.run(1, _is_let_through, beyond.nextafter(torch.zeros(4))) == [True]
+    assert gloo.run(1, _is_accepted, beyond) == [False]
+    assert gloo.run(1, _is_accepted, beyond.nextafter(torch.zeros(4))) == [True]
 
 
-def _is_let_through(summands: Tensor) -> bool:
+def _is_accepted(summands: Tensor) -> bool:
     sums = sums_for(0.9, 2)
     sums.see(summands)
     model = nn.Linear(4, 1, bias=False)
@@ -278,7 +278,7 @@ def _spacing(config: JobConfig) -> int:
     return model.sums.spacing
 
 
-def test_sums_have_room_for_the_norms_of_all_tensor_parallel_ranks(gloo: GlooPool) -> None:
+def test_sums_have_headroom_for_the_norms_of_all_tensor_parallel_ranks(gloo: GlooPool) -> None:
     one, two = (
         gloo.run(n, _spacing, config_of(training={"sums": "exact"}, parallelism={"tensor_parallel_degree": n}))[0]
         for n in (1, 2)
@@ -287,7 +287,7 @@ def test_sums_have_room_for_the_norms_of_all_tensor_parallel_ranks(gloo: GlooPoo
 
 
 def _finish(summands: list[float]) -> list[Any]:
-    """The verdict on a step of this rank's summand, and then on the same once more."""
+    """Whether a step with this rank's summand is accepted, its gradient and exponent, for two identical steps."""
     sums = ExactSums(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = nn.Linear(1, 2, bias=False)
@@ -304,42 +304,42 @@ def _finish(summands: list[float]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("summands", "verdicts", "exponent"),
+    ("summands", "accepted", "exponent"),
     [
         ([0.25, 3.0], [False, True], 2),
-        ([0.25, -3.0], [False, True], 2),  # whichever sign the largest has
+        ([0.25, -3.0], [False, True], 2),  # the largest may have either sign
         ([0.0, 0.0], [True, True], UNKNOWN),
         ([1e30, -1e-30], [False, True], 100),
         ([1e-30, -1e30], [False, True], 100),
     ],
 )
-def test_a_step_beyond_the_range_is_refused_by_all_ranks(
-    gloo: GlooPool, summands: list[float], verdicts: list[bool], exponent: int
+def test_step_beyond_the_range_is_rejected_by_all_ranks_and_repeated(
+    gloo: GlooPool, summands: list[float], accepted: list[bool], exponent: int
 ) -> None:
     for rank, found in enumerate(gloo.run(2, _finish, summands)):
-        assert found[0::3] == verdicts
+        assert found[0::3] == accepted
         assert found[-1] == exponent
         assert found[4] == pytest.approx(summands[rank], abs=2.0**-22 * max(map(abs, summands)))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_summands_that_are_not_finite_give_gradients_that_are_not(gloo: GlooPool, bad: float) -> None:
+def test_non_finite_summands_give_non_finite_gradients(gloo: GlooPool, bad: float) -> None:
     for found in gloo.run(2, _finish, [1.0, bad]):
         assert found[0] is True
         assert math.isnan(found[1])
 
 
-def test_stages_that_note_their_largest_summands_at_the_same_time_do_not_overwrite_each_other() -> None:
+def test_concurrent_stages_do_not_overwrite_each_others_largest_summand() -> None:
     sums = sums_for(1.0, 2)
     sums.see(torch.tensor([3.0]))
-    noted = [(tensor, tensor._version) for tensor in sums.largest]
+    versions = [(tensor, tensor._version) for tensor in sums.largest]
     sums.see(torch.tensor([2.0]))
-    assert all(tensor._version == version for tensor, version in noted)
+    assert all(tensor._version == version for tensor, version in versions)
 
 
 def _train_with_growth(config: JobConfig) -> tuple[Curve, list[int]]:
-    """A run whose loss grows 4096 times at step 3, and the steps that were made again."""
-    step, again = 0, []
+    """Train with a loss that grows 4096 times at step 3; returns the curve and the steps that were repeated."""
+    step, repeated = 0, []
     call, loss, finish = TrainStep.__call__, OutputLoss.__call__, ExactSums.finish
 
     def counted(self: TrainStep, number: int, batch: Any) -> Any:
@@ -350,25 +350,25 @@ def _train_with_growth(config: JobConfig) -> tuple[Curve, list[int]]:
     def grown(*args: Any, **options: Any) -> Tensor:
         return loss(*args, **options) * (4096 if step >= 3 else 1)
 
-    def noted(self: ExactSums, parts: Any) -> bool:
+    def recorded(self: ExactSums, parts: Any) -> bool:
         fits = finish(self, parts)
-        again.extend([] if fits else [step])
+        repeated.extend([] if fits else [step])
         return fits
 
     with (
         patch.object(TrainStep, "__call__", counted),
         patch.object(OutputLoss, "__call__", grown),
-        patch.object(ExactSums, "finish", noted),
+        patch.object(ExactSums, "finish", recorded),
     ):
-        return train(config, SHAPE, steps=4, batch=batch_of_24), again
+        return train(config, SHAPE, steps=4, batch=batch_of_24), repeated
 
 
-def test_a_step_of_sudden_growth_is_made_again(gloo: GlooPool) -> None:
-    (one, again), *_ = gloo.run(1, _train_with_growth, config_with())
-    assert again == [1, 3]  # of the first, nothing is known before
+def test_step_with_sudden_growth_is_repeated(gloo: GlooPool) -> None:
+    (one, repeated), *_ = gloo.run(1, _train_with_growth, config_with())
+    assert repeated == [1, 3]  # before the first step, the magnitude of gradients is unknown
     for curve, steps in gloo.run(2, _train_with_growth, config_with()):
-        assert_same_bits(curve, one)
-        assert steps == again
+        assert_bitwise_identical(curve, one)
+        assert steps == repeated
     fast = gloo.run(1, _train_with_growth, config_with(training={"sums": "fast"}))[0][0]
     torch.testing.assert_close(one.grad_norms, fast.grad_norms, rtol=1e-5, atol=0)
 
@@ -382,23 +382,23 @@ def _expected_summands(config: JobConfig) -> list[int]:
 @pytest.mark.parametrize(
     ("ranks", "parallelism", "summands"), [(2, {}, 24), (2, {"context_parallel_degree": 2}, 48)], ids=str
 )
-def test_room_is_left_for_a_summand_of_each_row_and_context_rank(
+def test_headroom_is_for_one_summand_per_row_and_context_rank(
     gloo: GlooPool, ranks: int, parallelism: dict[str, Any], summands: int
 ) -> None:
-    assert gloo.run(ranks, _expected_summands, config_with(parallelism)) == [[summands] * 2] * ranks  # made twice
+    assert gloo.run(ranks, _expected_summands, config_with(parallelism)) == [[summands] * 2] * ranks  # repeated
 
 
 def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
-    """By step, the relative errors of each element of the gradient: of exact sums and of float32 ones."""
+    """The relative errors of the gradient's elements, by step: of exact sums and of float32 sums."""
     summands: list[Tensor] = []
     see, finish = ExactSums.see, ExactSums.finish
     errors: list[tuple[Tensor, Tensor]] = []
 
-    def kept(self: ExactSums, values: Tensor) -> None:
+    def record(self: ExactSums, values: Tensor) -> None:
         summands.append(values.clone())
         see(self, values)
 
-    def compared(self: ExactSums, parts: Any) -> bool:
+    def compare(self: ExactSums, parts: Any) -> bool:
         fits = finish(self, parts)
         if fits:
             truth = torch.stack(summands).double().sum(dim=0)
@@ -412,28 +412,26 @@ def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:
         summands.clear()
         return fits
 
-    with patch.object(ExactSums, "see", kept), patch.object(ExactSums, "finish", compared):
+    with patch.object(ExactSums, "see", record), patch.object(ExactSums, "finish", compare):
         train(config, SHAPE, steps=4, batch=batch_of_24)
     return errors
 
 
-def test_gradients_are_nearer_to_float64_sums_than_float32_sums_are(gloo: GlooPool) -> None:
+def test_exact_gradients_are_more_accurate_than_float32_sums(gloo: GlooPool) -> None:
     for dtype in ("float32", "bfloat16"):
         config = config_with(training={"local_batch_size": 1, "mixed_precision_param": dtype})
         for exact, fast in gloo.run(1, _errors, config)[0]:
             assert exact.square().mean() <= fast.square().mean()
-            for share in (0.5, 0.9, 0.99, 0.999):
-                assert exact.quantile(share) <= fast.quantile(share), (dtype, share)
+            for quantile in (0.5, 0.9, 0.99, 0.999):
+                assert exact.quantile(quantile) <= fast.quantile(quantile), (dtype, quantile)
 
 
-# Beside the gradients
+# Other sums and the optimizer
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_the_update_of_an_element_does_not_depend_on_the_shard_that_it_is_in(
-    implementation: str, state_dtype: str
-) -> None:
+def test_update_of_an_element_does_not_depend_on_its_shard(implementation: str, state_dtype: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(1000, generator=generator) for _ in range(6))
 
@@ -449,73 +447,75 @@ def test_the_update_of_an_element_does_not_depend_on_the_shard_that_it_is_in(
             optimizer.step()
         return torch.cat([parameter.detach() for parameter in model])
 
-    whole = updated([1000])
-    assert not torch.equal(whole, values)
+    unsharded = updated([1000])
+    assert not torch.equal(unsharded, values)
     for size in (1, 3, 7, 61, 100):
-        assert torch.equal(updated([size] * (1000 // size) + [1000 % size] * (1000 % size > 0)), whole), size
+        assert torch.equal(updated([size] * (1000 // size) + [1000 % size] * (1000 % size > 0)), unsharded), size
 
 
-def _sum_of_shares(values: Tensor, sizes: list[int]) -> float:
+def _sum_over_ranks(values: Tensor, sizes: list[int]) -> float:
     return exact_sum(values.split(sizes)[torch.distributed.get_rank()]).item()
 
 
-def test_sum_over_ranks_has_the_same_bits_in_any_order(gloo: GlooPool) -> None:
+def test_sum_over_ranks_is_bitwise_identical_in_any_order(gloo: GlooPool) -> None:
     for scale in (1e-60, 1.0, 1e60):
         values = heavy_tailed(1, 3000, 1.0)[0].double().square() * scale
         truth = math.fsum(values.tolist())
         shuffled = values[torch.randperm(3000, generator=torch.Generator().manual_seed(1))]
         found = {
-            *gloo.run(1, _sum_of_shares, values, [3000]),
-            *gloo.run(3, _sum_of_shares, values, [1000, 1, 1999]),
-            *gloo.run(2, _sum_of_shares, shuffled, [1500, 1500]),
+            *gloo.run(1, _sum_over_ranks, values, [3000]),
+            *gloo.run(3, _sum_over_ranks, values, [1000, 1, 1999]),
+            *gloo.run(2, _sum_over_ranks, shuffled, [1500, 1500]),
         }
         assert len(found) == 1
         assert found.pop() == pytest.approx(truth, rel=1e-14)
     for bad in (math.inf, math.nan):
-        assert gloo.run(2, _sum_of_shares, torch.tensor([1.0, bad], dtype=torch.float64), [1, 1]) == [math.inf] * 2
+        assert gloo.run(2, _sum_over_ranks, torch.tensor([1.0, bad], dtype=torch.float64), [1, 1]) == [math.inf] * 2
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 64, 100])
-def test_row_norms_by_elements(width: int) -> None:
+def test_row_norms_equal_those_of_float64(width: int) -> None:
     gradient = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
 
-    class Elsewhere(torch.Tensor):
-        """Says that it does not lie on a CPU."""
+    class NotOnCPU(torch.Tensor):
+        """A tensor that reports another device than a CPU."""
 
         device = torch.device("meta")  # type: ignore[assignment]
 
     with patch("torchtrain.optimizers.clipping.FLOAT64_ELEMENTS", 3 * width):
-        found = row_norms(gradient.as_subclass(Elsewhere), exact=True).as_subclass(torch.Tensor)
+        found = row_norms(gradient.as_subclass(NotOnCPU), exact=True).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, gradient.double().norm(dim=-1))
 
 
-def test_losses_add_up_to_the_same_bits_in_any_order() -> None:
+def test_sum_of_losses_is_bitwise_identical_in_any_order() -> None:
     losses = exact_nats(heavy_tailed(1, 1000, 100.0)[0].abs())
     torch.testing.assert_close(losses, heavy_tailed(1, 1000, 100.0)[0].abs().double(), rtol=0, atol=2.0**-20)
     assert losses.sum().item() == sum(losses.flip(0).tolist()) == math.fsum(losses.tolist())
     assert exact_nats(torch.tensor(math.nan)).isnan()
 
 
-# The whole trainer
+# The trainer
 
 EXACT = ("--training.sums", "exact", "--training.global_batch_size", "12", "--training.steps", "14")
 
 
 def losses_and_norms(folder: Path) -> dict[int, tuple[float, float]]:
-    """By step, what the log says last of it."""
+    """Loss and gradient norm by step; if a step was logged more than once, the last."""
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in found if "event" not in line}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     finish(folder, *EXACT, ranks=1)
     return folder
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: Path, seed: int) -> None:
+def test_run_killed_and_resumed_on_other_ranks_is_bitwise_identical(
+    tmp_path: Path, uninterrupted: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     for ranks in (2, 4, 3):
         killed = ForkedRun(tmp_path, *EXACT, ranks=ranks)
@@ -527,18 +527,18 @@ def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path, undisturbed
         killed.kill(rng.randrange(ranks))
         killed.end()
     finish(tmp_path, *EXACT, ranks=1)
-    assert losses_and_norms(tmp_path) == losses_and_norms(undisturbed)
-    assert same_tensors(*(saved_tensors(folder, 14) for folder in (tmp_path, undisturbed)))
+    assert losses_and_norms(tmp_path) == losses_and_norms(uninterrupted)
+    assert same_tensors(*(saved_tensors(folder, 14) for folder in (tmp_path, uninterrupted)))
 
 
-def test_a_run_of_fast_sums_goes_on_with_exact_ones_if_allowed(tmp_path: Path) -> None:
+def test_run_may_resume_with_exact_sums_if_allowed(tmp_path: Path) -> None:
     finish(tmp_path, "--training.steps", "2")
     allow = ("--checkpoint.allow_changes", "training.sums")
     assert "resumed from" in finish(tmp_path, "--training.sums", "exact", "--training.steps", "4", *allow)
     assert "sums.exponent" in saved_tensors(tmp_path, 4)
 
 
-def test_the_option_is_in_the_resume_contract() -> None:
+def test_change_of_sums_is_checked_on_resume() -> None:
     fast, exact = JobConfig(), JobConfig(training=TrainingConfig(sums="exact"))
     with pytest.raises(CheckpointError, match=r"training.sums = 'exact' \(checkpoint: 'fast'\)"):
         check_resume_compatibility(to_toml(fast), to_toml(exact), ())
@@ -558,18 +558,18 @@ def test_the_option_is_in_the_resume_contract() -> None:
         ),
     ],
 )
-def test_what_reduces_otherwise_is_refused(section: ParallelismConfig, message: str) -> None:
+def test_options_with_other_reductions_are_rejected(section: ParallelismConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         JobConfig(parallelism=section, training=TrainingConfig(sums="exact"))
 
 
-def test_reducing_in_bfloat16_is_refused() -> None:
+def test_reducing_in_bfloat16_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"set training.mixed_precision_reduce = 'float32'"):
         JobConfig(training=TrainingConfig(sums="exact", mixed_precision_reduce="bfloat16"))
 
 
-def test_weights_gathered_in_float8_are_refused() -> None:
-    """Of one rank the bfloat16 weights are rounded to float8, of several the float32 ones."""
+def test_all_gather_of_float8_weights_is_rejected() -> None:
+    """One rank rounds the bfloat16 weights to float8, several ranks round the float32 weights."""
     exact = TrainingConfig(sums="exact")
     with pytest.raises(ConfigError, match=r"set float8.enable_fsdp_float8_all_gather = false"):
         JobConfig(training=exact, float8=Float8Config(recipe="tensorwise"))
@@ -587,5 +587,5 @@ def _transports(transport: str) -> list[bool]:
 
 
 @pytest.mark.parametrize(("transport", "all_to_all"), [("auto", True), ("ring", False), ("all_to_all", True)])
-def test_which_way_gradients_are_sent(gloo: GlooPool, transport: str, all_to_all: bool) -> None:
+def test_transport_option_selects_all_to_all_or_ring(gloo: GlooPool, transport: str, all_to_all: bool) -> None:
     assert gloo.run(2, _transports, transport)[0] == [all_to_all] * TINY.n_layers

@@ -1,4 +1,4 @@
-"""Commands end with their exit code, whatever threads of PyTorch are doing when the interpreter would be finalized."""
+"""Commands exit with their code, whatever PyTorch's threads are doing while the interpreter is finalized."""
 
 import ctypes
 import importlib
@@ -29,14 +29,14 @@ TRAIN = [
     *("--training.local_batch_size", "1", "--metrics.no_enable_tensorboard"),
 ]
 
-# The time to stop is there within the first steps.
+# The time limit is reached within the first steps.
 STOP = [
     *("--faults.wall_clock_limit_minutes", "1.0001", "--faults.stop_grace_seconds", "60", "--training.steps", "500"),
 ]
 
 
-def stay_in_torch() -> None:
-    """Start a thread that is in C++ nearly all the time and then wants the GIL, as those of a busy gloo group do."""
+def start_thread_in_torch() -> None:
+    """Start a thread that is nearly always in C++ and then needs the GIL, like the threads of a busy gloo group."""
 
     def wait() -> None:
         while True:
@@ -46,8 +46,8 @@ def stay_in_torch() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_as_python_does(arguments: Sequence[str], hook: Callable[[], object], log: Path) -> None:
-    """Be ``python -m arguments``, with the end of the interpreter: other forked tests leave it out."""
+def _run_and_finalize(arguments: Sequence[str], hook: Callable[[], object], log: Path) -> None:
+    """Run ``python -m arguments`` including the finalization of the interpreter, which other forked tests skip."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -64,8 +64,8 @@ def _end_as_python_does(arguments: Sequence[str], hook: Callable[[], object], lo
         ctypes.pythonapi.Py_Exit(1)
 
 
-def exit_code(arguments: Sequence[str], log: Path, hook: Callable[[], object] = stay_in_torch) -> int | None:
-    process = context().Process(target=_end_as_python_does, args=(arguments, hook, log))
+def exit_code(arguments: Sequence[str], log: Path, hook: Callable[[], object] = start_thread_in_torch) -> int | None:
+    process = context().Process(target=_run_and_finalize, args=(arguments, hook, log))
     process.start()
     process.join(TIMEOUT_SECONDS)
     process.kill()
@@ -73,21 +73,21 @@ def exit_code(arguments: Sequence[str], log: Path, hook: Callable[[], object] = 
 
 
 def crash() -> None:
-    stay_in_torch()
-    patch("torchtrain.trainer.TrainStep", side_effect=ZeroDivisionError("planned")).start()
+    start_thread_in_torch()
+    patch("torchtrain.trainer.TrainStep", side_effect=ZeroDivisionError("injected")).start()
 
 
 @pytest.mark.parametrize(
     ("options", "code", "message", "hook"),
     [
-        ([], 0, "done: step 2 of 2", stay_in_torch),
-        (STOP, 75, "stopped as asked: step ", stay_in_torch),
-        (["--checkpoint.load_step", "7"], 2, "checkpoint.load_step = 7 cannot be loaded", stay_in_torch),
-        ([], 1, "ZeroDivisionError: planned", crash),
+        ([], 0, "done: step 2 of 2", start_thread_in_torch),
+        (STOP, 75, "stopped as asked: step ", start_thread_in_torch),
+        (["--checkpoint.load_step", "7"], 2, "checkpoint.load_step = 7 cannot be loaded", start_thread_in_torch),
+        ([], 1, "ZeroDivisionError: injected", crash),
     ],
     ids=["complete", "stopped", "error", "crash"],
 )
-def test_a_thread_that_wants_the_gil_does_not_abort_the_end_of_a_run(
+def test_thread_that_needs_the_gil_does_not_abort_the_exit_of_a_run(
     tmp_path: Path, options: list[str], code: int, message: str, hook: Callable[[], object]
 ) -> None:
     log = tmp_path / "log"
@@ -96,7 +96,7 @@ def test_a_thread_that_wants_the_gil_does_not_abort_the_end_of_a_run(
     assert found == code, log.read_text()
 
 
-def test_generate_convert_and_compare_end_with_their_code(trained_run: Path, tmp_path: Path) -> None:
+def test_generate_convert_and_compare_exit_with_their_code(trained_run: Path, tmp_path: Path) -> None:
     run, log = str(trained_run), tmp_path / "log"
     for arguments, message in (
         (["torchtrain.generate", run, "--prompt", "def ", "--max_new_tokens", "2"], "def "),
@@ -108,7 +108,7 @@ def test_generate_convert_and_compare_end_with_their_code(trained_run: Path, tmp
         assert code == 0, log.read_text()
 
 
-def test_evaluate_ends_with_its_code(trained_run: Path, tmp_path: Path) -> None:
+def test_evaluate_exits_with_its_code(trained_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     evaluate = importlib.import_module("test_evaluate")
     evaluate.write_tasks(tmp_path)
@@ -116,22 +116,22 @@ def test_evaluate_ends_with_its_code(trained_run: Path, tmp_path: Path) -> None:
         *("torchtrain.evaluate", "--model", "torchtrain", "--model_args", f"checkpoint={trained_run}"),
         *("--device", "cpu", "--tasks", "choice", "--include_path", str(tmp_path)),
     ]
-    code = exit_code(arguments, tmp_path / "log", evaluate_own_tasks)
+    code = exit_code(arguments, tmp_path / "log", prepare_evaluation)
     assert "|choice|" in (tmp_path / "log").read_text()
     assert code == 0
 
 
-def evaluate_own_tasks() -> None:
+def prepare_evaluation() -> None:
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
-    importlib.import_module("test_evaluate").own_tasks_alone()
-    stay_in_torch()
+    importlib.import_module("test_evaluate").skip_default_tasks()
+    start_thread_in_torch()
 
 
 def use_the_store_late() -> None:
-    """Rank 1 uses the store, which rank 0 hosts, a second after its groups are destroyed."""
+    """Rank 1 uses the store, which rank 0 hosts, one second after its groups were destroyed."""
     destroy = dist.destroy_process_group
 
-    def destroy_and_ask(*group: dist.ProcessGroup) -> None:
+    def destroy_and_use_store(*group: dist.ProcessGroup) -> None:
         store = dist.distributed_c10d._get_default_store()
         destroy(*group)
         if not group:
@@ -140,10 +140,10 @@ def use_the_store_late() -> None:
             sys.stdout.write(f"the late {store.get('late').decode()}\n")
 
     if os.environ["RANK"] == "1":
-        dist.destroy_process_group = destroy_and_ask
+        dist.destroy_process_group = destroy_and_use_store
 
 
-def test_the_rank_that_hosts_the_store_leaves_last(tmp_path: Path) -> None:
+def test_rank_that_hosts_the_store_exits_last(tmp_path: Path) -> None:
     found = checked_command(*TRAIN, "--job.dump_folder", str(tmp_path), ranks=2, hook=use_the_store_late)
     assert found.stdout == "the late answer\n"
     assert "before the others" not in found.stderr
@@ -156,7 +156,7 @@ def die_when_done() -> None:
         trainer.destroy_process_group = lambda: os._exit(9)
 
 
-def test_a_rank_that_dies_when_all_is_done_does_not_fail_the_others(tmp_path: Path) -> None:
+def test_rank_that_dies_at_the_end_does_not_fail_the_others(tmp_path: Path) -> None:
     options = [*TRAIN, "--job.dump_folder", str(tmp_path / "run")]
     ranks, (_, errors) = start_command(tmp_path, *options, ranks=2, hook=die_when_done)
     for rank in ranks:
@@ -176,8 +176,8 @@ def test_a_rank_that_dies_when_all_is_done_does_not_fail_the_others(tmp_path: Pa
         (8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
     ],
 )
-def test_real_starts_end_with_their_code(tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
-    """With the launcher and an interpreter of its own for each rank."""
+def test_runs_of_the_shell_launcher_exit_with_their_code(tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
+    """With the launcher, and a new interpreter for each rank."""
     layout = [word for name, degree in degrees.items() for word in (f"--parallelism.{name}", str(degree))]
     if ranks == 8:
         layout += ["--model.shape.n_layers", "4"]

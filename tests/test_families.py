@@ -1,4 +1,4 @@
-"""Models of each family, saved by transformers: ours computes the same, and goes back to a folder that it reads."""
+"""Each model family computes the same as its implementation in transformers, and is exported for it without loss."""
 
 import typing
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "tie_word_embeddings": False,
-    # No default of any family, or what takes another norm's epsilon, or a default, would not show.
+    # These are no family's defaults, so that using a default, or another norm's epsilon, gives a different result.
     "rms_norm_eps": 0.03,
     "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
 }
@@ -69,14 +69,14 @@ TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_see
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def random_model(name: str) -> Any:
-    """transformers' model, with vectors (norms, biases) that are not what a fresh model has."""
+    """A model of transformers in which norms and biases differ from their initial values."""
     kind, keys = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **keys})
     torch.manual_seed(1)
@@ -90,9 +90,9 @@ def assert_close_to_largest(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", MODELS)
-def test_import_and_export_compute_what_transformers_does(tmp_path: Path, name: str) -> None:
+def test_imported_and_exported_models_compute_what_transformers_does(tmp_path: Path, name: str) -> None:
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "in")
     shape = families.read_hf_config(tmp_path / "in")
@@ -111,22 +111,22 @@ def test_import_and_export_compute_what_transformers_does(tmp_path: Path, name: 
 
     save_hf(ModelState([model], shape.tied_embeddings).state_dict(), tmp_path / "out", shape, "float32", "")
     assert families.read_hf_config(tmp_path / "out") == shape
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info.values()), info
-    assert type(again) is type(theirs)
-    assert again.config.rope_parameters.items() >= theirs.config.rope_parameters.items()
-    assert_close_to_largest(again(TOKENS).logits, expected)
+    assert type(reloaded) is type(theirs)
+    assert reloaded.config.rope_parameters.items() >= theirs.config.rope_parameters.items()
+    assert_close_to_largest(reloaded(TOKENS).logits, expected)
 
     prompt = TOKENS[:1, :5]
-    seen = torch.ones_like(prompt)
-    made = theirs.generate(prompt, attention_mask=seen, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(prompt)
+    generated = theirs.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     steps = generate(model, prompt.tolist(), Sampling(), max_new_tokens=8)
-    assert [token for (token,) in steps] == made[0, 5:].tolist()
+    assert [token for (token,) in steps] == generated[0, 5:].tolist()
 
 
-def test_the_config_names_families_flavors_and_fields_as_they_are() -> None:
+def test_config_sections_list_all_families_flavors_and_fields() -> None:
     assert set(typing.get_args(typing.get_type_hints(schema.ModelConfig)["name"])) == families.FAMILIES.keys()
     listed = "; ".join(f"{name}: {', '.join(family.flavors)}" for name, family in families.FAMILIES.items())
     assert listed in " ".join((Path(schema.__file__).read_text()).split())
@@ -149,7 +149,7 @@ def shape_of(model: schema.ModelConfig) -> TransformerConfig:
     return build_model_config(model, load_tokenizer(), 128)
 
 
-def test_a_shape_overrides_its_flavor() -> None:
+def test_shape_overrides_the_flavor() -> None:
     flavor = replace(families.flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
     assert shape_of(section()) == flavor
     changes = {"dim": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
@@ -172,7 +172,7 @@ def test_a_shape_overrides_its_flavor() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
+def test_model_config_survives_a_round_trip_through_the_model_section(name: str) -> None:
     kind, keys = MODELS[name]
     shape = families.config_from_hf(getattr(transformers, f"{kind}Config")(**{**SMALL, **keys}).to_dict())
     shape = replace(shape, vocab_size=4096, max_seq_len=128)
@@ -181,7 +181,7 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (section(vocab_size=4000), "model.vocab_size = 4000 must be at least 4096, the number of the tokenizer's ids"),
         (section(shape=schema.ModelOverrides(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
@@ -212,12 +212,12 @@ def test_a_shape_goes_into_the_config_and_back(name: str) -> None:
         (section(name="qwen3", shape=schema.ModelOverrides(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(model: schema.ModelConfig, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_shape_is_rejected(model: schema.ModelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         shape_of(model)
 
 
-def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
+def test_hf_folder_sets_shape_and_tokenizer(tmp_path: Path) -> None:
     random_model("tied Qwen3").save_pretrained(tmp_path)
     shape = families.read_hf_config(tmp_path)
     found = resolve_model_section(section(hf_folder=str(tmp_path)))
@@ -243,8 +243,8 @@ def test_a_folder_stands_for_shape_and_tokenizer(tmp_path: Path) -> None:
         resolve_model_section(section(hf_folder=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
+@pytest.mark.usefixtures("process_group")
+def test_rope_scaling_may_differ_from_the_checkpoint_if_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_model("Qwen3").save_pretrained(tmp_path)
@@ -258,7 +258,7 @@ def test_what_makes_no_other_tensors_may_be_changed_on_purpose(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_new_block_has_biases_of_zero_and_norms_of_one(bias: bool) -> None:
+def test_initial_biases_are_zero_and_initial_norms_one(bias: bool) -> None:
     model = Transformer(replace(TINY, qkv_bias=bias, qk_norm=True))
     vectors = {name: p for name, p in model.layers["1"].named_parameters() if p.ndim == 1}
     assert len(vectors) == (7 if bias else 4)
@@ -267,7 +267,7 @@ def test_a_new_block_has_biases_of_zero_and_norms_of_one(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
+def test_block_lists_its_matrix_products(bias: bool) -> None:
     class Count(TorchDispatchMode):
         products = 0
 
@@ -283,12 +283,12 @@ def test_a_block_has_the_products_that_it_names(bias: bool) -> None:
     assert {f"{name}.weight" for name in block.PRODUCTS} == {n for n, p in block.named_parameters() if p.ndim == 2}
 
 
-def test_a_parameter_in_no_plan_is_named(gloo: GlooPool) -> None:
+def test_parameter_missing_from_the_tensor_parallel_plan_is_named(gloo: GlooPool) -> None:
     gloo.run(2, build_without_tensor_parallel_plan, "attention.wo")
 
 
-def test_ranks_that_share_a_model_generate_what_one_does(gloo: GlooPool) -> None:
+def test_tensor_parallel_ranks_generate_what_one_rank_does(gloo: GlooPool) -> None:
     shape = replace(TINY, head_dim=12, qk_norm=True, qkv_bias=True)
-    (alone,) = gloo.run(1, generate_greedily, shape, 1)
-    assert gloo.run(2, generate_greedily, shape, 2) == [alone, alone]
-    assert len(set(alone)) > 2
+    (expected,) = gloo.run(1, generate_greedily, shape, 1)
+    assert gloo.run(2, generate_greedily, shape, 2) == [expected, expected]
+    assert len(set(expected)) > 2

@@ -1,4 +1,4 @@
-"""What clusters do to a run, done to real runs of two ranks: they end where an undisturbed run ends."""
+"""Faults that happen on clusters, injected into runs of two ranks: the final state is that of an uninterrupted run."""
 
 import json
 import os
@@ -32,19 +32,19 @@ from torchtrain.fault_tolerance import stop_request, watchdog
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 
-MICROBATCHES = 2  # of a rank in a step: global batch 4, local batch 1, 2 ranks
+MICROBATCHES = 2  # per rank and step: global batch 4, local batch 1, 2 ranks
 STEPS = 8
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     finish(folder)
     return folder
 
 
-def assert_same_end(folder: Path, undisturbed: Path) -> None:
-    ours, theirs = (saved_tensors(where, STEPS) for where in (folder, undisturbed))
+def assert_same_end(folder: Path, uninterrupted: Path) -> None:
+    ours, theirs = (saved_tensors(f, STEPS) for f in (folder, uninterrupted))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
@@ -56,7 +56,7 @@ def assert_all_complete(folder: Path) -> None:
         verify(checkpoint, read_manifest(checkpoint).files)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def metrics_lines(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line.get("event") != "start"]
 
@@ -67,7 +67,7 @@ def steps_done(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path, undisturbed: Path, seed: int) -> None:
+def test_run_killed_at_random_ends_like_an_uninterrupted_run(tmp_path: Path, uninterrupted: Path, seed: int) -> None:
     rng = random.Random(seed)
     for kill in range(4):
         run = ForkedRun(tmp_path, hook=slow_steps)
@@ -78,22 +78,22 @@ def test_run_killed_at_random_ends_where_an_undisturbed_one_does(tmp_path: Path,
         run.end()
         assert_all_complete(tmp_path)
     finish(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
     assert not list(tmp_path.glob("checkpoint/*.damaged"))
 
 
-def test_run_of_one_rank_that_is_killed_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    finish(undisturbed, ranks=1)
+def test_killed_run_of_one_rank_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    finish(uninterrupted, ranks=1)
     run = ForkedRun(killed, ranks=1, hook=slow_steps)
     run.wait_for(lambda: bool(saved_steps(killed / "checkpoint")))
     run.end()
     assert STEPS not in saved_steps(killed / "checkpoint")
     assert "resumed from" in finish(killed, ranks=1)
-    assert_same_end(killed, undisturbed)
+    assert_same_end(killed, uninterrupted)
 
 
-def test_run_killed_inside_its_saves_ends_where_an_undisturbed_one_does(tmp_path: Path, undisturbed: Path) -> None:
+def test_run_killed_during_saves_ends_like_an_uninterrupted_run(tmp_path: Path, uninterrupted: Path) -> None:
     for moment in (die_in_data, die_before_manifest, die_before_rename):
         run = ForkedRun(tmp_path, hook=moment)
         run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))  # noqa: B023
@@ -102,7 +102,7 @@ def test_run_killed_inside_its_saves_ends_where_an_undisturbed_one_does(tmp_path
         assert saved_steps(tmp_path / "checkpoint") == [2, 4], moment
         assert_all_complete(tmp_path)
     finish(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 def die() -> None:
@@ -147,7 +147,7 @@ def die_before_rename() -> None:
     die_at(storage, "fsync_folder")
 
 
-def test_signals_save_the_step_they_stop_at(tmp_path: Path, undisturbed: Path) -> None:
+def test_signals_save_the_step_at_which_they_stop(tmp_path: Path, uninterrupted: Path) -> None:
     for number, ranks in ((signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])):
         before = steps_done(tmp_path)
         run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=slow_steps)
@@ -158,11 +158,11 @@ def test_signals_save_the_step_they_stop_at(tmp_path: Path, undisturbed: Path) -
         assert before < stopped_at < STEPS
         assert saved_steps(tmp_path / "checkpoint")[-1] == stopped_at
     finish(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 def start_torchrun(module: str, forked_ranks: dict[str, str], folder: Path, *options: str) -> tuple[BaseProcess, Path]:
-    """A run of two ranks under torchrun, or our launcher, by ``module``: its process, and its log."""
+    """Start a run of two ranks under torchrun or our launcher (``module``); returns its process and its log."""
     config = folder / "test.toml"
     config.write_text(CONFIG)
     ranks = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "3")
@@ -180,8 +180,8 @@ def wait_for_step(process: BaseProcess, log: Path, folder: Path, step: int) -> N
         time.sleep(0.01)
 
 
-def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(
-    forked_ranks: dict[str, str], tmp_path: Path, undisturbed: Path
+def test_sigterm_to_the_launcher_saves_the_step_at_which_it_stops(
+    forked_ranks: dict[str, str], tmp_path: Path, uninterrupted: Path
 ) -> None:
     process, log = start_torchrun("torchtrain.launch", forked_ranks, tmp_path, "--checkpoint.interval", "100")
     wait_for_step(process, log, tmp_path, 3)
@@ -192,10 +192,10 @@ def test_sigterm_to_the_launcher_saves_the_step_it_stopped_at(
     assert saved_steps(tmp_path / "checkpoint") == [stopped_at], log.read_text()
     assert stopped_at < STEPS
     finish(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
-def test_torchrun_brings_a_killed_rank_back(forked_ranks: dict[str, str], tmp_path: Path, undisturbed: Path) -> None:
+def test_torchrun_restarts_a_killed_rank(forked_ranks: dict[str, str], tmp_path: Path, uninterrupted: Path) -> None:
     process, log = start_torchrun("torch.distributed.run", forked_ranks, tmp_path)
     wait_for_step(process, log, tmp_path, 5)
     ranks = [child for child in psutil.Process(process.pid).children() if "tiny_train.py" in " ".join(child.cmdline())]
@@ -204,7 +204,7 @@ def test_torchrun_brings_a_killed_rank_back(forked_ranks: dict[str, str], tmp_pa
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 0, log.read_text()
     assert "resumed from" in log.read_text()
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoint")[-1] == steps_done(tmp_path)
 
 
-def clock_an_hour_ahead_once_data_are_open() -> Any:
+def advance_clock_after_opening_data() -> Any:
     from torchtrain import trainer
 
     build, clock = trainer.build_loaders, time.monotonic
@@ -231,23 +231,23 @@ def clock_an_hour_ahead_once_data_are_open() -> Any:
     return patch.object(trainer, "build_loaders", slow)
 
 
-def test_the_wall_clock_limit_counts_the_time_in_which_data_are_opened(tmp_path: Path) -> None:
+def test_wall_clock_limit_includes_the_time_of_opening_data(tmp_path: Path) -> None:
     options = ("--faults.wall_clock_limit_minutes", "30")
-    run = ForkedRun(tmp_path, *options, ranks=1, hook=clock_an_hour_ahead_once_data_are_open)
+    run = ForkedRun(tmp_path, *options, ranks=1, hook=advance_clock_after_opening_data)
     assert run.wait() == [StoppedError.exit_code], run.output()
-    assert saved_steps(tmp_path / "checkpoint") == [2]  # the host learns of it in the step after
+    assert saved_steps(tmp_path / "checkpoint") == [2]  # the host reads the agreement one step later
 
 
-def test_a_stop_is_saved_where_the_grace_is_over_before_the_step_is(tmp_path: Path, undisturbed: Path) -> None:
-    # As while the first step compiles.
+def test_stop_is_saved_if_the_grace_period_ends_before_the_step(tmp_path: Path, uninterrupted: Path) -> None:
+    # For example while the first step compiles.
     options = ("--faults.stop_grace_seconds", "1", "--checkpoint.interval", "100")
     run = ForkedRun(tmp_path, *options, hook=first_step_takes_4_seconds)
     run.wait_for(lambda: "the first loss" in run.output())
     run.kill(number=signal.SIGINT)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
-    assert saved_steps(tmp_path / "checkpoint") == [2]  # the ranks agree in the step after
+    assert saved_steps(tmp_path / "checkpoint") == [2]  # the ranks agree one step later
     finish(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 def first_step_takes_4_seconds() -> Any:
@@ -273,7 +273,7 @@ def slow_validation() -> Any:
     return patch.object(Validator, "_sums_of", slow)
 
 
-def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, undisturbed: Path) -> None:
+def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninterrupted: Path) -> None:
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("some words that nobody has trained on\n" * 1000)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
@@ -281,18 +281,18 @@ def test_a_stop_ends_a_validation_and_the_step_before_is_saved(tmp_path: Path, u
     run.wait_for(lambda: steps_done(tmp_path / "run") == 4)
     time.sleep(0.5)
     run.kill(1, number=signal.SIGTERM)
-    asked = time.monotonic()
+    requested = time.monotonic()
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
-    assert time.monotonic() - asked < 5  # all of it takes longer
+    assert time.monotonic() - requested < 5  # the full validation takes longer
     assert "validation after step 4 is cut short: asked to stop" in run.output()
     assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
     finish(tmp_path / "run")
-    assert_same_end(tmp_path / "run", undisturbed)
+    assert_same_end(tmp_path / "run", uninterrupted)
 
 
 @contextmanager
 def slow_export() -> Any:
-    """Rank 0 is still exporting when it is asked to stop; the file ``ends`` in the run's folder ends the export."""
+    """Rank 0's export takes until the file ``end_export`` is in the dump folder."""
     from torchtrain.checkpoint import export
 
     save = export.save_hf
@@ -300,7 +300,7 @@ def slow_export() -> Any:
     def save_slowly(tensors: Any, folder: Path, *args: Any, **options: Any) -> None:
         if os.environ["RANK"] == "0":
             (folder.parent / "exporting").touch()
-            while not (folder.parent / "ends").exists():
+            while not (folder.parent / "end_export").exists():
                 time.sleep(0.02)
         save(tensors, folder, *args, **options)
 
@@ -308,7 +308,7 @@ def slow_export() -> Any:
         yield
 
 
-def test_a_stop_in_the_export_lets_it_end_or_leaves_it_to_the_next_start(tmp_path: Path) -> None:
+def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_path: Path) -> None:
     options = ["--training.steps", "2", "--checkpoint.last_save_in_hf"]
     run = ForkedRun(tmp_path, *options, "--faults.stop_grace_seconds", "1", hook=slow_export)
     run.wait_for((tmp_path / "exporting").exists)
@@ -326,15 +326,15 @@ def test_a_stop_in_the_export_lets_it_end_or_leaves_it_to_the_next_start(tmp_pat
     run.wait_for((tmp_path / "exporting").exists)
     run.kill(number=signal.SIGTERM)
     run.wait_for(lambda: "completing the export" in run.output())
-    (tmp_path / "ends").touch()
+    (tmp_path / "end_export").touch()
     assert run.wait() == [0, 0], run.output()
     assert f"wrote {tmp_path}/hf" in run.output()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf"]
     assert "the run is complete" in finish(tmp_path, *options)
 
 
-def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None:
-    """The validation after a step that is saved, and the last one's export."""
+def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path) -> None:
+    """The validation after a saved step, and the export of the last step."""
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("some words that nobody has trained on\n" * 100)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
@@ -344,7 +344,7 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
     for step, number in ((4, signal.SIGTERM), (STEPS, signal.SIGTERM), (STEPS, signal.SIGKILL)):
         run = ForkedRun(folder, *options, ranks=1, hook=slow_validation)
         run.wait_for(lambda step=step: steps_done(folder) == step and step_folder(folder / "checkpoint", step).exists())
-        time.sleep(1)  # and it validates
+        time.sleep(1)  # so that the validation runs
         run.kill(number=number)
         assert run.wait() == [StoppedError.exit_code if number == signal.SIGTERM else -number], run.output()
         assert not any(line["step"] == step for line in validations(folder))
@@ -352,7 +352,7 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
 
     finish(folder, *options, ranks=1)
     assert validations(folder) == validations(tmp_path / "reference")
-    (ours,), (theirs,) = (list(where.glob("hf/*.safetensors")) for where in (folder, tmp_path / "reference"))
+    (ours,), (theirs,) = (list(f.glob("hf/*.safetensors")) for f in (folder, tmp_path / "reference"))
     assert (ours_before := ours.read_bytes()) == theirs.read_bytes()
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat()
     assert "the run is complete" in finish(folder, *options, ranks=1)
@@ -362,10 +362,10 @@ def test_what_a_run_was_ended_in_is_made_when_it_goes_on(tmp_path: Path) -> None
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(folder) if "validation_loss" in line]
+    return [line for line in metrics_lines(folder) if "validation_loss" in line]
 
 
-def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_during_the_installation_of_handlers_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
     install, stop = signal.signal, StopRequest(FaultsConfig())
 
     def install_late(number: int, handler: Any) -> Any:
@@ -386,7 +386,7 @@ def test_a_signal_that_comes_while_handlers_are_set_is_heard(monkeypatch: pytest
     ("name", "left", "seconds"),
     [("SIGUSR1", 300, 290), ("SIGUSR1", 20, 30), ("SIGUSR1", 36000, 30), ("SIGTERM", 300, 30)],
 )
-def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
+def test_grace_period_after_a_slurm_warning_lasts_until_the_job_limit(
     monkeypatch: pytest.MonkeyPatch, name: str, left: int, seconds: float
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
@@ -398,36 +398,36 @@ def test_after_slurm_s_warning_there_is_time_until_the_limit_of_the_job(
         assert stop.seconds_left == pytest.approx(seconds, abs=3)
 
 
-def all_steps_are_long() -> Any:
+def treat_all_steps_as_long() -> Any:
     from torchtrain.fault_tolerance import nonfinite_guard
 
     return patch.object(nonfinite_guard, "LONG_STEP_SECONDS", 0.0)
 
 
-def test_where_steps_are_long_a_stop_does_not_wait_for_another_one(tmp_path: Path, undisturbed: Path) -> None:
-    run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=third_step_is_asked_to_stop)
+def test_stop_is_agreed_on_in_the_same_step_if_steps_are_long(tmp_path: Path, uninterrupted: Path) -> None:
+    run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=stop_in_third_step)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint") == [3]
-    finish(tmp_path, hook=all_steps_are_long)
-    assert_same_end(tmp_path, undisturbed)
+    finish(tmp_path, hook=treat_all_steps_as_long)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 @contextmanager
-def third_step_is_asked_to_stop() -> Any:
-    def ask(call: int, loss: Any) -> Any:
+def stop_in_third_step() -> Any:
+    def send_signal(call: int, loss: Any) -> Any:
         if call == 2 * MICROBATCHES + 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)  # it is heard
+            time.sleep(0.5)  # so that it is received
         return loss
 
-    with all_steps_are_long(), patched_loss(ask):
+    with treat_all_steps_as_long(), patched_loss(send_signal):
         yield
 
 
-def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_second_signal_ends_the_run_immediately(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, hook=slow_from_step_3)
     run.wait_for(lambda: steps_done(tmp_path) >= 2)
-    time.sleep(1)  # every rank is in the step that does not end
+    time.sleep(1)  # all ranks are in the step that does not end
     run.kill(number=signal.SIGTERM)
     time.sleep(3.5)
     run.kill(number=signal.SIGTERM)
@@ -454,10 +454,10 @@ def inf_from_step_3() -> Any:
     return patched_loss(lambda call, loss: loss * float("inf") if call > 2 * MICROBATCHES else loss)
 
 
-def test_bad_numbers_are_skipped(tmp_path: Path) -> None:
+def test_non_finite_gradients_are_skipped(tmp_path: Path) -> None:
     output = finish(tmp_path, hook=nan_in_step_5_of_rank_1)
     assert "step 5 is bad (loss nan, gradient norm nan): loss not finite on 1 rank(s); the update is skipped" in output
-    events = [line for line in lines(tmp_path) if "event" in line]
+    events = [line for line in metrics_lines(tmp_path) if "event" in line]
     assert [(event["step"], event["event"]) for event in events] == [(5, "bad_step_skip")]
     tensors = saved_tensors(tmp_path, STEPS)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
@@ -468,26 +468,26 @@ def nan_in_the_first_two_steps() -> Any:
     return patched_loss(lambda call, loss: loss * float("nan") if call <= 2 * MICROBATCHES else loss)
 
 
-def test_a_save_before_the_first_update_counts_none(tmp_path: Path) -> None:
+def test_save_before_the_first_update_has_step_zero(tmp_path: Path) -> None:
     options = ["--optimizer.implementation", "foreach", "--checkpoint.interval", "2", "--training.steps", "4"]
     finish(tmp_path, *options, "--checkpoint.keep_latest_k", "0", hook=nan_in_the_first_two_steps)
     assert saved_tensors(tmp_path, 2)["optimizer.norm.weight.step"].item() == 0
     assert saved_tensors(tmp_path, 4)["optimizer.norm.weight.step"].item() == 2
 
 
-def test_bad_numbers_roll_back_and_pass_over_the_data(tmp_path: Path, undisturbed: Path) -> None:
+def test_non_finite_gradients_roll_back_and_skip_the_data(tmp_path: Path, uninterrupted: Path) -> None:
     options = ("--faults.on_nonfinite", "rollback", "--training.steps", str(STEPS - 2))
     finish(tmp_path, *options, hook=nan_in_step_5_of_rank_1)
-    steps = [(line["step"], line.get("event")) for line in lines(tmp_path)]
-    # Step 6 was under way when the news of step 5 came.
+    steps = [(line["step"], line.get("event")) for line in metrics_lines(tmp_path)]
+    # Step 6 was running when the result of step 5 was read.
     assert steps[3:8] == [(4, None), (5, None), (5, "bad_step_rollback"), (5, None), (6, None)]
     tensors = saved_tensors(tmp_path, STEPS - 2)
     assert tensors["optimizer.norm.weight.step"].item() == STEPS - 2
-    # The batches of both steps are passed over.
-    assert torch.equal(tensors["loader.rows"], saved_tensors(undisturbed, STEPS)["loader.rows"])
+    # The batches of both steps are skipped.
+    assert torch.equal(tensors["loader.rows"], saved_tensors(uninterrupted, STEPS)["loader.rows"])
 
 
-def test_bad_numbers_stop(tmp_path: Path) -> None:
+def test_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--faults.on_nonfinite", "stop", hook=nan_in_step_5_of_rank_1)
     assert run.wait() == [2, 2]
     assert "step 5 is bad" in run.output()
@@ -495,7 +495,7 @@ def test_bad_numbers_stop(tmp_path: Path) -> None:
 
 
 def nan_in_step(step: int) -> Any:
-    """In the first attempt at ``step``, on rank 1."""
+    """A NaN loss in the first attempt at ``step``, on rank 1."""
 
     def poison(call: int, loss: Any) -> Any:
         return loss * float("nan") if os.environ["RANK"] == "1" and call == (step - 1) * MICROBATCHES + 1 else loss
@@ -511,37 +511,37 @@ def nan_in_the_last_step() -> Any:
     return nan_in_step(STEPS)
 
 
-def test_a_rollback_does_not_go_back_to_the_bad_step(tmp_path: Path) -> None:
-    output = finish(tmp_path, "--faults.on_nonfinite", "rollback", hook=nan_in_step_6)  # a checkpoint is due there
+def test_rollback_does_not_load_the_bad_step(tmp_path: Path) -> None:
+    output = finish(tmp_path, "--faults.on_nonfinite", "rollback", hook=nan_in_step_6)  # step 6 is to be saved
     assert f"went back to {tmp_path}/checkpoint/step-4" in output
     assert saved_tensors(tmp_path, 6)["optimizer.norm.weight.step"].item() == 6
 
 
-def nan_whose_rollback_is_kept() -> Any:
+def nan_with_state_after_rollback_saved() -> Any:
     from torchtrain.checkpoint.states import flatten
     from torchtrain.trainer import Trainer
 
     original = Trainer.roll_back
 
-    def keep(run: Trainer) -> None:
+    def roll_back_and_save(run: Trainer) -> None:
         original(run)
         tensors = {name: local(tensor).clone() for name, tensor in flatten(run.checkpointer.states).items()}
         torch.save(tensors, Path(run.checkpointer.folder).parent / f"rolled-back-to-{run.step}.pt")
 
-    Trainer.roll_back = keep  # type: ignore[method-assign]
+    Trainer.roll_back = roll_back_and_save  # type: ignore[method-assign]
     return patched_loss(lambda call, loss: loss * float("nan") if call == 4 * 4 + 1 else loss)
 
 
-def test_a_rollback_takes_back_all_that_the_steps_have_changed(tmp_path: Path) -> None:
+def test_rollback_restores_all_states_but_data_and_statistics(tmp_path: Path) -> None:
     options = ("--ema.enable", "--ema.decay", "0.5", "--faults.spike_threshold", "50", "--training.sums", "exact")
-    hook = nan_whose_rollback_is_kept
+    hook = nan_with_state_after_rollback_saved
     finish(tmp_path, *options, "--faults.on_nonfinite", "rollback", "--training.steps", "6", ranks=1, hook=hook)
-    (file,) = tmp_path.glob("rolled-back-to-*.pt")  # with exact sums a step may be made twice, and the NaN come earlier
+    (file,) = tmp_path.glob("rolled-back-to-*.pt")  # exact sums repeat steps, so that the NaN may come earlier
     rolled_back = torch.load(file, weights_only=True)
     saved = saved_tensors(tmp_path, int(file.stem.rpartition("-")[2]))
     assert rolled_back.keys() == saved.keys()
     differ = {name for name, tensor in saved.items() if not torch.equal(rolled_back[name], tensor)}
-    # The data go on, and what measures gradients has seen one more good step.
+    # The data continue, and the statistics of gradients include one more finite step.
     assert {name.split(".")[0] for name in differ} <= {"loader", "spikes", "sums"}
     assert "loader.rows" in differ
     assert {name.split(".")[0] for name in saved} == {"model", "optimizer", "ema", "loader", "spikes", "sums"}
@@ -553,7 +553,7 @@ def test_stop_leaves_no_checkpoint_of_the_bad_step(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "checkpoint") == [2, 4]
 
 
-def test_a_bad_last_step_is_not_done(tmp_path: Path) -> None:
+def test_run_with_a_bad_last_step_is_not_complete(tmp_path: Path) -> None:
     stopped = ForkedRun(tmp_path / "stop", "--faults.on_nonfinite", "stop", hook=nan_in_the_last_step)
     assert stopped.wait() == [2, 2]
     assert saved_steps(tmp_path / "stop/checkpoint")[-1] == STEPS - 2
@@ -571,28 +571,28 @@ def spike_in_the_second_step() -> Any:
     return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 1 else loss)
 
 
-def test_spike_is_treated_as_bad_numbers_also_after_a_restart(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_spike_is_handled_like_non_finite_numbers_also_after_a_restart(tmp_path: Path) -> None:
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
     spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5")
-    finish(whole, *spikes, hook=spike_in_step_7)
-    (event,) = (line for line in lines(whole) if line.get("event", "").startswith("bad_step"))
+    finish(uninterrupted, *spikes, hook=spike_in_step_7)
+    (event,) = (line for line in metrics_lines(uninterrupted) if line.get("event", "").startswith("bad_step"))
     assert (event["step"], event["event"]) == (7, "bad_step_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
-    assert saved_tensors(whole, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
-    finish(parts, *spikes, "--training.steps", "5")
-    finish(parts, *spikes, hook=spike_in_the_second_step)
-    assert_same_end(parts, whole)
+    assert saved_tensors(uninterrupted, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
+    finish(resumed, *spikes, "--training.steps", "5")
+    finish(resumed, *spikes, hook=spike_in_the_second_step)
+    assert_same_end(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_bad_numbers_without_end_stop_the_run(tmp_path: Path, policy: str) -> None:
+def test_too_many_consecutive_bad_steps_stop_the_run(tmp_path: Path, policy: str) -> None:
     run = ForkedRun(tmp_path, "--faults.on_nonfinite", policy, "--faults.max_bad_steps", "2", hook=inf_from_step_3)
     assert run.wait() == [2, 2]
     assert "that is 3 in a row, and faults.max_bad_steps = 2" in run.output()
 
 
-def full_disk_of_rank_1_from_step_3_to_6() -> None:
-    """Let no file of rank 1 grow beyond a few bytes while these steps are under way, as if its disk were full."""
+def fill_disk_of_rank_1_in_steps_3_to_6() -> None:
+    """Limit the size of files of rank 1 to a few bytes during these steps, as if its disk were full."""
     from torchtrain.checkpoint.manager import CheckpointManager
 
     original = CheckpointManager.maybe_save
@@ -606,20 +606,20 @@ def full_disk_of_rank_1_from_step_3_to_6() -> None:
     CheckpointManager.maybe_save = limited  # type: ignore[method-assign]
 
 
-def test_run_survives_a_disk_that_is_full_for_a_while(tmp_path: Path, undisturbed: Path) -> None:
-    output = finish(tmp_path, hook=full_disk_of_rank_1_from_step_3_to_6)
+def test_run_continues_after_a_disk_was_full(tmp_path: Path, uninterrupted: Path) -> None:
+    output = finish(tmp_path, hook=fill_disk_of_rank_1_in_steps_3_to_6)
     for step in (4, 6):
         assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1)" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 8]
     assert_all_complete(tmp_path)
-    assert_same_end(tmp_path, undisturbed)
+    assert_same_end(tmp_path, uninterrupted)
 
 
 def stop_before(method: Any, name: str, call: int = 4) -> Any:
-    """Rank 1's process is stopped when it calls a method for that time: not dead, but silent."""
+    """Suspend rank 1's process at call number ``call`` of a method, so that it is alive but silent."""
 
     watchdog.COLLECT_SECONDS = 1
-    watchdog.TIMES_FIRST_STEP = 0  # on a busy machine it may be slow, and the limit another one
+    watchdog.TIMES_FIRST_STEP = 0  # otherwise a slow first step on a busy machine would raise the timeout
     original, calls = getattr(method, name), 0
 
     def stopped(*args: Any, **options: Any) -> Any:
@@ -645,14 +645,14 @@ def stop_before_batch() -> Any:
 
 
 def stop_in_a_block() -> Any:
-    """In the second of two blocks, for which FSDP gathers parameters, in step 4."""
+    """Suspend in the second of two blocks, for which FSDP gathers parameters, in step 4."""
     from torchtrain.models.llama.model import TransformerBlock
 
     return stop_before(TransformerBlock, "forward", 2 * MICROBATCHES * 3 + 1)
 
 
 def stop_in_a_stage() -> Any:
-    """In the forward of the last stage, for which the first one waits, in step 4."""
+    """Suspend in the forward of the last stage, for which the first stage waits, in step 4."""
     from torchtrain.models.llama.model import TransformerBlock
 
     return stop_before(TransformerBlock, "forward", 4 * 3 + 2)
@@ -671,7 +671,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     ],
     ids=["step", "batch", "shards", "pipeline"],
 )
-def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, waits: str, options: Any) -> None:
+def test_hang_report_names_the_waiting_and_the_missing_ranks(
+    tmp_path: Path, hook: Any, waits: str, options: Any
+) -> None:
     options = ("--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", *options)
     run = ForkedRun(tmp_path, *options, hook=hook, shape=replace(TINY, n_layers=2))
     try:
@@ -686,19 +688,19 @@ def test_hang_is_reported_with_who_waits_for_whom(tmp_path: Path, hook: Any, wai
     assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
 
 
-def test_reports_of_a_hang_are_found_whatever_the_clock(
+def test_hang_reports_are_found_whatever_the_clock_of_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
     monkeypatch.setattr(logger, "propagate", True)
     for rank in (1, 0):
-        monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's
+        monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's clock
         with watchdog.Watchdog(tmp_path, rank, 2, 1000, doing=str) as watch:
             watch._report("step 4")
     assert "ranks 0-1 are at watchdog.py" in caplog.messages[-1]
 
 
-def test_of_many_ranks_one_looks_at_the_reports_of_all(
+def test_one_rank_reads_the_hang_reports_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = 200
@@ -718,33 +720,33 @@ def test_of_many_ranks_one_looks_at_the_reports_of_all(
             with watchdog.Watchdog(tmp_path, rank, ranks, 1000, doing=str) as watch:
                 watch._report("step 4")
             assert read.call_count == reads
-        assert watchdog._awaited.call_count == 1  # they all wait in the same collective
-    (told,) = caplog.messages
-    assert told.endswith(f"so ranks 0-{ranks - 2} are waiting for ranks {ranks - 1}")
+        assert watchdog._awaited.call_count == 1  # all ranks wait in the same collective
+    (message,) = caplog.messages
+    assert message.endswith(f"so ranks 0-{ranks - 2} are waiting for ranks {ranks - 1}")
 
 
 class Forked(ForkedRun):
-    """The runs of scripts/crash_test.py, of a smaller model, and quick to start."""
+    """The runs of scripts/crash_test.py, with a smaller model in forked processes."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
-        # Else the other one would have to make all steps that this one makes while its disk is bad.
-        slowly = {"hook": slow_steps} if folder.name == "run" else {}
-        super().__init__(folder, *options, **slowly)
+        # Slow, so that few steps pass while its disk fails: the other run must make all of them, too.
+        options_of_run = {"hook": slow_steps} if folder.name == "run" else {}
+        super().__init__(folder, *options, **options_of_run)
 
 
-def test_a_run_that_everything_befalls_ends_where_an_undisturbed_one_does(disk: DiskFaults, tmp_path: Path) -> None:
+def test_run_with_all_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path) -> None:
     data = tmp_path / "validation.txt"
     data.write_text("words that nobody trains on\n" * 5000)
-    run, undisturbed = (
-        crash_test.Trial(tmp_path / name, random.Random(0), disk, Forked, data) for name in ("run", "undisturbed")
+    run, uninterrupted = (
+        crash_test.Trial(tmp_path / name, random.Random(0), disk, Forked, data) for name in ("run", "uninterrupted")
     )
     steps = crash_test.disturb(run, [crash_test.kill, *crash_test.FAULTS, crash_test.kill])
-    tensors, compared = crash_test.compare(run, undisturbed, steps)
+    tensors, compared = crash_test.compare(run, uninterrupted, steps)
     assert tensors > 45
     assert compared > 10
 
 
-def test_a_run_stops_a_grace_before_its_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_one_grace_period_before_the_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now))
     stop = StopRequest(FaultsConfig(wall_clock_limit_minutes=10, stop_grace_seconds=60))
@@ -755,7 +757,7 @@ def test_a_run_stops_a_grace_before_its_wall_clock_limit(monkeypatch: pytest.Mon
     assert stop.seconds_left == pytest.approx(59)
 
 
-def test_the_folder_that_nccl_writes_to_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_for_nccl_flight_recorder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with patch.dict(os.environ):
         os.environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", None)
@@ -763,7 +765,7 @@ def test_the_folder_that_nccl_writes_to_is_there(tmp_path: Path, monkeypatch: py
         assert Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]).parent.is_dir()
 
 
-def test_a_report_of_an_earlier_attempt_at_a_step_does_not_count(
+def test_hang_report_of_an_earlier_attempt_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)

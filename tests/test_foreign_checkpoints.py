@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, to do harm or by mistake: each is damaged, and the one before it is loaded."""
+"""Crafted and corrupted checkpoints: each is detected as damaged, and the one before it is loaded."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with two checkpoints, of steps 2 and 4."""
+    """Dump folder of a run with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     Run(folder).train(1, 4)
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change_manifest(**changes: Any) -> Callable[[Path], None]:
-    """The manifest says something else, and agrees with its own hash."""
+    """Change keys of the manifest and make its own hash agree."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / MANIFEST).read_text())
@@ -58,7 +58,7 @@ def change_manifest(**changes: Any) -> Callable[[Path], None]:
 
 
 def change_record(ending: str, **changes: Any) -> Callable[[Path], None]:
-    """The entry of a file in the manifest says something else."""
+    """Change the manifest's record of a file."""
 
     def change(folder: Path) -> None:
         files = json.loads((folder / MANIFEST).read_text())["files"]
@@ -69,7 +69,7 @@ def change_record(ending: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def replace_file(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Something else has the name of a file."""
+    """Replace a file by something else of the same name."""
 
     def change(folder: Path) -> None:
         (file,) = folder.glob(name)
@@ -80,7 +80,7 @@ def replace_file(name: str, make: Callable[[Path], None]) -> Callable[[Path], No
 
 
 def write(name: str, content: bytes) -> Callable[[Path], None]:
-    """A small file has this content, and the manifest agrees."""
+    """Write a small file and make the manifest agree."""
 
     def change(folder: Path) -> None:
         (folder / name).write_bytes(content)
@@ -114,7 +114,7 @@ def set_entry(**changes: Any) -> Callable[[Path], None]:
 
 
 def rename_tensor(new: str) -> Callable[[Path], None]:
-    """A tensor has another name in the metadata; the old one stays, so that nothing is missing."""
+    """Give a tensor another name in the metadata; the old name stays, so that nothing is missing."""
 
     def change(metadata: Any) -> None:
         index, info = next(iter(metadata.storage_data.items()))
@@ -129,7 +129,7 @@ def replace_name(index: Any, new: str) -> Any:
 
 
 def overlap(metadata: Any) -> None:
-    """Two parts of a tensor are the same half: all elements are counted, and half of them never written."""
+    """Make two chunks of a tensor the same half: the number of elements is right, and half of them are not written."""
     entry = metadata.state_dict_metadata["model.embedding.weight"]
     (chunk,) = entry.chunks
     entry.size = torch.Size([2 * chunk.sizes[0], *chunk.sizes[1:]])
@@ -137,7 +137,7 @@ def overlap(metadata: Any) -> None:
 
 
 def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """The first tensor's bytes are others, and hashes and metadata agree."""
+    """Replace the bytes of the first tensor, and make hashes and metadata agree."""
 
     def change(folder: Path) -> None:
         file = only_file(folder)
@@ -162,7 +162,7 @@ def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def compressed(content: bytes) -> bytes:
-    """The same tensor in a compressed archive, as one that unpacks to any size would be."""
+    """The same tensor in a compressed archive, which could decompress to any size."""
     packed = io.BytesIO()
     large = io.BytesIO()
     torch.save(torch.zeros(1_000_000), large)
@@ -180,13 +180,13 @@ def saved_object(content: bytes) -> bytes:  # noqa: ARG001
 
 LAYOUT = b"ctorch.serialization\n_get_layout\n(S'torch.none'\ntR."
 CHANGES = {
-    # Names in the manifest.
+    # Names in the manifest
     **{
         f"manifest names {name!r}": change_record(".distcp", name=name)
         for name in ("/dev/zero", "../step-2/.metadata", "..", ".", "", "a/b", "a\0b", "\ud800", ESCAPE, 7, None, [])
     },
     "manifest names a file twice": change_record(".distcp", name="config.toml"),
-    # Wrong types in it.
+    # Wrong types in the manifest
     **{
         f"manifest has {key} = {value!r}": change_record(".distcp", **{key: value})
         for key, values in {
@@ -208,7 +208,7 @@ CHANGES = {
         }.items()
         for value in values
     },
-    # Files that are something else.
+    # Files that are replaced
     "pipe": replace_file("*.distcp", os.mkfifo),
     "folder": replace_file("*.distcp", Path.mkdir),
     "link to a device": replace_file("*.distcp", lambda file: file.symlink_to("/dev/zero")),
@@ -223,11 +223,11 @@ CHANGES = {
         f"manifest is {content[:9]!r}": replace_file(MANIFEST, lambda file, content=content: file.write_bytes(content))
         for content in (b"", b"null", b"[]", b"\xff\xfe", b"[" * 200_000, b"1" * 9000, b'{"xxh3_128": ""}')
     },
-    # Pickles.
+    # Pickles
     "no layout of this name": lambda folder: replace_metadata(folder, LAYOUT),
     "a huge bytearray": lambda folder: replace_metadata(folder, b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"."),
-    "a place far away in the memo": lambda folder: replace_metadata(folder, b"Nr\xff\xff\xff\xf0."),
-    "another one": lambda folder: replace_metadata(folder, b"Np9999999999\n."),
+    "a large index in the memo": lambda folder: replace_metadata(folder, b"Nr\xff\xff\xff\xf0."),
+    "a large index in the memo, as text": lambda folder: replace_metadata(folder, b"Np9999999999\n."),
     "a shape without end": lambda folder: replace_metadata(folder, pickle.dumps([torch.Size([1] * 500)], protocol=4)),
     "metadata are empty": lambda folder: replace_metadata(folder, b""),
     "metadata are cut": lambda folder: replace_metadata(folder, (folder / ".metadata").read_bytes()[:-40]),
@@ -250,7 +250,7 @@ CHANGES = {
     "a file that is a number": set_info(relative_path=5),
     "a file that is not listed": set_info(relative_path=ESCAPE),
     "parts that overlap": change_metadata(overlap),
-    # The config.
+    # The config
     **{
         f"config is {content[:12]!r}": write("config.toml", content)
         for content in (
@@ -258,7 +258,7 @@ CHANGES = {
             *(b"a = " + b"[" * 100_000, b'training = 3\n[lr_scheduler]\ndecay_type = "constant"\nwarmup_steps = "a"\n'),
         )
     },
-    # Tensors.
+    # Tensors
     "a tensor is compressed": replace_piece(compressed),
     "a tensor is another object": replace_piece(saved_object),
     "a tensor is no archive": replace_piece(lambda content: bytes(len(content))),
@@ -266,18 +266,18 @@ CHANGES = {
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_checkpoint_made_by_hand_is_damaged(
-    saved: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("change", CHANGES)
+def test_crafted_checkpoint_is_detected_as_damaged(
+    saved: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", logger.name)
     folder = tmp_path / "checkpoint"
     shutil.copytree(saved / "checkpoint", folder)
-    CHANGES[what](folder / "step-4")
-    with pytest.raises(CheckpointError, match="load_step = 4 cannot be loaded") as told:
+    CHANGES[change](folder / "step-4")
+    with pytest.raises(CheckpointError, match="load_step = 4 cannot be loaded") as error:
         Run(tmp_path, load_step=4).manager.resume()
-    assert str(told.value).isprintable()
+    assert str(error.value).isprintable()
     resumed = Run(tmp_path, seed=1)
     assert resumed.manager.resume() == 2
     assert (folder / "step-4.damaged").is_dir()
@@ -288,20 +288,20 @@ def test_a_checkpoint_made_by_hand_is_damaged(
 
 
 @pytest.mark.parametrize(
-    "what",
+    "change",
     [
         *("manifest names '/dev/zero'", "pipe", "link outside", "no layout of this name", "a huge bytearray"),
         *("no state_dict_metadata", "a name with an escape sequence", "config is b'garbage \\x1b[31'"),
     ],
 )
-def test_commands_tell_that_it_is_damaged(
-    trained_run: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+def test_commands_report_a_crafted_checkpoint_in_one_line(
+    trained_run: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dist.destroy_process_group()
     folder = tmp_path / "checkpoint"
     shutil.copytree(trained_run / "checkpoint", folder)
     shutil.copytree(folder / "step-8", folder / "step-2", dirs_exist_ok=True)
-    CHANGES[what](folder / "step-8")
+    CHANGES[change](folder / "step-8")
     for command, options in (
         (generate.main, [str(folder / "step-8"), "--prompt", "a"]),
         (convert.main, [str(folder / "step-8"), str(tmp_path / "out")]),
