@@ -1,4 +1,4 @@
-"""The trainer as a user starts it: from the shell, killed, started again, given nonsense."""
+"""The train command: launched from the shell, killed and resumed, and with invalid arguments."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from torchtrain.train import main
 
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "train_configs" / "debug_model.toml")
-# A model and steps that take a moment, whatever the config file says.
+# A small model with short steps.
 STEPS = 28
 SMALL = [
     *("--job.config_file", CONFIG, "--training.seq_len", "32", "--training.steps", str(STEPS)),
@@ -37,7 +37,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def launch(ranks: int, *arguments: str) -> "subprocess.Popen[str]":
-    """Start the launcher script."""
+    """Start run_llama_train.sh."""
     return subprocess.Popen(
         [str(ROOT / "run_llama_train.sh"), *arguments],
         env=environment(NGPU=str(ranks)),
@@ -54,7 +54,7 @@ def run(ranks: int, *arguments: str) -> str:
     return output
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def logged_metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line for line in found if "event" not in line]
@@ -62,23 +62,23 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_step(step: int, folder: Path, is_alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while not any(line["step"] >= step for line in lines(folder)):
+    while not any(line["step"] >= step for line in logged_metrics(folder)):
         assert is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def tensors(folder: Path) -> dict[str, str]:
-    """Hash of each file with tensors of the checkpoint ``folder``."""
+def tensor_hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of each file with tensors in the checkpoint ``folder``."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return {file["name"]: file["xxh3_128"] for file in manifest["files"] if file["name"].endswith(".distcp")}
 
 
-def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
+def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12")
     assert "warn" not in output.lower()
-    logged = lines(folder)
+    logged = logged_metrics(folder)
     assert [line["step"] for line in logged] == [1, 10, 12]
     keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
     assert all(set(keys.split()) <= line.keys() for line in logged)
@@ -93,20 +93,20 @@ def test_the_default_run_learns_and_leaves_everything(tmp_path: Path) -> None:
     again = checked_command("torchtrain.train", *same, "12").stderr
     assert "the run is complete: step 12 of 12" in again
     checked_command("torchtrain.train", *same, "14")
-    assert [line["step"] for line in lines(folder)][3:] == [13, 14]
+    assert [line["step"] for line in logged_metrics(folder)][3:] == [13, 14]
 
 
-def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    # Synchronous saves: a checkpoint is there before the kill, so that there is something to resume from.
+def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    # With synchronous saves, a checkpoint to resume from is complete before the kill.
     arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
     train = partial(checked_command, "torchtrain.train", ranks=2)
-    with ThreadPoolExecutor() as beside:
-        other = beside.submit(train, *arguments, "--job.dump_folder", str(undisturbed))
+    with ThreadPoolExecutor() as executor:
+        other = executor.submit(train, *arguments, "--job.dump_folder", str(uninterrupted))
         arguments += ["--job.dump_folder", str(killed)]
         with launch(2, *arguments) as process:
             wait_for_step(7, killed, lambda: process.poll() is None)
-            # torchrun puts its workers into sessions of their own.
+            # torchrun starts its workers in their own sessions, so that they are killed one by one.
             for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
                 victim.send_signal(signal.SIGKILL)
             process.communicate()
@@ -119,25 +119,25 @@ def test_a_run_killed_twice_ends_where_an_undisturbed_one_does(tmp_path: Path) -
         output = train(*arguments)
         other.result()
     assert "resumed from" in output.stderr
-    ends = [folder / "checkpoint" / f"step-{STEPS}" for folder in (undisturbed, killed)]
-    assert tensors(ends[0]) == tensors(ends[1])
-    losses = {line["step"]: line["loss"] for line in lines(undisturbed)}
-    assert losses == {line["step"]: line["loss"] for line in lines(killed)}
+    last_checkpoints = [folder / "checkpoint" / f"step-{STEPS}" for folder in (uninterrupted, killed)]
+    assert tensor_hashes(last_checkpoints[0]) == tensor_hashes(last_checkpoints[1])
+    losses = {line["step"]: line["loss"] for line in logged_metrics(uninterrupted)}
+    assert losses == {line["step"]: line["loss"] for line in logged_metrics(killed)}
 
 
-def test_load_step_picks_a_checkpoint_and_refuses_a_missing_one(tmp_path: Path) -> None:
+def test_load_step_selects_a_checkpoint_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     finish(tmp_path, "--training.steps", "6", ranks=1)
     output = finish(tmp_path, "--training.steps", "6", "--checkpoint.load_step", "4", ranks=1)
     assert f"resumed from {tmp_path}/checkpoint/step-4" in output
-    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 7), 5, 6]
+    assert [line["step"] for line in logged_metrics(tmp_path)] == [*range(1, 7), 5, 6]
     config = (tmp_path / "config.toml").read_bytes()
-    refused = ForkedRun(tmp_path, "--checkpoint.load_step", "5", ranks=1)
-    assert refused.wait() == [2]
-    assert "checkpoint.load_step = 5 cannot be loaded" in refused.output()
-    assert (tmp_path / "config.toml").read_bytes() == config  # of the run that was made
+    failed = ForkedRun(tmp_path, "--checkpoint.load_step", "5", ranks=1)
+    assert failed.wait() == [2]
+    assert "checkpoint.load_step = 5 cannot be loaded" in failed.output()
+    assert (tmp_path / "config.toml").read_bytes() == config  # the config of the previous run is kept
 
 
-def test_a_profile_is_written(tmp_path: Path) -> None:
+def test_profiler_writes_a_trace(tmp_path: Path) -> None:
     options = ["--checkpoint.no-enable", "--profiling.enable_profiling", "--profiling.profile_freq", "4"]
     finish(tmp_path, "--training.steps", "4", *options, ranks=1)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("traces/*/*")] == [
@@ -146,7 +146,7 @@ def test_a_profile_is_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bad_files(tmp_path: Path) -> Path:
+def invalid_files(tmp_path: Path) -> Path:
     (tmp_path / "misspelt.toml").write_text("[training]\nstepz = 3\n")
     (tmp_path / "no_tokenizer.model").write_text("hello\nworld\n")
     (tmp_path / "empty.jsonl").write_text("")
@@ -176,27 +176,31 @@ def bad_files(tmp_path: Path) -> Path:
         ("--training.enable_cpu_offload --job.device cpu", "enable_cpu_offload needs a GPU"),
     ],
 )
-def test_nonsense_gives_one_screen_and_exit_code_2(
-    bad_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+def test_invalid_arguments_are_a_short_error_with_exit_code_2(
+    invalid_files: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    words = [word.format(bad_files) for word in arguments.split()]
+    words = [word.format(invalid_files) for word in arguments.split()]
     try:
-        code = main([*words, "--job.dump_folder", str(bad_files / "out")])
-    except SystemExit as exit_:  # tyro's own
+        code = main([*words, "--job.dump_folder", str(invalid_files / "out")])
+    except SystemExit as exit_:  # raised by tyro
         code = int(exit_.code or 0)
     output = capsys.readouterr().err
     assert code == 2
     assert message in output
     assert len(output.splitlines()) < 25
     assert "Traceback" not in output
-    assert not (bad_files / "out").exists()
+    assert not (invalid_files / "out").exists()
 
 
 @pytest.mark.parametrize(
     "options", [[], ["--job.device", "cpu", "--data.path", "README.md", "--metrics.log_freq", "3"]]
 )
-def test_a_start_that_does_not_say_what_to_train_is_refused_with_the_configs(
+def test_start_without_a_config_file_is_an_error_that_lists_the_configs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     options = [str(ROOT / word) if word == "README.md" else word for word in options]
@@ -209,13 +213,13 @@ def test_a_start_that_does_not_say_what_to_train_is_refused_with_the_configs(
     assert not list(tmp_path.iterdir())
 
 
-def test_all_ranks_refuse_and_one_speaks() -> None:
-    refused = run_command("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
-    assert refused.returncode == 2
-    assert refused.stderr.count("the number of ranks, 2") == 1
+def test_config_error_of_all_ranks_is_printed_once() -> None:
+    failed = run_command("torchtrain.train", "--parallelism.data_parallel_shard_degree", "3", ranks=2)
+    assert failed.returncode == 2
+    assert failed.stderr.count("the number of ranks, 2") == 1
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys, torchtrain.train as t\n"
         "try: t.main(['--help'])\n"
@@ -226,8 +230,8 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_run(tmp_path: Path) -> None:
-    """The same short run in bfloat16 on GPU: it learns, and reports the allocator's memory."""
+def test_cuda_run_learns(tmp_path: Path) -> None:
+    """The default run in bfloat16 on a GPU."""
     run(1, "--job.dump_folder", str(tmp_path), "--training.steps", "30", "--job.device", "cuda")
-    logged = lines(tmp_path)
+    logged = logged_metrics(tmp_path)
     assert logged[0]["loss"] - logged[-1]["loss"] > 1.5

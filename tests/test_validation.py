@@ -1,4 +1,4 @@
-"""Validation: the loss of the whole set by token, the same on every layout, with a set that does not divide."""
+"""Validation: the loss per token of the complete set, on every layout, with sets of any size; bits per byte."""
 
 import io
 import json
@@ -46,7 +46,7 @@ SEQ_LEN = 32
 
 
 def validate(config: JobConfig) -> list[tuple[int, dict[str, float]]]:
-    """Validate twice on this process group, through the real joinery; what is reported."""
+    """Validate twice with a ``Trainer`` on this process group; return the reports."""
 
     with use_existing_process_group(TINY):
         trainer = Trainer(config)
@@ -101,15 +101,15 @@ def reference(gloo: GlooPool, folder: Path) -> list[tuple[int, dict[str, float]]
     return gloo.run(1, validate, config_of(folder))[0]  # type: ignore[no-any-return]
 
 
-def test_every_token_counts_once(reference: list[tuple[int, dict[str, float]]]) -> None:
-    assert [step for step, _ in reference] == [3, 4]  # the last, and a multiple of the interval
-    assert reference[0][1] == reference[1][1]  # always from the beginning
+def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str, float]]]) -> None:
+    assert [step for step, _ in reference] == [3, 4]  # the last step, and a multiple of the interval
+    assert reference[0][1] == reference[1][1]  # each validation starts at the beginning of the data
     results = reference[0][1]
 
     def tokens_of(documents: list[str]) -> int:
         return sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in documents)
 
-    # Each of the 8 streams of text, and the one row of prepared tokens, has a first token that nothing predicts.
+    # The first token of each of the 8 streams of text, and of the row of prepared tokens, is not predicted.
     assert results["validation_tokens_text"] == tokens_of(DOCUMENTS[:37]) - 8
     assert results["validation_tokens_prepared"] == tokens_of(DOCUMENTS[37:]) - 1
     assert results["validation_tokens_text"] % SEQ_LEN
@@ -147,7 +147,7 @@ def test_every_token_counts_once(reference: list[tuple[int, dict[str, float]]]) 
     ],
     ids=str,
 )
-def test_every_layout_gives_the_same(
+def test_every_layout_has_the_same_results(
     gloo: GlooPool,
     folder: Path,
     reference: list[tuple[int, dict[str, float]]],
@@ -161,8 +161,8 @@ def test_every_layout_gives_the_same(
             assert results == pytest.approx(expected, rel=1e-6)
 
 
-def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
-    """Whether parameters and averages are what they were after a validation of the averages that ends in its midst."""
+def weights_are_restored(config: JobConfig, ends_by_error: bool) -> bool:
+    """Return whether parameters and averages are unchanged by a validation of the averages that ends before its end."""
     with use_existing_process_group(TINY):
         trainer = Trainer(config)
     assert trainer.ema is not None
@@ -171,7 +171,7 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
     before = {name: local(tensor).clone() for name, tensor in flatten(trainer.checkpointer.states).items()}
     calls = count()
 
-    def asked_in_the_second_batch() -> bool:
+    def stop_in_the_second_batch() -> bool:
         second = next(calls) == 1
         if second and ends_by_error:
             raise DataError("no more data")
@@ -184,7 +184,7 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
         trainer.train_step.microbatches,
         lambda *_: None,
         averaged=trainer.averaged_weights,
-        must_stop=asked_in_the_second_batch,
+        must_stop=stop_in_the_second_batch,
         watch=lambda _: nullcontext(),
     )
     with pytest.raises(DataError) if ends_by_error else nullcontext():
@@ -197,12 +197,12 @@ def weights_come_back(config: JobConfig, ends_by_error: bool) -> bool:
 
 
 @pytest.mark.parametrize("ends_by_error", [False, True], ids=["stop", "error"])
-def test_a_validation_of_averages_that_ends_early_gives_the_weights_back(
+def test_validation_of_averaged_weights_that_ends_early_restores_the_weights(
     gloo: GlooPool, folder: Path, ends_by_error: bool
 ) -> None:
     config = config_of(folder, rows=1)
     config = replace(config, ema=EMAConfig(enable=True), validation=replace(config.validation, weights="ema"))
-    assert gloo.run(2, weights_come_back, config, ends_by_error) == [True, True]
+    assert gloo.run(2, weights_are_restored, config, ends_by_error) == [True, True]
 
 
 TEXTS = [
@@ -217,7 +217,7 @@ TEXTS = [
 
 
 def save_sentencepiece(folder: Path, **options: Any) -> Path:
-    """A model trained on text without spaces: it has no piece for them."""
+    """Save a SentencePiece model that is trained on text without spaces, so that it has no piece for them."""
     folder.mkdir()
     model = io.BytesIO()
     words = [word for text in DOCUMENTS for word in text.split()]
@@ -228,7 +228,7 @@ def save_sentencepiece(folder: Path, **options: Any) -> Path:
 
 
 def save_byte_level(folder: Path, *, prefix: bool, bos: str, eos: str) -> Path:
-    """As transformers saves it; ``prefix``: a space before each text that begins with none."""
+    """Save a byte-level BPE tokenizer with transformers; ``prefix``: whether it prepends a space to each text."""
     library = byte_level()
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     library.normalizer = normalizers.NFKC()
@@ -251,7 +251,7 @@ BYTE_TOKENIZERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("kind", BYTE_TOKENIZERS)
 def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: str) -> None:
-    """Of text and of prepared data, whatever the tokenizer adds, leaves out or rewrites."""
+    """For text and for prepared data, and for tokenizers that add, remove or normalize characters."""
     path = str(BYTE_TOKENIZERS[kind](tmp_path / "tokenizer"))
     tokenizer = load_tokenizer(path)
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
@@ -275,7 +275,7 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
             known = batch.labels >= 0
             labels += batch.labels[known].tolist()
             sizes += batch.label_bytes[known].tolist()
-        # Nothing predicts the first token: without bos it has bytes, which do not count.
+        # The first token is not predicted. Without bos it has bytes, which are not counted.
         missing = sum(exact) - sum(sizes)
         assert -1e-9 < missing < (max(exact) if tokenizer.bos_id is None else 1e-9), name
         if name == "text.jsonl" and tokenizer.bos_id is not None:
@@ -283,28 +283,29 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
             assert sorted(np.bincount(number, weights=sizes)) == pytest.approx(sorted(exact), rel=1e-12)
 
 
-def test_validation_needs_data_and_labels_of_its_own() -> None:
+def test_validation_requires_its_own_data_with_different_names() -> None:
     with pytest.raises(ConfigError, match=r"validation.enable needs data of its own"):
         ValidationConfig(enable=True)
     with pytest.raises(ConfigError, match=r"must differ in the names of their files or datasets.*; they are a, a"):
         ValidationConfig(enable=True, sources=(SourceConfig(path="x/a.jsonl"), SourceConfig(path="y/a.txt")))
 
 
-def test_data_without_text_are_an_error(gloo: GlooPool, tmp_path: Path) -> None:
+def test_validation_data_without_text_raise_a_data_error(gloo: GlooPool, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text.jsonl", [None])
     config = config_of(tmp_path)
-    config = replace(config, validation=ValidationConfig(enable=True, path=str(tmp_path / "text.jsonl")))
-    assert gloo.run(2, fails, replace(config, training=replace(config.training, local_batch_size=4))) == [True, True]
+    validation = ValidationConfig(enable=True, path=str(tmp_path / "text.jsonl"))
+    config = replace(config, validation=validation, training=replace(config.training, local_batch_size=4))
+    assert gloo.run(2, raises_data_error, config) == [True, True]
 
 
-def test_a_loss_too_large_for_a_perplexity_is_reported() -> None:
+def test_perplexity_of_a_large_loss_is_infinite() -> None:
     results = results_of(torch.tensor([8000.0, 10.0, 20.0], dtype=torch.float64), "validation", "")
     assert (results["validation_loss"], results["validation_perplexity"]) == (800.0, math.inf)
     results = results_of(torch.tensor([math.nan, 10.0, 20.0], dtype=torch.float64), "validation", "")
     assert math.isnan(results["validation_perplexity"])
 
 
-def fails(config: JobConfig) -> bool:
+def raises_data_error(config: JobConfig) -> bool:
     try:
         validate(config)
     except DataError as error:
@@ -312,7 +313,7 @@ def fails(config: JobConfig) -> bool:
     return False
 
 
-def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
+def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Path) -> None:
     options = [
         *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path)),
         *("--training.steps", "3", "--training.seq_len", "64", "--training.local_batch_size", "2"),
@@ -327,7 +328,7 @@ def test_a_run_validates_and_says_so(folder: Path, tmp_path: Path) -> None:
     assert 3 < results[3]["validation_loss"] < 12
 
 
-def test_the_end_of_the_data_is_the_end_of_a_run(tmp_path: Path) -> None:
+def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "few.jsonl", DOCUMENTS[:20])
     options = [
         *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop", "--checkpoint.last_save_in_hf"),

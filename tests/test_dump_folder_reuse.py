@@ -1,4 +1,4 @@
-"""Another run in a used folder begins files of its own; one that is started again continues its files."""
+"""Reuse of a dump folder: another run renames the files of the previous one, a resumed run appends to its files."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ ON = ("--checkpoint.interval", "1000", "--metrics.enable_tensorboard", "--traini
 
 
 def events(file: Path) -> list[int | str]:
-    """Steps that were logged, and "start"."""
+    """Return the logged steps and the names of events, such as "start"."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return [line.get("event", line["step"]) for line in lines]
 
@@ -23,30 +23,30 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"test.toml", "rank-0.log", "checkpoint"}
 
 
-def of_run(number: int | None) -> set[str]:
+def names_of_run(number: int | None) -> set[str]:
     return {f"{name}{f'.{number}' if number else ''}" for name in ("config.toml", "metrics.jsonl", "tensorboard")}
 
 
-def test_each_run_in_a_folder_has_files_of_its_own(tmp_path: Path) -> None:
+def test_each_run_in_a_folder_has_its_own_files(tmp_path: Path) -> None:
     finish(tmp_path, *OFF, "3", "--training.seed", "7", ranks=1)
     first = (tmp_path / "metrics.jsonl").read_bytes()
     (events_file,) = (tmp_path / "tensorboard").iterdir()
     shown = events_file.read_bytes()
-    output = finish(tmp_path, *OFF, "2", ranks=1)  # another one without checkpoints
+    output = finish(tmp_path, *OFF, "2", ranks=1)  # another run without checkpoints
     assert "files of another run: config.toml, metrics.jsonl, tensorboard are renamed to end with .1" in output
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == first
     assert "seed = 7" in (tmp_path / "config.toml.1").read_text()
     assert [path.read_bytes() for path in (tmp_path / "tensorboard.1").iterdir()] == [shown]
     assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-    assert files(tmp_path) == of_run(None) | of_run(1)
+    assert files(tmp_path) == names_of_run(None) | names_of_run(1)
 
-    finish(tmp_path, *ON, "2", ranks=1)  # one with checkpoints, which is continued
+    finish(tmp_path, *ON, "2", ranks=1)  # a run with checkpoints, which is resumed
     finish(tmp_path, *ON, "4", ranks=1)
     assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2, "start", 3, 4]
-    assert files(tmp_path) == of_run(None) | of_run(1) | of_run(2)
+    assert files(tmp_path) == names_of_run(None) | names_of_run(1) | names_of_run(2)
 
-    finish(tmp_path, *OFF, "1", ranks=1)  # and is continued again, after another one
+    finish(tmp_path, *OFF, "1", ranks=1)  # it is resumed again after another run
     finish(tmp_path, *ON, "5", ranks=1)
     assert events(tmp_path / "metrics.jsonl.3") == ["start", 1, 2, "start", 3, 4]
     assert events(tmp_path / "metrics.jsonl.4") == ["start", 1]
@@ -57,7 +57,7 @@ def nan_in_step_3() -> Any:
     return patched_loss(lambda call, loss: loss * float("nan") if call > 2 * 4 else loss)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_is_the_same_run(tmp_path: Path) -> None:
+def test_run_that_ended_before_its_first_checkpoint_keeps_its_files(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, *ON, "4", "--faults.on_nonfinite", "stop", ranks=1, hook=nan_in_step_3)
     assert run.wait() == [2]
     finish(tmp_path, *ON, "4", ranks=1)
@@ -66,7 +66,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_the_same_run(tmp_path: 
 
 
 @pytest.mark.parametrize("resumed", [True, False])
-def test_files_that_name_no_run_are_those_of_a_run_that_resumes(tmp_path: Path, resumed: bool) -> None:
+def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, resumed: bool) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "start"}\n{"step": 1, "loss": 2.0}\n{"step": 2, "ev')
     (tmp_path / "wandb_id").write_text("abc")
     (tmp_path / "wandb_id.11").write_text("older")

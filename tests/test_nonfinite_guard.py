@@ -1,4 +1,4 @@
-"""Which steps are bad, and that a skipped update leaves no trace, whichever kernel makes it."""
+"""The guard against non-finite numbers and spikes: which steps are bad, and skipped updates of every optimizer."""
 
 import copy
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torchtrain.models.loss import TokenLoss
 from torchtrain.optimizers.groups import build_optimizer, update
 
 
-def _verdicts(faults: FaultsConfig, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
+def check_steps(faults: FaultsConfig, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
     events: list[Any] = []
     guard = NonFiniteGuard(
         faults,
@@ -33,11 +33,11 @@ def _verdicts(faults: FaultsConfig, losses: list[float], norms: list[float]) -> 
     return skipped, events
 
 
-def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
+def test_spikes_are_measured_against_the_window_of_preceding_steps(gloo: GlooPool) -> None:
     faults = FaultsConfig(spike_threshold=3.0, spike_window=4)
-    # Mean 2 and deviation 0.5 make a limit of 3.5. The value of a skipped step does not enter the window.
+    # A mean of 2 and a standard deviation of 0.5 give a limit of 3.5. A skipped step is not added to the window.
     losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 1.0]
-    (skipped, events), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6 + [9.0])
+    (skipped, events), *_ = gloo.run(1, check_steps, faults, losses, [1.0] * 6 + [9.0])
     assert skipped == [False, False, False, False, True, False, True]
     assert events == [(5, "bad_step_skip"), (7, "bad_step_skip")]
 
@@ -46,36 +46,38 @@ def test_spikes_stand_out_of_the_window_of_good_steps(gloo: GlooPool) -> None:
     ("loss", "norm"),
     [(3.6, 1.5), (1.5, 3.6), (3.6, 3.6), (float("nan"), 2.5), (2.5, float("inf")), (float("nan"), float("nan"))],
 )
-def test_the_numbers_of_skipped_steps_do_not_enter_the_window(gloo: GlooPool, loss: float, norm: float) -> None:
+def test_skipped_steps_are_not_added_to_the_window(gloo: GlooPool, loss: float, norm: float) -> None:
     faults = FaultsConfig(spike_threshold=3.0, spike_window=4, max_bad_steps=9)
-    # The limit of both is 3.5, as above; with a 3.6 in the window it would be 4.7, with a NaN there would be none.
+    # The limit of both is 3.5, as above. With a 3.6 in the window it would be 4.7; with a NaN there would be no limit.
     losses, norms = [1.5, 2.5, 1.5, 2.5, loss, loss, loss], [1.5, 2.5, 1.5, 2.5, norm, norm, norm]
-    (skipped, _), *_ = gloo.run(1, _verdicts, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
+    (skipped, _), *_ = gloo.run(1, check_steps, faults, [*losses, 3.6, 2.0, 3.4], [*norms, 2.0, 3.6, 3.4])
     assert skipped == [False] * 4 + [True] * 5 + [False]
 
 
 def test_no_spike_before_the_window_is_full_or_without_a_threshold(gloo: GlooPool) -> None:
     losses, norms = [1.0, 1.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]
-    assert gloo.run(1, _verdicts, FaultsConfig(spike_threshold=3.0, spike_window=4), losses, norms)[0] == (
+    assert gloo.run(1, check_steps, FaultsConfig(spike_threshold=3.0, spike_window=4), losses, norms)[0] == (
         [False] * 4,
         [],
     )
-    assert gloo.run(1, _verdicts, FaultsConfig(spike_window=2), losses, norms)[0] == ([False] * 4, [])
+    assert gloo.run(1, check_steps, FaultsConfig(spike_window=2), losses, norms)[0] == ([False] * 4, [])
 
 
-def test_one_good_step_starts_the_count_of_bad_ones_anew(gloo: GlooPool) -> None:
+def test_valid_step_resets_the_count_of_bad_steps(gloo: GlooPool) -> None:
     nan, faults = float("nan"), FaultsConfig(max_bad_steps=2)
     losses = [nan, nan, 1.0, nan, nan, 1.0]
-    (skipped, _), *_ = gloo.run(1, _verdicts, faults, losses, [1.0] * 6)
+    (skipped, _), *_ = gloo.run(1, check_steps, faults, losses, [1.0] * 6)
     assert skipped == [True, True, False, True, True, False]
     with pytest.raises(AssertionError, match=f"{FaultError.__name__}.*that is 3 in a row"):
-        gloo.run(1, _verdicts, faults, [nan] * 3, [1.0] * 3)
+        gloo.run(1, check_steps, faults, [nan] * 3, [1.0] * 3)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_skipped_update_leaves_no_trace(name: Any, implementation: Any, state_dtype: Any) -> None:
+def test_skipped_update_leaves_parameters_and_optimizer_state_unchanged(
+    name: Any, implementation: Any, state_dtype: Any
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
     optimizer = build_optimizer(
@@ -97,27 +99,27 @@ def test_a_skipped_update_leaves_no_trace(name: Any, implementation: Any, state_
     assert model.weight.isfinite().all()
 
 
-def _roll_back_again_and_again(steps: list[tuple[int, float]], settled: bool) -> None:
+def roll_back_three_times(steps: list[tuple[int, float]], wait: bool) -> None:
     faults = FaultsConfig(on_nonfinite="rollback", max_bad_steps=1)
     window = SpikeDetector(faults, torch.device("cpu"))
     guard = NonFiniteGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
     for _ in range(3):
         for step, loss in steps:
             guard.check(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
-        if settled:
+        if wait:
             guard.wait()
         assert guard.must_roll_back_before == 5
         guard.reset()
 
 
 @pytest.mark.parametrize(
-    ("steps", "settled"),
+    ("steps", "wait"),
     [
-        ([(4, 1.0), (5, float("nan"))], True),  # a good step that is made again
-        ([(5, float("nan")), (6, 1.0)], False),  # one under way when the news comes
-        ([(5, float("nan")), (6, 1.0)], True),  # the same, and a checkpoint of it is due
+        ([(4, 1.0), (5, float("nan"))], True),  # a valid step is repeated before the bad one
+        ([(5, float("nan")), (6, 1.0)], False),  # the next step is already running when the bad one is detected
+        ([(5, float("nan")), (6, 1.0)], True),  # the same, but the guard waits, as before a checkpoint
     ],
 )
-def test_rollbacks_that_do_not_get_past_a_step_are_counted(gloo: GlooPool, steps: Any, settled: bool) -> None:
+def test_repeated_rollbacks_before_one_step_are_an_error(gloo: GlooPool, steps: Any, wait: bool) -> None:
     with pytest.raises(AssertionError, match="that is 2 in a row"):
-        gloo.run(1, _roll_back_again_and_again, steps, settled)
+        gloo.run(1, roll_back_three_times, steps, wait)
