@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmark_muon import WAYS, make
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, train
-from test_exact_sums import assert_same_bits, config_with
+from test_exact_sums import assert_bitwise_identical, config_with
 from test_exact_sums import run as run_exact_sums
 from test_parallelism import LAYOUTS, MODELS, run
 from test_resume_on_other_layouts import SAVED, bytes_of_tensors, run_layout
@@ -68,7 +68,7 @@ def test_exact_sums_are_bitwise_identical_on_any_number_of_ranks(gloo: GlooPool)
     one = run_exact_sums(gloo, 1, config_with(**MUON))
     for ranks, replicas in ((3, 1), (4, 2)):
         config = config_with({"data_parallel_replicate_degree": replicas}, **MUON)
-        assert_same_bits(run_exact_sums(gloo, ranks, config), one)
+        assert_bitwise_identical(run_exact_sums(gloo, ranks, config), one)
 
 
 def test_resume_is_bitwise_identical_on_the_same_layout_and_close_on_others(gloo: GlooPool, tmp_path: Path) -> None:
