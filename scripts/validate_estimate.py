@@ -1,4 +1,4 @@
-"""Published runs beside what the planner says of them, and the efficiencies of the planner's clock fitted to them.
+"""Published runs beside what the planner says of them, and the efficiencies of the planner's cost_model fitted to them.
 
     python scripts/validate_estimate.py            # the table of docs/estimate.md
     python scripts/validate_estimate.py --fit      # fits anew, and prints what to write into planning/hardware.py
@@ -31,7 +31,7 @@ from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.operations import Operation
 from torchtrain.planning.simulation import simulate
-from torchtrain.planning.timing import Clock, replay
+from torchtrain.planning.timing import CostModel, replay
 
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
 
@@ -160,7 +160,7 @@ def trace(row: Row) -> Trace:
     degrees = resolve_parallel_dims(config.parallelism, row.ranks)
     shape = build_model_config(config.model, None, row.seq_len)
     with their_policies(row):
-        first, last = simulate(config, shape, degrees, 0, capability=(9, 0)).ledger.steps
+        first, last = simulate(config, shape, degrees, 0, capability=(9, 0)).recorder.steps
     reserved, first_step = (
         peak_reserved(allocations, expandable_segments=row.expandable) / GIB
         for allocations in (first.allocations + last.allocations, first.allocations)
@@ -169,12 +169,12 @@ def trace(row: Row) -> Trace:
 
 
 def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
-    clock = Clock(GPUS["h100-96"], efficiency, config_of(row))
-    seconds = replay({0: found.operations}, clock)[0].seconds
+    cost_model = CostModel(GPUS["h100-96"], efficiency, config_of(row))
+    seconds = replay({0: found.operations}, cost_model)[0].seconds
     return row.batch * row.seq_len / row.tensor / seconds
 
 
-FITTED = ("matrices", "float8", "attention", "memory")  # these runs hardly depend on the links
+FITTED = ("matmul", "float8", "attention", "memory")  # these runs hardly depend on the links
 LIMIT = 0.95  # of an efficiency
 PULL = 0.002  # a weak one to where it began keeps apart what the rows do not tell apart
 

@@ -30,13 +30,13 @@ from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.planning import search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
-from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import Operation, collective, moved_bytes
-from torchtrain.planning.representative_ranks import stand_in
-from torchtrain.planning.request import gpu_of, shape_of
+from torchtrain.planning.recorder import CATEGORIES, StepRecorder
+from torchtrain.planning.representative_ranks import derive_step
+from torchtrain.planning.request import resolve_gpu, resolve_model_config
 from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate, simulate_steps
-from torchtrain.planning.summary import Estimate, Figures, RankFigures, estimate
-from torchtrain.planning.timing import Clock
+from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
+from torchtrain.planning.timing import CostModel
 from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ def simulated(
 
 
 def estimate_of(config: JobConfig) -> Estimate:
-    return estimate(config, shape_of(config), gpu_of(config))
+    return estimate(config, resolve_model_config(config), resolve_gpu(config))
 
 
 def with_estimate(config: JobConfig, **options: Any) -> JobConfig:
@@ -74,13 +74,13 @@ def with_estimate(config: JobConfig, **options: Any) -> JobConfig:
 
 
 def flops(record: RankRecord, *phases: str) -> int:
-    return sum(o.flops for o in record.ledger.steps[-1].operations if not phases or o.phase in phases)
+    return sum(o.flops for o in record.recorder.steps[-1].operations if not phases or o.phase in phases)
 
 
 def traffic(record: RankRecord, axis: str) -> dict[str, tuple[int, int]]:
     """Number and bytes of the collectives on ``axis`` outside of the update, by operation."""
     found: dict[str, tuple[int, int]] = {}
-    for operation in record.ledger.steps[-1].operations:
+    for operation in record.recorder.steps[-1].operations:
         if operation.axis == axis and operation.phase != "update":
             count, size = found.get(operation.name, (0, 0))
             found[operation.name] = count + 1, size + operation.bytes
@@ -126,10 +126,10 @@ def test_segments_of_fixed_size_are_not_merged() -> None:
 
 def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """FLOPs and peaks of live bytes of two steps on real tensors."""
-    ledger = Ledger("cpu")
-    simulate_steps(config, build(config, shape), ledger, new_tokens=torch.zeros)
-    counts = [sum(o.flops for o in step.operations) for step in ledger.steps]
-    return counts, [sum(step.peak) for step in ledger.steps]
+    recorder = StepRecorder("cpu")
+    simulate_steps(config, build(config, shape), recorder, new_tokens=torch.zeros)
+    counts = [sum(o.flops for o in step.operations) for step in recorder.steps]
+    return counts, [sum(step.peak) for step in recorder.steps]
 
 
 @pytest.mark.parametrize(
@@ -156,31 +156,31 @@ def test_simulation_for_cpus_counts_what_a_real_run_does(
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
     found = gloo.run(ranks, train_with_ledger, config_of(**sections), DEEPER)
     for rank, (counts, peaks) in enumerate(found):
-        steps = simulated(ranks, rank=rank, capability=None, shape=DEEPER, **sections).ledger.steps
+        steps = simulated(ranks, rank=rank, capability=None, shape=DEEPER, **sections).recorder.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
 
 def test_averaged_weights_are_counted() -> None:
     plain, averaged = simulated(2), simulated(2, ema={"enable": True})
-    averaged_bytes = [step.kept["optimizer"] for step in averaged.ledger.steps]
-    plain_bytes = [step.kept["optimizer"] for step in plain.ledger.steps]
+    averaged_bytes = [step.live_at_end["optimizer"] for step in averaged.recorder.steps]
+    plain_bytes = [step.live_at_end["optimizer"] for step in plain.recorder.steps]
     assert [a - b for a, b in zip(averaged_bytes, plain_bytes, strict=True)] == [plain.parameter_bytes] * 2
     offloaded = simulated(2, ema={"enable": True, "offload": True})
-    assert offloaded.ledger.steps[-1].kept == plain.ledger.steps[-1].kept
+    assert offloaded.recorder.steps[-1].live_at_end == plain.recorder.steps[-1].live_at_end
 
 
 def test_flops_are_those_of_the_profiler() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(64, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
-    ledger = Ledger("cpu")
-    with ledger:
+    recorder = StepRecorder("cpu")
+    with recorder:
         (a @ b).sum().backward()
-    ledger.end_step()
+    recorder.end_step()
     with profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True) as profiler:
         (a @ b).sum().backward()
     by_profiler = sum(event.flops for event in profiler.key_averages() if event.key == "aten::mm")
-    assert sum(o.flops for o in ledger.steps[0].operations) == by_profiler == 3 * 2 * 64 * 32 * 48
+    assert sum(o.flops for o in recorder.steps[0].operations) == by_profiler == 3 * 2 * 64 * 32 * 48
 
 
 # Compared with closed forms
@@ -200,7 +200,7 @@ def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: 
     """The kernels compute half of all pairs, in forward and backward, on every rank."""
 
     def computed(record: RankRecord, *phases: str) -> float:
-        operations = record.ledger.steps[-1].operations
+        operations = record.recorder.steps[-1].operations
         return sum(o.flops * o.share for o in operations if "attention" in o.name and o.phase in phases)
 
     training = {"mixed_precision_param": dtype, "seq_len": 64}
@@ -241,7 +241,7 @@ def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
     assert counts["sharded"] == 2 * counts["unsharded"]  # two microbatches
     # Gradients kept between microbatches: full float32 gradients, or a quarter of them.
     kept = {
-        mode: max(moment.sizes[KINDS.index("gradients")] for moment in record.ledger.steps[-1].timeline)
+        mode: max(moment.sizes[CATEGORIES.index("gradients")] for moment in record.recorder.steps[-1].timeline)
         for mode, record in by_mode.items()
     }
     assert kept["unsharded"] > 2 * kept["sharded"]  # the gradients of one block are full at a time
@@ -249,7 +249,7 @@ def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
 
 def test_exact_sums_keep_eight_bytes_per_gradient_element() -> None:
     fast, exact = (simulated(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
-    kept = [max(m.sizes[KINDS.index("gradients")] for m in r.ledger.steps[-1].timeline) for r in (fast, exact)]
+    kept = [max(m.sizes[CATEGORIES.index("gradients")] for m in r.recorder.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
     # Summands are sent as they are, and added by the receiver.
     assert "alltoall_base" in traffic(exact, "shard")
@@ -287,10 +287,10 @@ def test_extension_over_identical_layers_and_microbatches_is_exact(
     training = {"local_batch_size": 2, "global_batch_size": 16}
     config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
     few = estimate(config, shape, GPUS["h100-80"])
-    monkeypatch.setattr(summary, "MICROBATCHES", 100)
+    monkeypatch.setattr(summary, "MAX_MICROBATCHES", 100)
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
-    assert few.figures.flops_by_phase == full.figures.flops_by_phase
-    assert few.figures.collectives == full.figures.collectives
+    assert few.costs.flops_by_phase == full.costs.flops_by_phase
+    assert few.costs.collectives == full.costs.collectives
     # The tokens and labels of the step are on the device, except those of the microbatch that is not simulated.
     left_out = 2 * config.training.local_batch_size * config.training.seq_len * 8 / GIB
     for one, other in zip(few.ranks, full.ranks, strict=True):
@@ -321,8 +321,8 @@ def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
     monkeypatch.setattr(summary, "simulate", lambda *args, **_: records[args[3]])
     few = estimate(with_estimate(config, all_layers=True, search=True), shape, GPUS["h100-80"])
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
-    second, third = (record.ledger.steps[-1] for record in full.records[1:3])
-    represented = stand_in(second, 1, 2, full.records[1].orders[2], (0, 2, 4, 6))
+    second, third = (record.recorder.steps[-1] for record in full.records[1:3])
+    represented = derive_step(second, 1, 2, full.records[1].pipeline_actions[2], (0, 2, 4, 6))
     assert [o.name for o in second.operations] != [o.name for o in third.operations]  # in another order
     assert without_module(represented.operations) == without_module(third.operations)
     assert represented.microbatches == third.microbatches
@@ -348,7 +348,7 @@ def test_all_layers_are_simulated_if_they_differ(monkeypatch: pytest.MonkeyPatch
     few, full = (
         estimate(with_estimate(config, all_layers=all_layers), DEEPER, GPUS["h100-80"]) for all_layers in (False, True)
     )
-    assert few.figures == full.figures
+    assert few.costs == full.costs
 
 
 # Bytes that an operation moves
@@ -366,11 +366,11 @@ def test_moved_bytes_of_operations() -> None:
 
 
 def test_allocations_and_views_are_not_operations() -> None:
-    ledger = Ledger("cpu")
-    with ledger:
+    recorder = StepRecorder("cpu")
+    with recorder:
         torch.empty(4, 4).view(16)
         torch.ops.aten._unsafe_view(torch.empty(4, 4), [16])
-    assert ledger.record.operations == []
+    assert recorder.record.operations == []
 
 
 def test_waiting_for_a_collective_is_not_a_collective() -> None:
@@ -380,7 +380,7 @@ def test_waiting_for_a_collective_is_not_a_collective() -> None:
 
 def test_norms_are_computed_correctly_after_a_simulation() -> None:
     """A simulation makes the CPU claim to have the GPU's kernel."""
-    names = [o.name for o in simulated(2).ledger.steps[-1].operations]
+    names = [o.name for o in simulated(2).recorder.steps[-1].operations]
     assert names.count("_fused_rms_norm") == names.count("_fused_rms_norm_backward") == 2 * SHAPE.n_layers + 1
     x = torch.randn(2, 8)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -390,7 +390,7 @@ def test_norms_are_computed_correctly_after_a_simulation() -> None:
 def test_compiled_blocks_save_less_memory_and_compute_as_much() -> None:
     eager, compiled = simulated(2), simulated(2, compile={"enable": True})
     assert flops(compiled, "forward", "loss") == flops(eager, "forward", "loss")
-    assert sum(compiled.ledger.steps[-1].peak) < sum(eager.ledger.steps[-1].peak)
+    assert sum(compiled.recorder.steps[-1].peak) < sum(eager.recorder.steps[-1].peak)
 
 
 def test_compiled_blocks_are_recomputed_under_tensor_parallelism() -> None:
@@ -403,12 +403,12 @@ def test_compiled_blocks_are_recomputed_under_tensor_parallelism() -> None:
 def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
     record = simulated(2, **options, activation_checkpoint={"mode": "selective"})
-    repeated = Counter(o.name for o in record.ledger.steps[-1].operations if o.axis and o.phase == "recompute")
+    repeated = Counter(o.name for o in record.recorder.steps[-1].operations if o.axis and o.phase == "recompute")
     assert repeated == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
 
 
 def test_muon_states_take_half_of_adamw_states_for_matrices() -> None:
-    kept = simulated(2, optimizer={"name": "muon"}).ledger.steps[-1].kept
+    kept = simulated(2, optimizer={"name": "muon"}).recorder.steps[-1].live_at_end
     elements = kept["parameters"] // 4
     matrices = elements - SHAPE.vocab_size * SHAPE.dim - SHAPE.dim * (2 * SHAPE.n_layers + 1) // 2
     assert kept["optimizer"] == pytest.approx(
@@ -417,29 +417,29 @@ def test_muon_states_take_half_of_adamw_states_for_matrices() -> None:
 
 
 def test_offloaded_states_take_no_gpu_memory() -> None:
-    offloaded = simulated(2, shape=DEEPER, training={"enable_cpu_offload": True}).ledger.steps[-1]
-    plain = simulated(2, shape=DEEPER).ledger.steps[-1]
-    assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
-    assert plain.kept["optimizer"] == pytest.approx(2 * plain.kept["parameters"], rel=0.01)
+    offloaded = simulated(2, shape=DEEPER, training={"enable_cpu_offload": True}).recorder.steps[-1]
+    plain = simulated(2, shape=DEEPER).recorder.steps[-1]
+    assert offloaded.live_at_end["parameters"] == offloaded.live_at_end["optimizer"] == 0
+    assert plain.live_at_end["optimizer"] == pytest.approx(2 * plain.live_at_end["parameters"], rel=0.01)
 
 
 def test_float8_scales_need_one_all_reduce() -> None:
     pytest.importorskip("torchao")
-    step = simulated(2, float8={"recipe": "tensorwise"}).ledger.steps[-1]
+    step = simulated(2, float8={"recipe": "tensorwise"}).recorder.steps[-1]
     reductions = [o.phase for o in step.operations if o.name == "all_reduce" and o.axis == "shard"]
     assert reductions == ["update"]
 
 
 def test_gradients_are_freed_at_the_end_of_a_step() -> None:
-    first, second = simulated(2).ledger.steps
-    assert first.kept["gradients"] == second.kept["gradients"] == 0
-    assert second.timeline[0].sizes == tuple(first.kept[kind] for kind in KINDS)
+    first, second = simulated(2).recorder.steps
+    assert first.live_at_end["gradients"] == second.live_at_end["gradients"] == 0
+    assert second.timeline[0].sizes == tuple(first.live_at_end[kind] for kind in CATEGORIES)
 
 
 def test_only_real_cpus_pad_shards() -> None:
     def padded(capability: Any) -> set[str]:
         # A norm's 64 elements are not divisible by 3.
-        return {o.name for o in simulated(3, capability=capability).ledger.steps[-1].operations if "pad" in o.name}
+        return {o.name for o in simulated(3, capability=capability).recorder.steps[-1].operations if "pad" in o.name}
 
     assert padded(None) == {"constant_pad_nd"}
     assert padded((9, 0)) == set()
@@ -451,8 +451,10 @@ def test_simulations_in_one_process_are_independent(sections: dict[str, Any]) ->
 
     def operations_and_peak(ranks: int, tensor: int) -> tuple[Any, ...]:
         parallelism = {"tensor_parallel_degree": tensor}
-        ledger = simulated(ranks, simulate=simulate, parallelism=parallelism, **sections).ledger
-        return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in ledger.steps[-1].operations], ledger.steps[-1].peak
+        recorder = simulated(ranks, simulate=simulate, parallelism=parallelism, **sections).recorder
+        return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in recorder.steps[-1].operations], recorder.steps[
+            -1
+        ].peak
 
     first = operations_and_peak(4, 2)
     assert operations_and_peak(8, 4) != first
@@ -503,11 +505,11 @@ def test_json_output_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_missing_tokenizer_leaves_the_vocabulary_size_of_the_flavor() -> None:
     config = from_file(str(ROOT / "train_configs/llama3_8b.toml"))
-    assert shape_of(config).vocab_size == 128256
-    assert shape_of(JobConfig()).vocab_size == load_tokenizer("").vocab_size
+    assert resolve_model_config(config).vocab_size == 128256
+    assert resolve_model_config(JobConfig()).vocab_size == load_tokenizer("").vocab_size
 
 
-@pytest.mark.parametrize("build", [Trainer, shape_of])
+@pytest.mark.parametrize("build", [Trainer, resolve_model_config])
 def test_document_mask_needs_a_tokenizer_with_a_token_that_begins_a_document(build: Callable[[JobConfig], Any]) -> None:
     tokenizer = load_tokenizer("")
     tokenizer.bos_id = None
@@ -520,7 +522,7 @@ def test_document_mask_needs_a_tokenizer_with_a_token_that_begins_a_document(bui
         build(config)
 
 
-HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens a second and GPU")
+HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]+) tokens per second per GPU")
 
 
 CONFIGS = pytest.mark.parametrize(
@@ -565,7 +567,10 @@ def test_estimate_in_the_head_of_a_config_is_current(path: Path) -> None:
         (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
         (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "choice of the compiler"),
         (["--estimate.world_size", "96", "--data.name", "org/texts"], "96 data-parallel ranks must divide that"),
-        (["--estimate.world_size", "8", "--estimate.search", "--estimate.json"], "estimate.search looks for one"),
+        (
+            ["--estimate.world_size", "8", "--estimate.search", "--estimate.json"],
+            "cannot be combined with estimate.search",
+        ),
     ],
 )
 def test_estimate_rejects_what_the_trainer_rejects(
@@ -587,7 +592,7 @@ def test_rejected_search_leaves_no_files(
 def test_layout_of_the_search_is_accepted_by_the_trainer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SECONDS", 4)
+    monkeypatch.setattr(search, "CPU_SECONDS", 4)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
     assert command.main([*argv, "--estimate.output", str(best)]) == 0
@@ -606,7 +611,7 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
 def test_search_starts_from_a_config_that_the_trainer_rejects(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SECONDS", 0)
+    monkeypatch.setattr(search, "CPU_SECONDS", 0)
     argv = [*OPTIONS, "--estimate.world_size", "4", "--estimate.search", "--estimate.output", str(tmp_path / "best")]
     assert command.main([*argv, "--training.local_batch_size", "8", "--training.global_batch_size", "4"]) == 0
     training = parse(["--job.config_file", str(tmp_path / "best")]).training
@@ -643,7 +648,7 @@ def test_unwritable_outputs_are_rejected_before_the_simulation(
 def test_result_is_printed_before_a_full_disk_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SECONDS", 0)
+    monkeypatch.setattr(search, "CPU_SECONDS", 0)
     (tmp_path / "full.png").symlink_to("/dev/full")
     argv = [*OPTIONS, "--estimate.world_size", "1"]
     for options in (
@@ -652,7 +657,7 @@ def test_result_is_printed_before_a_full_disk_is_reported(
     ):
         assert command.main([*argv, *options]) == 2
         output = capsys.readouterr()
-        assert "of which may fit" in output.out or "tokens a second and GPU" in output.out
+        assert "of which may fit" in output.out or "tokens per second per GPU" in output.out
         assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in output.err
         assert "Traceback" not in output.err
 
@@ -660,14 +665,12 @@ def test_result_is_printed_before_a_full_disk_is_reported(
 def test_search_without_time_simulates_only_the_given_layout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "SECONDS", 0)
+    monkeypatch.setattr(search, "CPU_SECONDS", 0)
     own = ["--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"]
     output = ["--estimate.output", str(tmp_path / "best.toml")]
     assert command.main([*OPTIONS, *own, *output, "--estimate.world_size", "4", "--estimate.search"]) == 0
     out = capsys.readouterr().out
-    match = re.search(
-        r"(\d+) of which may fit; 1 rehearsed in (\d+) s of CPU time, 1 of them fit; (\d+) passed over", out
-    )
+    match = re.search(r"of which (\d+) may fit; 1 simulated in (\d+) s of CPU time, 1 of them fit; (\d+) skipped", out)
     assert match
     assert int(match[2]) > 0
     assert int(match[3]) == int(match[1]) - 1  # all but the given layout
@@ -677,16 +680,16 @@ def test_search_without_time_simulates_only_the_given_layout(
 
 def test_durations_are_those_of_closed_forms() -> None:
     e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
-    clock = Clock(GPUS["h100-80"], e, JobConfig())
+    cost_model = CostModel(GPUS["h100-80"], e, JobConfig())
     product = Operation("mm", "forward", "", flops=10**12, dtype=torch.bfloat16)
     for operation, seconds in (
-        (product, 1e12 / 989e12 / e.matrices),
+        (product, 1e12 / 989e12 / e.matmul),
         (replace(product, dtype=torch.float8_e4m3fn), 1e12 / 1979e12 / e.float8),
-        (replace(product, dtype=torch.float32), 1e12 / 67e12 / e.matrices),
+        (replace(product, dtype=torch.float32), 1e12 / 67e12 / e.matmul),
         (replace(product, name="flash_attention", share=0.5), 0.5e12 / 989e12 / e.attention),
         (Operation("add", "forward", "", bytes=10**9), 1e9 / 3.35e12 / e.memory),
     ):
-        assert clock.compute(operation) == pytest.approx(seconds)
+        assert cost_model.compute(operation) == pytest.approx(seconds)
     near, far = 450e9 * e.link, 50e9 * e.network
     for name, ranks, peer, seconds in (
         ("allgather_base", range(8), None, 7e9 / near),
@@ -696,15 +699,15 @@ def test_durations_are_those_of_closed_forms() -> None:
         ("send", (0, 8), 8, 8e9 / far),
     ):
         sent = Operation(name, "forward", "", bytes=8 * 10**9, axis="shard", ranks=tuple(ranks), peer=peer)
-        assert clock.communicate(sent) == pytest.approx(seconds)
+        assert cost_model.communicate(sent) == pytest.approx(seconds)
 
 
 def test_estimate_follows_from_step_time_and_peak_memory() -> None:
     key = ("forward", "")
-    small = RankFigures(0, 0.0, 0.0, 0.0, [{key: (1.0,) * 6}] * 2, {0: {key: 6.0}})
+    small = RankMemory(0, 0.0, 0.0, 0.0, [{key: (1.0,) * 6}] * 2, {0: {key: 6.0}})
     streams = {0: {key: 50.0 * GIB}, 1: {key: 8.0 * GIB}}
-    large = replace(small, rank=1, by_stream=streams, scattered=2.0 * GIB)
-    figures = Figures([large, small], [], {}, {"step": 0.5})
+    large = replace(small, rank=1, by_stream=streams, fragmentation=2.0 * GIB)
+    figures = StepCosts([large, small], [], {}, {"step": 0.5})
     found = Estimate(GPUS["h100-80"], ParallelDims(shard=4), figures, 4000, 172_800, 10**9, [])
     assert found.tokens_per_second_per_gpu == 2000
     assert found.mfu == pytest.approx(1e9 * 2000 / 989e12)

@@ -36,7 +36,7 @@ from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
 from torchtrain.models.model_config import build_model_config, resolve_model_section
-from torchtrain.planning.request import shape_of
+from torchtrain.planning.request import resolve_model_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -178,7 +178,7 @@ def test_an_estimate_needs_no_tokenizer_in_the_folder(tmp_path: Path) -> None:
     config |= {"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = parse(["--model.hf_folder", str(tmp_path)])
-    assert shape_of(replace(given, model=resolve_model_section(given.model))).vocab_size == 512
+    assert resolve_model_config(replace(given, model=resolve_model_section(given.model))).vocab_size == 512
 
 
 def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:

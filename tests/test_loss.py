@@ -19,8 +19,8 @@ from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss.output_loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.planning.instrument import following
-from torchtrain.planning.ledger import Ledger
+from torchtrain.planning.instrument import instrument
+from torchtrain.planning.recorder import StepRecorder
 
 VOCAB, DIM = 96, 16
 
@@ -77,10 +77,10 @@ def test_z_loss_does_not_increase_peak_memory(tokens: int, dtype: torch.dtype) -
     labels = torch.randint(VOCAB, (4, 200))
     peaks = []
     for z_weight in (0.0, 1e-4):
-        with following(Ledger("cpu")) as ledger:
+        with instrument(StepRecorder("cpu")) as recorder:
             loss_and_gradients(OutputLoss(tokens, z_weight=z_weight), hidden, output, labels)
-            ledger.end_step()
-        peaks.append(sum(ledger.steps[0].peak))
+            recorder.end_step()
+        peaks.append(sum(recorder.steps[0].peak))
     assert peaks[0] > 0
     assert peaks[1] <= peaks[0]
 

@@ -1,7 +1,7 @@
-"""What a run needs and how fast it goes, before a GPU is paid for: ``python -m torchtrain.estimate ...``.
+"""Estimate the memory and speed of a training run without a GPU: ``python -m torchtrain.estimate ...``.
 
-Takes every option of the trainer; its own are under "estimate". Needs no GPU, no compiler, no data, and no tokenizer:
-without its file the vocabulary is the flavor's.
+The command accepts every option of the trainer; its own options are in the section "estimate". It needs no GPU,
+compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size is that of the model flavor.
 """
 
 import json
@@ -19,45 +19,49 @@ from torchtrain.files import require_file, require_picture, writing
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Print the estimate; returns the exit code of the process."""
+    """Print the estimate, and return the exit code of the process."""
     return run(parse(argv, "torchtrain.estimate", __doc__))
 
 
 def run(config: JobConfig) -> int:
-    """Estimate the run of ``config``, or look for a better layout of it."""
+    """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
     from torchtrain.models.model_config import resolve_model_section
-    from torchtrain.planning.report import draw, table
-    from torchtrain.planning.request import gpu_of, shape_of
+    from torchtrain.planning.report import draw_memory, format_estimate
+    from torchtrain.planning.request import resolve_gpu, resolve_model_config
     from torchtrain.planning.summary import estimate
 
     config, options = replace(config, model=resolve_model_section(config.model)), config.estimate
     if options.search:
-        return find_layout(config)
+        return run_search(config)
     if options.picture:
         require_picture(options.picture, "estimate.picture")
-    found = estimate(config, shape_of(config), gpu_of(config))
-    sys.stdout.write((json.dumps(found.as_dict(), indent=1) if options.json else table(found)) + "\n")
+    result = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    sys.stdout.write((json.dumps(result.as_dict(), indent=1) if options.json else format_estimate(result)) + "\n")
     if options.picture:
         with writing(options.picture, "estimate.picture"):
-            draw(found, options.picture)
+            draw_memory(result, options.picture)
     return 0
 
 
-def find_layout(config: JobConfig) -> int:
-    """Print the ten best layouts, and write the best as a TOML file; returns 0."""
+def run_search(config: JobConfig) -> int:
+    """Print the ten fastest layouts that fit, write the fastest to a TOML file, and return 0.
+
+    Raises:
+        ConfigError: an option does not go with a search, or no layout fits.
+    """
     from torchtrain.planning import search
 
     if config.estimate.json or config.estimate.picture:
         raise ConfigError(
-            "estimate.json and estimate.picture are of one layout, and estimate.search looks for one: give what it "
-            "writes to another estimate"
+            "estimate.json and estimate.picture describe one layout, so they cannot be combined with estimate.search; "
+            "run the search first, then estimate the layout that it writes"
         )
     path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
     table, best = search.search(config, lambda: require_file(path, "estimate.output"))
     sys.stdout.write(table + "\n")
     with writing(path, "estimate.output"):
         Path(path).write_text(to_toml(best), encoding="utf-8")
-    sys.stdout.write(f"the first of them, as a config for the trainer: {path}\n")
+    sys.stdout.write(f"wrote the first layout as a config for the trainer: {path}\n")
     return 0
 
 

@@ -17,9 +17,9 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.planning import simulation
 from torchtrain.planning.hardware import GPUS
-from torchtrain.planning.ledger import KINDS, Ledger
 from torchtrain.planning.operations import VIEWS, collective, tensors_in
-from torchtrain.planning.request import refuse
+from torchtrain.planning.recorder import CATEGORIES, StepRecorder
+from torchtrain.planning.request import validate_layout
 from torchtrain.planning.simulation import representative_ranks, simulate
 
 GPU = GPUS["h100-80"]
@@ -31,7 +31,7 @@ HOST_WORK = {
 }
 
 
-class SynchronizationLedger(Ledger):
+class SynchronizationRecorder(StepRecorder):
     """Also records, by phase, synchronizations of the host with the device, and operations on other devices."""
 
     def __init__(self, device_type: str, **options: Any):
@@ -45,8 +45,8 @@ class SynchronizationLedger(Ledger):
             self.readbacks.append(f"item in {self.phase}")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        super()._note(func, args, kwargs, out)
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        super()._record(func, args, kwargs, out)
         found = collective(func, args, out)
         if found is not None and "reduce" in found[0]:
             summands = tensors_in(args)[-1]  # after the output, where it is an argument
@@ -135,7 +135,7 @@ def run(
     try:
         config = config_of({**options, "estimate.world_size": world_size})
         model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
-        degrees = refuse(config, model, GPU)
+        degrees = validate_layout(config, model, GPU)
     except ConfigError as error:
         if not allow_config_error:
             raise
@@ -144,7 +144,7 @@ def run(
     ranks = sorted({*representative_ranks(degrees), *([last] if compare else ())})
     with (
         fault(),
-        patch.object(simulation, "Ledger", SynchronizationLedger),
+        patch.object(simulation, "StepRecorder", SynchronizationRecorder),
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
         records = {
@@ -161,17 +161,17 @@ def run(
         }
     seen = []
     for rank, record in records.items():
-        step = record.ledger.steps[-1]
+        step = record.recorder.steps[-1]
         collectives = Counter((o.axis, o.name, o.bytes) for o in step.operations if o.axis)
         flops = sum(o.flops for o in step.operations)
         recomputed = sum(o.flops for o in step.operations if o.phase == "recompute")
-        ledger, peak = record.ledger, dict(zip(KINDS, step.peak, strict=True))
-        assert isinstance(ledger, SynchronizationLedger)
+        recorder, peak = record.recorder, dict(zip(CATEGORIES, step.peak, strict=True))
+        assert isinstance(recorder, SynchronizationRecorder)
         attention = {o.name for o in step.operations if "attention" in o.name}
-        noted = ledger.readbacks, ledger.others, attention, ledger.reductions
+        noted = recorder.readbacks, recorder.others, attention, recorder.reductions
         seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted))
     operations = {
-        rank: [o for step in record.ledger.steps for o in step.operations] for rank, record in records.items()
+        rank: [o for step in record.recorder.steps for o in step.operations] for rank, record in records.items()
     }
     found = disagreements(operations)
     if compare:

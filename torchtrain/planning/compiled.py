@@ -1,7 +1,8 @@
-"""In place of Inductor: the graphs that it would get, run operation by operation as it would have fused them.
+"""Simulation of ``torch.compile``: runs the graphs that Inductor would compile, and records the kernels it would fuse.
 
-Graphs, what the partitioner keeps for backward, and decompositions are those of ``torch.compile``. Inductor writes to
-memory what a matrix product, attention, a collective or another graph takes; all between is fused into its readers.
+Graph capture, decompositions and the partitioner's choice of saved activations are those of ``torch.compile``. The
+simulation assumes that Inductor writes to memory only the inputs of matrix products, attention, collectives and other
+graphs, and fuses all other operations into the kernels that read their results.
 """
 
 import warnings
@@ -16,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from torchtrain.models.document_mask import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
-from torchtrain.planning.ledger import Ledger
-from torchtrain.planning.operations import PRODUCTS, VIEWS, nbytes
+from torchtrain.planning.operations import MATMULS, VIEWS, nbytes
+from torchtrain.planning.recorder import StepRecorder
 from torchtrain.torch_internals import (
     aot_autograd,
     min_cut_rematerialization_partition,
@@ -26,89 +27,93 @@ from torchtrain.torch_internals import (
 )
 
 
-def is_opaque(node: fx.Node) -> bool:
-    """Not fused: what comes from a library or over the network."""
+def is_extern_kernel(node: fx.Node) -> bool:
+    """Whether ``node`` is a library call or a collective, which Inductor does not fuse."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OperatorBase):
         return False
     return (
-        getattr(target, "overloadpacket", None) in PRODUCTS
+        getattr(target, "overloadpacket", None) in MATMULS
         or getattr(target, "namespace", "") in ("_c10d_functional", "c10d", "higher_order")
         or "attention" in str(target)
         or (
+            # Inductor generates no kernels for complex tensors.
             not is_view(node) and getattr(node.meta.get("val"), "is_complex", bool)()
-        )  # Inductor has no kernels of these
+        )
     )
 
 
 def is_view(node: fx.Node) -> bool:
+    """Whether the result of ``node`` shares the storage of its input, or is an element of a tuple."""
     if getattr(node.target, "__name__", "") == "getitem":
         return True
     return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "overloadpacket", None) in VIEWS
 
 
-def base(node: fx.Node) -> fx.Node:
+def view_base(node: fx.Node) -> fx.Node:
+    """Return the node whose storage ``node`` is a view of, or ``node`` itself."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-class FusedRun(fx.Interpreter):
-    """Runs a graph; the ledger sees what is written."""
+class FusedInterpreter(fx.Interpreter):
+    """Interpreter that runs a graph and records its extern kernels and fused kernels in ``recorder``."""
 
-    def __init__(self, module: fx.GraphModule, ledger: Ledger):
+    def __init__(self, module: fx.GraphModule, recorder: StepRecorder):
         super().__init__(module)
-        self.ledger = ledger
-        self.written: set[fx.Node] = set()  # what lies in memory; of a view, what it is a view of
+        self.recorder = recorder
+        self.written: set[fx.Node] = set()  # nodes whose results are written to memory, without views
         for node in module.graph.nodes:
-            if node.op == "output" or is_opaque(node):
-                self.written |= {node, *map(base, node.all_input_nodes)}
-        self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # what lies in memory and a node is computed from
-        sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the same, or the node itself where it lies in memory
+            if node.op == "output" or is_extern_kernel(node):
+                self.written |= {node, *map(view_base, node.all_input_nodes)}
+        self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # the nodes in memory that a node is computed from
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the node itself if it is in memory, otherwise its reads
         for node in module.graph.nodes:
             self.reads[node] = frozenset().union(*(sources[n] for n in node.all_input_nodes))
             in_memory = node in self.written or node.op != "call_function"
             sources[node] = frozenset([node]) if in_memory else self.reads[node]
 
     def run_node(self, n: fx.Node) -> Any:
-        ledger = self.ledger
-        if n.op != "call_function" or is_opaque(n):
-            with self._of(n):
+        recorder = self.recorder
+        if n.op != "call_function" or is_extern_kernel(n):
+            with self._phase_of(n):
                 return super().run_node(n)
-        source = base(n)
+        source = view_base(n)
         if source.op == "call_function" and source not in self.written:
-            return None  # fused into what reads it: the shapes of what is written are known without it
-        with ledger.marking(paused=True):
-            result = like(n.meta["val"]) if source is n else super().run_node(n)
+            return None  # fused into its readers; the shapes of their results are known from the graph's metadata
+        with recorder.labeled(paused=True):
+            result = empty_like(n.meta["val"]) if source is n else super().run_node(n)
         if n in self.written:
-            with self._of(n):
-                ledger.wrote(result, sum(nbytes(source.meta.get("val")) for source in self.reads[n]))
+            with self._phase_of(n):
+                recorder.record_fused_kernel(result, sum(nbytes(source.meta.get("val")) for source in self.reads[n]))
         return result
 
-    def _of(self, node: fx.Node) -> AbstractContextManager[None]:
-        """In the backward's graph, mark what belongs to the forward as computed again."""
-        again = self.ledger.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
-        return self.ledger.marking(**({"part": "recompute"} if again else {}))
+    def _phase_of(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Label forward nodes in the backward graph as "recompute"."""
+        recomputed = self.recorder.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
+        return self.recorder.labeled(**({"phase_override": "recompute"} if recomputed else {}))
 
 
-def like(value: Any) -> Any:
+def empty_like(value: Any) -> Any:
+    """Return empty tensors with the shapes, strides, dtypes and devices of those in ``value``, a nested structure."""
     return tree_map_only(
         Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), value
     )
 
 
 @contextmanager
-def compiling_for(ledger: Ledger) -> Iterator[None]:
-    """Let ``torch.compile`` and ``Module.compile`` give what ``ledger`` can follow."""
+def simulated_inductor(recorder: StepRecorder) -> Iterator[None]:
+    """Patch ``torch.compile`` and ``Module.compile`` to use a backend that records its kernels in ``recorder``."""
 
     def compiler(module: fx.GraphModule, _: Any) -> Any:
-        run = FusedRun(module, ledger)
+        interpreter = FusedInterpreter(module, recorder)
 
         def boxed(arguments: list[Any]) -> Any:
             try:
-                return run.boxed_run(arguments)
+                return interpreter.boxed_run(arguments)
             finally:
-                run.env = {}  # or it would keep the results alive
+                interpreter.env = {}  # it would keep the results alive
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
@@ -120,25 +125,25 @@ def compiling_for(ledger: Ledger) -> Iterator[None]:
         decompositions=select_decomp_table(),
     )
 
-    def by_backend(original: Any) -> Any:
-        def run(target: Any, **options: Any) -> Any:
+    def with_backend(compile_function: Any) -> Any:
+        def compile_with_backend(target: Any, **options: Any) -> Any:
             options.pop("options", None)
-            # Not dynamic: the sizes of results must be known before they are computed.
-            return original(target, **{**options, "dynamic": False, "backend": backend})
+            # Static shapes, because the sizes of results must be known before they are computed.
+            return compile_function(target, **{**options, "dynamic": False, "backend": backend})
 
-        return run
+        return compile_with_backend
 
     torch._dynamo.reset()
     with (
         warnings.catch_warnings(),
-        # What one rehearsal sets is not for the next.
+        # Restores the budget that a simulated run sets, for the next simulation.
         torch._functorch.config.patch(activation_memory_budget=1.0),
-        patch.object(nn.Module, "compile", by_backend(nn.Module.compile)),
-        patch.object(torch, "compile", by_backend(torch.compile)),
+        patch.object(nn.Module, "compile", with_backend(nn.Module.compile)),
+        patch.object(torch, "compile", with_backend(torch.compile)),
     ):
-        # Dynamo looks at .grad of every tensor, and hides what torch says to that.
+        # Dynamo reads .grad of every tensor, which warns for non-leaf tensors.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
         yield
-    for made_once in (compiled_flex_attention, compiled_create_block_mask):
-        made_once.cache_clear()  # they would go on with this ledger
+    for cached in (compiled_flex_attention, compiled_create_block_mask):
+        cached.cache_clear()  # the cached functions would keep recording in this recorder
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What a ledger cannot see from operations: where in a step and a model they are, and what FSDP does with storages."""
+"""Instrumentation of a training step for ``StepRecorder``: phases, modules, FSDP events and pipeline actions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,91 +11,96 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchtrain.distributed.mesh import local
 from torchtrain.models.loss import OutputLoss
-from torchtrain.planning.ledger import Ledger
+from torchtrain.planning.recorder import StepRecorder
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
 from torchtrain.trainer import StepHook
 
 
-class LedgerHook(StepHook):
-    """Records in ``ledger`` where microbatches begin, and what belongs to the optimizer's update."""
+class RecorderHook(StepHook):
+    """Step hook that marks the beginning of each microbatch and of the optimizer's update in ``recorder``."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
 
     def before_microbatch(self, index: int) -> None:  # noqa: ARG002
-        self.ledger.record.microbatches.append(len(self.ledger.record.operations))
+        self.recorder.record.microbatches.append(len(self.recorder.record.operations))
 
     def after_backward(self) -> None:
-        self.ledger.part = "update"
+        self.recorder.phase_override = "update"
 
     def after_step(self, *_: Any) -> None:
-        self.ledger.part = "forward"
+        self.recorder.phase_override = ""
 
 
 @contextmanager
-def following(ledger: Ledger) -> Iterator[Ledger]:
-    """Tell ``ledger`` what it cannot see from operations: sizes of storages, FSDP's doings, DTensor's trial tensors."""
+def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
+    """Context manager that enters ``recorder`` and reports to it what operations do not show.
 
-    def at(
-        owner: type, name: str, see: Callable[..., None] = lambda *_: None, **values: Any
+    These are resized storages, FSDP events, pipeline actions, the loss, and the tensors that DTensor creates only to
+    infer shapes, which are not recorded. PyTorch has no hooks for them, so their methods are patched.
+    """
+
+    def observe(
+        owner: type, name: str, before: Callable[..., None] = lambda *_: None, **values: Any
     ) -> AbstractContextManager[Any]:
-        """Call ``see`` before each call of a method, with its arguments; in both the ledger has these ``values``."""
+        """Patch a method: call ``before`` with its arguments first, and set ``values`` on the recorder during both."""
         original = getattr(owner, name)
 
-        def run(*args: Any, **options: Any) -> Any:
-            with ledger.marking(**values):
-                see(*args)
+        def observed(*args: Any, **options: Any) -> Any:
+            with recorder.labeled(**values):
+                before(*args)
                 return original(*args, **options)
 
-        return patch.object(owner, name, run)
+        return patch.object(owner, name, observed)
 
-    def enter(group: FSDPParamGroup, *_: Any) -> None:
-        ledger.module = group._module_fqn or ""
+    def enter_module(group: FSDPParamGroup, *_: Any) -> None:
+        recorder.module = group._module_fqn or ""
 
-    def leave(*_: Any) -> None:
-        ledger.module = ""
+    def exit_module(*_: Any) -> None:
+        recorder.module = ""
 
-    def gather(group: FSDPParamGroup, *_: Any) -> None:
-        enter(group)
-        if ledger.offloaded and not (group.is_unsharded or group._all_gather_result):
-            ledger.crossed("copy_to_gpu", group)
+    def before_unshard(group: FSDPParamGroup, *_: Any) -> None:
+        enter_module(group)
+        if recorder.offloaded and not (group.is_unsharded or group._all_gather_result):
+            recorder.record_host_copy("copy_to_gpu", group)
 
-    def wait(group: FSDPParamGroup, *_: Any) -> None:
-        enter(group)
+    def before_wait(group: FSDPParamGroup, *_: Any) -> None:
+        enter_module(group)
         if group._all_gather_result is not None:
-            ledger.issue("wait")
+            recorder.record_operation("wait")
 
-    def after_backward(group: FSDPParamGroup, *args: Any) -> Any:
-        # What is added to on the host must be there; a first gradient is waited for at the step's end alone.
+    def observed_post_backward(group: FSDPParamGroup, *args: Any) -> Any:
+        # Accumulating on the host waits for the copy of the gradient. The copy of a first gradient is only waited for
+        # at the end of the step.
         waits = any(parameter.sharded_param.grad is not None for parameter in group.fsdp_params)
-        with ledger.marking(fsdp=True, kind="temporary", part="backward"):
-            reduce(group, *args)
-        if ledger.offloaded and group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp):
-            ledger.crossed("copy_to_host_and_wait" if waits else "copy_to_host", group)
-        ledger.adopt(group._partial_reduce_output, "gradients")  # of HSDP, between microbatches
+        with recorder.labeled(fsdp=True, category="temporary", phase_override="backward"):
+            post_backward(group, *args)
+        if recorder.offloaded and group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp):
+            recorder.record_host_copy("copy_to_host_and_wait" if waits else "copy_to_host", group)
+        recorder.categorize(group._partial_reduce_output, "gradients")  # HSDP keeps it between microbatches
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
-            ledger.adopt((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
+            recorder.categorize((parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)), "gradients")
             if parameter.sharded_param.grad is not None:
-                ledger.adopt(local(parameter.sharded_param.grad), "gradients")
+                recorder.categorize(local(parameter.sharded_param.grad), "gradients")
 
-    def chunk(name: str, stage: PipelineStage, number: int, *_: Any) -> None:
-        ledger.record.chunks[len(ledger.record.operations)] = name, stage.stage_index // stage.group_size, number
+    def begin_chunk(name: str, stage: PipelineStage, index: int, *_: Any) -> None:
+        recorder.record.chunks[len(recorder.record.operations)] = name, stage.stage_index // stage.group_size, index
 
-    reduce = FSDPParamGroup.post_backward
-    gathering = {"module": "", "fsdp": True, "kind": "gathered"}
+    post_backward = FSDPParamGroup.post_backward
+    unsharding = {"module": "", "fsdp": True, "category": "gathered"}
     with (
-        at(torch.UntypedStorage, "resize_", ledger.resized),
-        at(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused=True),
-        at(FSDPParamGroup, "unshard", gather, **gathering),
-        at(FSDPParamGroup, "wait_for_unshard", wait, **gathering),
-        patch.object(FSDPParamGroup, "post_backward", after_backward),
-        at(FSDPParamGroup, "pre_forward", enter),
-        at(FSDPParamGroup, "post_forward", leave),
-        at(FSDPParamGroup, "pre_backward", enter),
-        at(PipelineStage, "forward_one_chunk", partial(chunk, "FORWARD")),
-        at(PipelineStage, "backward_one_chunk", partial(chunk, "FULL_BACKWARD")),
-        at(OutputLoss, "__call__", part="loss"),
-        ledger,
+        observe(torch.UntypedStorage, "resize_", recorder.resize),
+        observe(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused=True),
+        observe(FSDPParamGroup, "unshard", before_unshard, **unsharding),
+        observe(FSDPParamGroup, "wait_for_unshard", before_wait, **unsharding),
+        patch.object(FSDPParamGroup, "post_backward", observed_post_backward),
+        observe(FSDPParamGroup, "pre_forward", enter_module),
+        observe(FSDPParamGroup, "post_forward", exit_module),
+        observe(FSDPParamGroup, "pre_backward", enter_module),
+        observe(PipelineStage, "forward_one_chunk", partial(begin_chunk, "FORWARD")),
+        observe(PipelineStage, "backward_one_chunk", partial(begin_chunk, "FULL_BACKWARD")),
+        observe(OutputLoss, "__call__", phase_override="loss"),
+        recorder,
     ):
-        yield ledger
+        yield recorder

@@ -1,4 +1,4 @@
-"""The operations of a step: what each computes, moves and sends, from its arguments."""
+"""Operations of a training step: FLOPs, bytes moved and bytes sent, computed from their arguments."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,25 +15,39 @@ aten = torch.ops.aten
 
 @dataclass
 class Operation:
-    """One operation of the device, or one collective, in the order in which the host issues them."""
+    """An operation on the device, or a collective.
+
+    Lists of operations are in the order in which the host issues them.
+    """
 
     name: str
     phase: str
+    """forward, loss, backward, recompute or update (``StepRecorder.phase``)."""
     module: str
-    flops: int = 0  # of matrix products and attention
-    dtype: torch.dtype = torch.float32  # that these are computed in
-    bytes: int = 0  # read and written in the device's memory; of a collective: that it has to send or receive in all
-    axis: str = ""  # of the mesh, for a collective
+    """Fully qualified name of the FSDP module that was running, or ""."""
+    flops: int = 0
+    """FLOPs of a matrix product or of attention; 0 for other operations."""
+    dtype: torch.dtype = torch.float32
+    """dtype in which the FLOPs are computed."""
+    bytes: int = 0
+    """Bytes read and written in the device's memory; for a collective, the bytes that ``collective`` returns."""
+    axis: str = ""
+    """For a collective, the name of the mesh axis."""
     ranks: tuple[int, ...] = ()
-    peer: int | None = None  # of a message
-    share: float = 1.0  # of the operations that a kernel computes: attention skips what is masked
-    fsdp: bool = False  # a collective of fully_shard, on a stream of its own
+    """For a collective, the global ranks of its group."""
+    peer: int | None = None
+    """For a send or receive, the global rank of the peer."""
+    share: float = 1.0
+    """Fraction of ``flops`` that the kernel computes, because attention skips masked blocks."""
+    fsdp: bool = False
+    """Whether it is a collective of fully_shard, which runs on a separate stream."""
 
 
 def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:
-    """Name, group and bytes of the collective ``func``, or None where it is none.
+    """Return name, process group and bytes of a collective, or None if ``func`` is not a collective.
 
-    Bytes are those of the whole: what an all-gather gives, what a reduction takes, what a send or receive moves.
+    The bytes are those of the output of an all-gather, of the input of a reduction, and of the tensor of a send or
+    receive.
     """
     namespace, name = func.namespace, func._opname
     if namespace == "c10d":
@@ -41,43 +55,43 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
             dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)
         )
         return name.strip("_"), group, max(nbytes(a) for a in args)
-    if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # not such as wait_tensor
+    if namespace == "_c10d_functional" and args and isinstance(args[-1], str):  # excludes wait_tensor
         group = _resolve_process_group(args[-1])
         return name, group, max((t.nbytes for t in tensors_in((args, outputs))), default=0)
     return None
 
 
 def flops_of(func: Any, name: str, args: tuple[Any, ...]) -> tuple[int, float]:
-    """FLOPs of a matrix product or attention, 0 of others; and the share of them that its kernel computes.
+    """Return the FLOPs of a matrix product or of attention (0 for others), and the fraction that its kernel computes.
 
-    Of attention: the two products over all pairs, forward, or the five of the backward. The share is that of a causal
-    mask, aligned with the last key, whatever else is masked.
+    Attention has two matrix products over all pairs of queries and keys in forward, and five in backward. The fraction
+    is that of a causal mask aligned with the last key; other masks are ignored.
     """
-    if getattr(func, "overloadpacket", None) in PRODUCTS:
+    if getattr(func, "overloadpacket", None) in MATMULS:
         return int(flop_registry[func.overloadpacket](*args)), 1.0
     if "attention" not in name:
         return 0, 1.0
     backward = "backward" in name
-    # The gradient comes before queries and keys, but for flex_attention.
+    # In backward, the gradient precedes queries and keys in the arguments, except for flex_attention.
     q, k = args[1:3] if backward and not name.startswith("flex") else args[:2]
     bs, heads, seq, dim = q.shape
     flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
     return flops, 1 - seq / (2 * k.shape[2])
 
 
-PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
-VIEWS = (aten._unsafe_view, aten._reshape_alias)  # which their schemas do not say
+MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+VIEWS = (aten._unsafe_view, aten._reshape_alias)  # views that have no alias annotation in their schemas
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 OVERWRITES = ("copy_", "fill_", "zero_")
 LOOKUPS = ("embedding", "gather", "index", "nll_loss_forward")
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Bytes of device memory that ``func`` reads and writes; an argument that it only overwrites is not read."""
+    """Bytes of device memory that ``func`` reads and writes. An argument that it only overwrites is not read."""
     name = func._opname
-    if name in LOOKUPS:  # of a table they read as much as they write
+    if name in LOOKUPS:  # they read as many bytes of the table as they write
         return 2 * nbytes(outputs)
-    if name == "all_gather_copy_in":  # into this rank's part of a buffer that is the second argument
+    if name == "all_gather_copy_in":  # copies into this rank's part of a buffer, which is the second argument
         return 2 * nbytes(args[0])
     moved = 0 if func._schema.is_mutable else nbytes(outputs)
     for i, argument in enumerate(func._schema.arguments):
@@ -88,9 +102,10 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Return the tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def nbytes(value: Any) -> int:
+    """Total bytes of the tensors in nested tuples, lists and dicts."""
     return sum(t.nbytes for t in tensors_in(value))

@@ -1,7 +1,7 @@
-"""Ranks in the middle of a pipeline, whose stages do what those of another rank do, in an order of their own.
+"""Middle ranks of a pipeline: simulate one of them, and derive the steps of the others by reordering its actions.
 
-The rank that is rehearsed in the place of others is the first of its kind: it has the most microbatches under way, so
-none of the others needs more memory.
+Middle ranks whose stages have the same numbers of layers run the same operations, in different orders. The first of
+them is simulated. It has the most microbatches in flight, so the others do not need more memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
-from torchtrain.planning.ledger import Action, StepRecord
 from torchtrain.planning.operations import Operation
+from torchtrain.planning.recorder import Action, StepRecord
 
-COMPUTES = ("FORWARD", "FULL_BACKWARD")
-# What is said to or heard from the rank of the next stage, or else of the stage before: (operation, next). Messages are
-# all alike: as actions they have 0 and 0.
+COMPUTATIONS = ("FORWARD", "FULL_BACKWARD")
+# The operation of each message, and whether its peer is the rank of the next stage (or of the previous one). All
+# messages have the same size, so as actions they have stage 0 and microbatch 0.
 MESSAGES = {
     "SEND_F": ("send", True),
     "RECV_F": ("recv", False),
@@ -23,10 +23,15 @@ MESSAGES = {
 }
 
 
-def first_of_each_kind(stages: Sequence[int], ranks: int, schedule: str) -> list[int]:
-    """For each rank of a pipeline, the one that is rehearsed in its place, or itself.
+def representative_pipeline_ranks(stages: Sequence[int], ranks: int, schedule: str) -> list[int]:
+    """Return, for each pipeline rank, the pipeline rank that is simulated in its place, which may be itself.
 
-    ``stages``: their numbers of layers. The ends have an embedding or an output, and so do not stand for others.
+    The first and the last rank are always simulated, because they have the embedding and the output layer.
+
+    Args:
+        stages: number of layers of each stage.
+        ranks: number of pipeline ranks.
+        schedule: name of the pipeline schedule. Ranks are only represented by others if its order is known.
     """
     firsts: dict[tuple[int, ...], int] = {}
     known = schedule in ("1F1B", "Interleaved1F1B")
@@ -36,56 +41,64 @@ def first_of_each_kind(stages: Sequence[int], ranks: int, schedule: str) -> list
     ]
 
 
-def orders_of(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequence[Action]]:
-    """By rank of the pipeline, what it does in one run of ``count`` microbatches."""
+def pipeline_actions(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequence[Action]]:
+    """Return the actions of each pipeline rank in one run of the schedule with ``count`` microbatches."""
     if pipeline is None:
         return {}
     ranks, table = pipeline.mesh.size(), getattr(pipeline.schedule, "pipeline_order_with_comms", None)
     if table is None:
-        return {rank: one_forward_one_backward(rank, ranks, count) for rank in range(ranks)}
+        return {rank: actions_1f1b(rank, ranks, count) for rank in range(ranks)}
     return {
         rank: [
             (name, 0, 0) if name in MESSAGES else (name, action.stage_index // ranks, action.microbatch_index)
             for action in actions
-            if (name := action.computation_type.name) in (*COMPUTES, *MESSAGES)
+            if (name := action.computation_type.name) in (*COMPUTATIONS, *MESSAGES)
         ]
         for rank, actions in table.items()
     }
 
 
-def one_forward_one_backward(rank: int, ranks: int, count: int) -> list[Action]:
-    """As ``Schedule1F1B`` does it on a rank that is at neither end, for ``count`` microbatches."""
-    ahead = min(count, ranks - rank)  # forwards before the first backward
-    found: list[Action] = []
-    for i in range(count + ahead):
-        if i >= ahead:
-            found += [("RECV_B", 0, 0), ("FULL_BACKWARD", 0, i - ahead), ("SEND_B", 0, 0)]
+def actions_1f1b(rank: int, ranks: int, count: int) -> list[Action]:
+    """Return the actions of a middle rank in ``Schedule1F1B``, which has no table, for ``count`` microbatches."""
+    warmup = min(count, ranks - rank)  # forwards before the first backward
+    actions: list[Action] = []
+    for i in range(count + warmup):
+        if i >= warmup:
+            actions += [("RECV_B", 0, 0), ("FULL_BACKWARD", 0, i - warmup), ("SEND_B", 0, 0)]
         if i < count:
-            found += [("RECV_F", 0, 0), ("FORWARD", 0, i), ("SEND_F", 0, 0)]
-    return found
+            actions += [("RECV_F", 0, 0), ("FORWARD", 0, i), ("SEND_F", 0, 0)]
+    return actions
 
 
-def stand_in(step: StepRecord, first: int, number: int, order: Sequence[Action], ranks: Sequence[int]) -> StepRecord:
-    """The operations of pipeline rank ``number``, from ``step`` of ``first``.
+def derive_step(
+    step: StepRecord, simulated: int, derived: int, actions: Sequence[Action], ranks: Sequence[int]
+) -> StepRecord:
+    """Derive the operations of one pipeline rank from the simulated step of another.
 
-    ``order``: what it does in a run. ``ranks``: of the pipeline, as numbered in the world.
+    Args:
+        step: record of the pipeline rank ``simulated``.
+        derived: the pipeline rank to derive.
+        actions: actions of ``derived`` in one run of the schedule.
+        ranks: global rank of each pipeline rank.
     """
-    shift = ranks[number] - ranks[first]
-    operations = [shifted(operation, shift) for operation in step.operations]
-    found = StepRecord(operations[: step.microbatches[0]])
+    shift = ranks[derived] - ranks[simulated]
+    operations = [shift_ranks(operation, shift) for operation in step.operations]
+    record = StepRecord(operations[: step.microbatches[0]])
     for start, stop in pairwise([*step.microbatches, len(operations)]):
-        found.microbatches.append(len(found.operations))
-        head, parts, tail = parts_of(operations, step.chunks, range(start, stop), ranks[number])
-        for part in (head, *(parts[action] for action in order), tail):
-            found.operations += part
-    return found
+        record.microbatches.append(len(record.operations))
+        before, by_action, after = split_by_action(operations, step.chunks, range(start, stop), ranks[derived])
+        record.operations += before
+        for action in actions:
+            record.operations += by_action[action]
+        record.operations += after
+    return record
 
 
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
 
 
-def shifted(operation: Operation, shift: int) -> Operation:
-    """``operation`` with ``shift`` added to its ranks, except in groups that span all stages."""
+def shift_ranks(operation: Operation, shift: int) -> Operation:
+    """Add ``shift`` to the ranks of ``operation``, unless its group spans all stages."""
     if operation.peer is not None:
         return replace(operation, peer=operation.peer + shift)
     if operation.axis in WITHIN_STAGE:
@@ -93,24 +106,31 @@ def shifted(operation: Operation, shift: int) -> Operation:
     return operation
 
 
-def parts_of(
-    operations: Sequence[Operation], chunks: Mapping[int, Action], run: range, own: int
+def split_by_action(
+    operations: Sequence[Operation], chunks: Mapping[int, Action], run: range, own_rank: int
 ) -> tuple[list[Operation], dict[Action, list[Operation]], list[Operation]]:
-    """The operations of one run of the schedule: before its first action, for each action, and after the last one."""
-    head: list[Operation] = []
-    tail: list[Operation] = []
-    parts: dict[Action, list[Operation]] = {}
-    directions = {meaning: name for name, meaning in MESSAGES.items()}
-    current = head
+    """Split one run of the schedule into the operations before its first action, of each action, and after the last.
+
+    Args:
+        operations: all operations of the step.
+        chunks: the computations of the pipeline, by the index in ``operations`` at which they begin.
+        run: indices in ``operations`` of this run.
+        own_rank: global rank whose operations these are.
+    """
+    before: list[Operation] = []
+    after: list[Operation] = []
+    by_action: dict[Action, list[Operation]] = {}
+    message_names = {meaning: name for name, meaning in MESSAGES.items()}
+    current = before
     for i in run:
         operation = operations[i]
         if i in chunks:
-            # What came since the last message, such as gathering parameters, belongs to this computation.
-            current = tail if current is tail else []
-            parts[chunks[i]], tail = current, []
+            # Operations since the last message, such as unsharding parameters, belong to this computation.
+            current = after if current is after else []
+            by_action[chunks[i]], after = current, []
         if operation.peer is not None:
-            parts[directions[operation.name, operation.peer > own], 0, 0] = [operation]
-            current = tail
+            by_action[message_names[operation.name, operation.peer > own_rank], 0, 0] = [operation]
+            current = after
         else:
             current.append(operation)
-    return head, parts, tail
+    return before, by_action, after

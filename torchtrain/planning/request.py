@@ -1,4 +1,4 @@
-"""What is asked of the planner: kind of GPU, model and layout; what the trainer would refuse is refused."""
+"""Resolve and validate a request to the planner: GPU, model, number of ranks and layout."""
 
 from dataclasses import replace
 from math import prod
@@ -16,18 +16,22 @@ from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_
 from torchtrain.planning.hardware import GPUS, Gpu
 
 
-def gpu_of(config: JobConfig) -> Gpu:
-    """The kind of GPU that ``config`` names, with numbers of one's own where it has some."""
-    gpu, own = GPUS[config.estimate.gpu], config.estimate
+def resolve_gpu(config: JobConfig) -> Gpu:
+    """Return the GPU named by ``estimate.gpu``, with the memory and network bandwidth that the config overrides."""
+    gpu, options = GPUS[config.estimate.gpu], config.estimate
     return replace(
         gpu,
-        memory_gib=own.memory_gib or gpu.memory_gib,
-        network_bytes=own.network_gigabits * 1e9 / 8 or gpu.network_bytes,
+        memory_gib=options.memory_gib or gpu.memory_gib,
+        network_bandwidth=options.network_gigabits * 1e9 / 8 or gpu.network_bandwidth,
     )
 
 
-def shape_of(config: JobConfig) -> TransformerConfig:
-    """With the tokenizer's vocabulary, if its file is here; ConfigError where it is not one for the config."""
+def resolve_model_config(config: JobConfig) -> TransformerConfig:
+    """Return the model's config, with the vocabulary size of the tokenizer if its file exists.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the config.
+    """
     path, tokenizer = config.model.tokenizer_path, None
     if tokenizer_file(path).is_file():
         tokenizer = load_tokenizer(path)
@@ -35,23 +39,31 @@ def shape_of(config: JobConfig) -> TransformerConfig:
     return build_model_config(config.model, tokenizer, config.training.seq_len)
 
 
-def world_size_of(config: JobConfig) -> int:
-    """``estimate.world_size``, or as many ranks as the degrees need."""
+def resolve_world_size(config: JobConfig) -> int:
+    """Return ``estimate.world_size``, or by default the product of the parallel degrees.
+
+    Raises:
+        ConfigError: neither is set.
+    """
     if config.estimate.world_size:
         return config.estimate.world_size
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree == -1:
         raise ConfigError(
-            "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 takes all ranks that the "
-            "others leave; say how many there are, such as --estimate.world_size 8"
+            "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 is derived from it; set "
+            "the number of ranks, for example --estimate.world_size 8"
         )
     return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
 
 
-def refuse(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> ParallelDims:
-    """The degrees; ConfigError for what the trainer would refuse on this GPU."""
-    degrees = resolve_parallel_dims(config.parallelism, world_size_of(config))
+def validate_layout(config: JobConfig, model_config: TransformerConfig, gpu: Gpu) -> ParallelDims:
+    """Return the parallel degrees of a layout that the trainer accepts on ``gpu``.
+
+    Raises:
+        ConfigError: the trainer would reject the layout on this GPU.
+    """
+    degrees = resolve_parallel_dims(config.parallelism, resolve_world_size(config))
     resolve_global_batch_size(config, degrees)
     with planned_for_gpu(gpu.capability):
-        check_layout(config, torch.device("cuda"), degrees, shape)
+        check_layout(config, torch.device("cuda"), degrees, model_config)
     return degrees

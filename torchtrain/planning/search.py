@@ -1,4 +1,4 @@
-"""Which layout of a run is the fastest that fits."""
+"""Search for the fastest layout of a training run that fits in memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK, plan_stages
 from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.report import ranking_table
-from torchtrain.planning.representative_ranks import first_of_each_kind
-from torchtrain.planning.request import gpu_of, refuse, shape_of, world_size_of
-from torchtrain.planning.summary import MICROBATCHES, estimate
+from torchtrain.planning.report import format_ranking
+from torchtrain.planning.representative_ranks import representative_pipeline_ranks
+from torchtrain.planning.request import resolve_gpu, resolve_model_config, resolve_world_size, validate_layout
+from torchtrain.planning.summary import MAX_MICROBATCHES, estimate
 
-BEST = 10  # layouts that are shown
-# The first guess of memory is a rough one: what it says is this far above the GPU's is tried all the same.
-ALLOWANCE = 1.15
-SECONDS = 80  # of CPU time to simulate for, up to 64 GPUs; five times as much beyond
+LAYOUTS_SHOWN = 10
+# The analytic estimate of memory is rough: layouts up to this factor above the GPU's memory are simulated.
+MEMORY_TOLERANCE = 1.15
+CPU_SECONDS = 80  # budget of CPU time for simulations up to 64 GPUs; five times as much beyond
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
@@ -31,62 +31,73 @@ RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
 
 
 def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, JobConfig]:
-    """A table of the ten best layouts, for people, and the first of them, without what was only asked of the planner.
+    """Simulate the most promising layouts of ``config``, and rank those that fit by tokens per second.
 
-    ``before_work`` is called once nothing is wrong with the config.
+    The candidates are sorted by ``analytic_estimate``. The layout of ``config`` itself is simulated first, so the
+    result is not slower than it.
+
+    Args:
+        config: the run to search a layout for; it keeps its global batch size.
+        before_work: called after validation and before the first simulation.
+
+    Returns:
+        A table of the ``LAYOUTS_SHOWN`` fastest layouts, and the config of the fastest with the default [estimate].
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: no layout is valid, or no simulated layout fits.
     """
-    gpu, shape, size = gpu_of(config), shape_of(config), world_size_of(config)
+    gpu, model_config, world_size = resolve_gpu(config), resolve_model_config(config), resolve_world_size(config)
     if config.training.global_batch_size == -1:
-        batch = resolve_global_batch_size(config, resolve_parallel_dims(config.parallelism, size))
+        batch = resolve_global_batch_size(config, resolve_parallel_dims(config.parallelism, world_size))
         config = replace(config, training=replace(config.training, global_batch_size=batch))
-    own, guesses = [], []
+    given, candidates = [], []
     with suppress(ConfigError):
-        degrees = refuse(config, shape, gpu)
-        own = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
-    for layout in layouts(config, shape):
+        degrees = validate_layout(config, model_config, gpu)
+        given = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
+    for layout in candidate_layouts(config, model_config):
         with suppress(ConfigError):
-            guesses.append((*analytic_estimate(layout, shape, refuse(layout, shape, gpu), gpu), layout))
-    if not (own or guesses):
-        refuse(config, shape, gpu)  # says what is wrong with all of them, as far as it is with this one
+            degrees = validate_layout(layout, model_config, gpu)
+            candidates.append((*analytic_estimate(layout, model_config, degrees, gpu), layout))
+    if not (given or candidates):
+        validate_layout(config, model_config, gpu)  # raises the error of the layout in the config
     before_work()
-    guesses.sort(key=lambda candidate: candidate[:2])
-    promising = [layout for _, memory_gib, layout in guesses if memory_gib <= gpu.memory_gib * ALLOWANCE]
-    tried, work, passed_over, began = [], 0, 0, time.process_time()
-    budget = SECONDS if size <= 64 else 5 * SECONDS
-    # First the config as it is: what is found is no slower.
-    for layout in own + [layout for layout in promising if layout not in own]:
-        spent, more = time.process_time() - began, forwards(layout, shape)
-        # What would take too long, pipelines of many microbatches, is passed over.
+    candidates.sort(key=lambda candidate: candidate[:2])
+    promising = [layout for _, memory_gib, layout in candidates if memory_gib <= gpu.memory_gib * MEMORY_TOLERANCE]
+    simulated, work, skipped, began = [], 0, 0, time.process_time()
+    budget = CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS
+    for layout in given + [layout for layout in promising if layout not in given]:
+        spent, more = time.process_time() - began, stage_forwards(layout, model_config)
+        # Skip layouts whose simulation would exceed the budget, such as pipelines with many microbatches.
         if work and spent + spent / work * more > budget:
-            passed_over += 1
+            skipped += 1
             continue
-        tried.append((layout, replace(estimate(layout, shape, gpu), records=())))  # which are large
+        simulated.append((layout, replace(estimate(layout, model_config, gpu), records=())))  # records are large
         work += more
-    fitting = [(layout, found) for layout, found in tried if found.fits]
-    best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:BEST]
+    fitting = [(layout, result) for layout, result in simulated if result.fits]
+    best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:LAYOUTS_SHOWN]
     if not best:
         raise ConfigError(
-            f"none of the {len(tried)} most promising of {len(guesses)} layouts of {size} GPUs fits in "
-            f"{gpu.memory_gib} GiB; take more GPUs, or training.enable_cpu_offload"
+            f"none of the {len(simulated)} most promising of {len(candidates)} layouts on {world_size} GPUs fits in "
+            f"{gpu.memory_gib} GiB; use more GPUs, or set training.enable_cpu_offload = true"
         )
     head = (
-        f"{len(guesses)} layouts, {len(promising)} of which may fit; {len(tried)} rehearsed in "
-        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {passed_over} passed over for "
-        "lack of time"
+        f"{len(candidates)} layouts, of which {len(promising)} may fit; {len(simulated)} simulated in "
+        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped for lack of "
+        "time"
     )
-    return f"{head}\n{ranking_table(best)}", replace(best[0][0], estimate=JobConfig().estimate)
+    return f"{head}\n{format_ranking(best)}", replace(best[0][0], estimate=JobConfig().estimate)
 
 
-def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
-    """Every layout that keeps the global batch: degrees, local batch, checkpointing, schedule, reshard."""
-    size, own = world_size_of(config), config.parallelism
+def candidate_layouts(config: JobConfig, model_config: TransformerConfig) -> Iterator[JobConfig]:
+    """Yield layouts with the global batch size of ``config``.
+
+    They vary the degrees of parallelism, local batch size, activation checkpointing, pipeline schedule and resharding.
+    """
+    size, parallelism = resolve_world_size(config), config.parallelism
     powers = [2**i for i in range(size.bit_length()) if size % 2**i == 0]
-    tensors = [n for n in powers if n <= config.estimate.gpus_per_node and shape.n_kv_heads % n == 0]
+    tensors = [n for n in powers if n <= config.estimate.gpus_per_node and model_config.n_kv_heads % n == 0]
     contexts = [n for n in powers if n == 1 or config.training.seq_len // n >= 8192]
-    pipelines = [n for n in powers if n <= shape.n_layers // 2]
+    pipelines = [n for n in powers if n <= model_config.n_layers // 2]
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if size % (tensor * context * pipeline):
             continue
@@ -94,7 +105,7 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
         for replicate in sorted({1, max(1, batch * tensor * context // config.estimate.gpus_per_node)}):
             if batch % replicate:
                 continue
-            schedules = SCHEDULES if pipeline > 1 else (own.pipeline_parallel_schedule,)
+            schedules = SCHEDULES if pipeline > 1 else (parallelism.pipeline_parallel_schedule,)
             reshards = RESHARD if pipeline == 1 and batch // replicate * context > 1 else RESHARD[:1]
             for local, mode, schedule, reshard in product(LOCAL_BATCHES, MODES, schedules, reshards):
                 yield replace(
@@ -102,7 +113,7 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
                     training=replace(config.training, local_batch_size=local),
                     activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
                     parallelism=replace(
-                        own,
+                        parallelism,
                         data_parallel_replicate_degree=replicate,
                         data_parallel_shard_degree=batch // replicate,
                         tensor_parallel_degree=tensor,
@@ -116,57 +127,61 @@ def layouts(config: JobConfig, shape: TransformerConfig) -> Iterator[JobConfig]:
 
 
 def analytic_estimate(
-    config: JobConfig, shape: TransformerConfig, degrees: ParallelDims, gpu: Gpu
+    config: JobConfig, model_config: TransformerConfig, degrees: ParallelDims, gpu: Gpu
 ) -> tuple[float, float]:
-    """Seconds of a step and GiB by closed forms, to know what to simulate first."""
+    """Estimate the seconds of a step and the GiB of memory by closed forms, to order layouts before simulation.
+
+    Weights are bfloat16 and optimizer states float32. FLOPs per token are those of ``flops_per_token``.
+    """
     efficiency, global_batch_size = Efficiency(), resolve_global_batch_size(config, degrees)
-    mode, piped = config.activation_checkpoint.mode, degrees.pipeline > 1
+    mode, pipelined = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len
-    heads = shape.head_size * 2 * (shape.n_heads + shape.n_kv_heads)
-    block = shape.dim * (heads + 3 * shape.ffn_dim)
-    output = shape.dim * shape.vocab_size
-    matrices = shape.n_layers * block + output
-    on_rank = (matrices + (0 if shape.tied_embeddings else output)) / degrees.tensor / degrees.pipeline
-    count = global_batch_size // degrees.batch // local  # microbatches of a step, or runs of a pipeline
-    in_run = local if piped else 1  # microbatches of a run, a sequence each
+    heads = model_config.head_size * 2 * (model_config.n_heads + model_config.n_kv_heads)
+    block = model_config.dim * (heads + 3 * model_config.ffn_dim)
+    output = model_config.dim * model_config.vocab_size
+    elements = model_config.n_layers * block + output + (0 if model_config.tied_embeddings else output)
+    rank_elements = elements / degrees.tensor / degrees.pipeline
+    count = global_batch_size // degrees.batch // local  # microbatches per step, or runs of the pipeline schedule
+    run_microbatches = local if pipelined else 1  # of one sequence each, in one run of the schedule
 
-    # Memory: states; what is gathered, with its gradients; activations of what is under way; two copies of logits.
-    whole = config.parallelism.fsdp_reshard_after_forward == "never" or piped
-    gathered = (2 * on_rank if whole else 0.0) + 6 * (block + 2 * output) / degrees.tensor
+    # Memory: states, unsharded parameters with their gradients, activations in flight, and two copies of the logits.
+    unsharded = config.parallelism.fsdp_reshard_after_forward == "never" or pipelined
+    gathered = (2 * rank_elements if unsharded else 0.0) + 6 * (block + 2 * output) / degrees.tensor
     width = {
-        "none": 6 * shape.dim + 2 * heads + 4 * shape.ffn_dim,
-        "selective": 2 * shape.dim + heads + 2 * shape.ffn_dim,
-        "full": shape.dim,
+        "none": 6 * model_config.dim + 2 * heads + 4 * model_config.ffn_dim,
+        "selective": 2 * model_config.dim + heads + 2 * model_config.ffn_dim,
+        "full": model_config.dim,
     }[mode]
-    rows = local // in_run
-    under_way = min(in_run, degrees.pipeline) * rows  # sequences, in the first stage
-    layers = shape.n_layers / degrees.pipeline
-    activations = 2 * under_way * seq / degrees.context / degrees.tensor * width * layers
-    logits = 8 * seq * rows / degrees.context * shape.vocab_size / degrees.tensor
-    memory = 16 * on_rank / degrees.fsdp + gathered + activations + min(logits, 4 * GIB)
+    rows = local // run_microbatches
+    in_flight = min(run_microbatches, degrees.pipeline) * rows  # sequences, in the first stage
+    layers = model_config.n_layers / degrees.pipeline
+    activations = 2 * in_flight * seq / degrees.context / degrees.tensor * width * layers
+    logits = 8 * seq * rows / degrees.context * model_config.vocab_size / degrees.tensor
+    memory = 16 * rank_elements / degrees.fsdp + gathered + activations + min(logits, 4 * GIB)
 
-    # Time: products, what of the traffic nothing hides, and a pipeline's idle share.
-    again = {"none": 1.0, "selective": 1.15, "full": 4 / 3}[mode]
-    attention = 6 * shape.n_layers * shape.n_heads * shape.head_size * seq  # half of its pairs are masked
-    work = (flops_per_token(shape, seq) - attention) * again
+    # Time: computation with recomputation and the pipeline bubble, and the communication that does not overlap with it.
+    recompute_factor = {"none": 1.0, "selective": 1.15, "full": 4 / 3}[mode]
+    # Half of the pairs in attention are masked.
+    attention = 6 * model_config.n_layers * model_config.n_heads * model_config.head_size * seq
+    flops = (flops_per_token(model_config, seq) - attention) * recompute_factor
     tokens = local * seq / degrees.context * count
-    computing = work * tokens / degrees.tensor / degrees.pipeline / (gpu.flops_bfloat16 * efficiency.matrices)
+    compute = flops * tokens / degrees.tensor / degrees.pipeline / (gpu.flops_bfloat16 * efficiency.matmul)
     stages = STAGES_PER_RANK[config.parallelism.pipeline_parallel_schedule]
-    computing *= 1 + (degrees.pipeline - 1) / (in_run * stages)
-    near, far = gpu.link_bytes * efficiency.link, gpu.network_bytes * efficiency.network
-    tensor = 16 * tokens * shape.dim * (1 - 1 / degrees.tensor) * layers / near
+    compute *= 1 + (degrees.pipeline - 1) / (run_microbatches * stages)
+    link, network = gpu.link_bandwidth * efficiency.link, gpu.network_bandwidth * efficiency.network
+    tensor_parallel = 16 * tokens * model_config.dim * (1 - 1 / degrees.tensor) * layers / link
     node = config.estimate.gpus_per_node
-    rate = near if degrees.tensor * degrees.fsdp <= node else far * max(1, node // degrees.tensor)
-    times = count * ((2 if whole else 4) + 4 * in_run)
-    sharding = times * on_rank / rate if degrees.fsdp > 1 else 0.0
-    return max(computing + tensor, sharding) + 0.1 * min(computing, sharding), memory / GIB
+    rate = link if degrees.tensor * degrees.fsdp <= node else network * max(1, node // degrees.tensor)
+    element_bytes = count * ((2 if unsharded else 4) + 4 * run_microbatches)  # gathered and reduced, per element
+    sharding = element_bytes * rank_elements / rate if degrees.fsdp > 1 else 0.0
+    return max(compute + tensor_parallel, sharding) + 0.1 * min(compute, sharding), memory / GIB
 
 
-def forwards(config: JobConfig, shape: TransformerConfig) -> int:
-    """How many forwards of a stage a rehearsal of ``config`` runs, by which its time goes."""
+def stage_forwards(config: JobConfig, model_config: TransformerConfig) -> int:
+    """Number of stage forwards that a simulation of ``config`` runs, to which its CPU time is proportional."""
     parallelism, local = config.parallelism, config.training.local_batch_size
-    pipeline, stages = parallelism.pipeline_parallel_degree, plan_stages(shape, parallelism)
+    pipeline, stages = parallelism.pipeline_parallel_degree, plan_stages(model_config, parallelism)
     batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    count = min(MICROBATCHES, config.training.global_batch_size // (batch * local))
-    kinds = len(set(first_of_each_kind(stages, pipeline, parallelism.pipeline_parallel_schedule)))
-    return count * (local if pipeline > 1 else 1) * kinds * len(stages) // pipeline
+    count = min(MAX_MICROBATCHES, config.training.global_batch_size // (batch * local))
+    simulated = len(set(representative_pipeline_ranks(stages, pipeline, parallelism.pipeline_parallel_schedule)))
+    return count * (local if pipeline > 1 else 1) * simulated * len(stages) // pipeline

@@ -1,4 +1,4 @@
-"""A run without devices: the trainer's own mesh, model, optimizer and train step, on tensors that hold no data."""
+"""Simulate training steps of one rank: the trainer's mesh, model, optimizer and step, on fake tensors."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.pipeline_schedule import resolve_microbatches
 from torchtrain.parallelisms.validate import resolve_global_batch_size
-from torchtrain.planning.compiled import compiling_for
-from torchtrain.planning.instrument import LedgerHook, following
-from torchtrain.planning.ledger import Action, Ledger
+from torchtrain.planning.compiled import simulated_inductor
+from torchtrain.planning.instrument import RecorderHook, instrument
 from torchtrain.planning.operations import tensors_in
-from torchtrain.planning.representative_ranks import orders_of
+from torchtrain.planning.recorder import Action, StepRecorder
+from torchtrain.planning.representative_ranks import pipeline_actions
 from torchtrain.torch_internals import (
     FakeStore,
     FakeTensorMode,
@@ -49,28 +49,31 @@ from torchtrain.torch_internals import (
 from torchtrain.trainer import TrainStep
 
 aten = torch.ops.aten
-STEPS = 2  # the second has Adam's states from its beginning
+STEPS = 2  # the first step creates the optimizer states, the second begins with them
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank does in ``STEPS`` steps."""
+    """Record of one rank in ``STEPS`` simulated steps."""
 
     rank: int
     parameter_bytes: int
-    ledger: Ledger
-    orders: Mapping[int, Sequence[Action]]
-    """What each rank of its pipeline does in one run."""
+    recorder: StepRecorder
+    pipeline_actions: Mapping[int, Sequence[Action]]
+    """Actions of each rank of its pipeline in one run of the schedule; empty without pipeline parallelism."""
 
 
 def representative_ranks(degrees: ParallelDims) -> list[int]:
-    """The first rank of each pipeline stage: the others of a stage do the same, and hold no more."""
+    """Return the first global rank of each pipeline rank. Other ranks of a stage run the same operations.
+
+    They do not need more memory either, because where a dimension is sharded unevenly, the first rank has the most.
+    """
     ranks = degrees.replicate * degrees.shard * degrees.context * degrees.tensor
     return [stage * ranks for stage in range(degrees.pipeline)]
 
 
-def axes_of(mesh: Mesh) -> dict[str, str]:
-    """The name of the mesh's axis by group name."""
+def axis_by_group(mesh: Mesh) -> dict[str, str]:
+    """Return the name of the mesh axis by process group name."""
     groups = {
         "stage" if mesh.degrees.pipeline > 1 else "all": mesh.stage.get_group(),
         "loss": mesh.loss.get_group(),
@@ -82,27 +85,29 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
 
 
 @contextmanager
-def simulated_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank`` among ``world_size`` ranks that are not there."""
-    init, number = DeviceMesh.__init__, uuid4().int
+def simulated_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Context manager in which this process is ``rank`` of a fake process group of ``world_size`` ranks."""
+    init, unique_id = DeviceMesh.__init__, uuid4().int
 
-    def numbered_init(mesh: Any, *args: Any, **options: Any) -> None:
+    def unique_init(mesh: Any, *args: Any, **options: Any) -> None:
         init(mesh, *args, **options)
-        mesh._thread_id = number
+        mesh._thread_id = unique_id
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        # DTensor remembers results by mesh: this one must not equal that of a rehearsal before, whose groups are gone.
-        with patch.object(DeviceMesh, "__init__", numbered_init):
+        # DTensor caches results by mesh. This mesh must not equal that of an earlier simulation, whose process groups
+        # are destroyed; the thread id is part of a mesh's hash.
+        with patch.object(DeviceMesh, "__init__", unique_init):
             yield
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
 
 
-class AllocatedIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Outside of ``mode``, makes fake tensors of it where memory is allocated: for what was on the meta device, and on
-    a device that is not there. All else works on real ones: the mesh of ranks.
+class FakeAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Allocate fake tensors of ``mode`` on a simulated CUDA device, and wherever meta tensors are moved to the CPU.
+
+    The model is built in this mode. Other tensors, such as those of the device mesh, remain real.
     """
 
     def __init__(self, mode: FakeTensorMode):
@@ -119,24 +124,25 @@ class AllocatedIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fused_rms_norm() -> Iterator[None]:
-    """Let autograd see one operation, as on a GPU. A CPU has no kernel of it, so autograd would see its parts."""
+    """Context manager in which RMSNorm is one operation, as on a GPU. CPUs have no fused kernel and decompose it."""
     with _scoped_library("aten", "IMPL") as kernels:
-        # Not called: a fake tensor takes the shapes of an operation alone.
+        # The registered kernel is never called, since fake tensors only compute the shape of the result.
         kernels.impl("_fused_rms_norm", lambda *_: None, "CPU")
         yield
 
 
 @contextmanager
-def kernels_of_a_gpu() -> Iterator[None]:
-    """For tensors that claim to lie on a CPU, the kernels that a GPU would take."""
+def gpu_kernels() -> Iterator[None]:
+    """Context manager in which fake CPU tensors use the operations that a GPU would use."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **_: Any) -> Tensor:
-        if attn_mask is None and q.dtype is torch.float32:  # as ``attend`` on a GPU; a mask stands for flex_attention
+        # Repeats the key and value heads where ``attend`` does on a GPU. A mask means that a GPU uses flex_attention.
+        if attn_mask is None and q.dtype is torch.float32:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]  # type: ignore[no-any-return]
 
     def document_mask(numbers: Tensor, _: Tensor) -> Tensor:
-        return numbers.new_empty(len(numbers), 1, 1, 1, dtype=torch.bool)  # a BlockMask is as small
+        return numbers.new_empty(len(numbers), 1, 1, 1, dtype=torch.bool)  # about as small as a BlockMask
 
     functional = torch.nn.functional
     with (
@@ -148,8 +154,8 @@ def kernels_of_a_gpu() -> Iterator[None]:
         yield
 
 
-def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
-    """In place of ``_warmup_p2p``, where ranks vote on whether shapes are static: fake messages cannot be read."""
+def assume_static_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
+    """Replacement of ``_warmup_p2p``, where ranks vote on whether shapes are static: fake messages cannot be read."""
     from torchtrain.torch_internals import InferenceMode  # since torch 2.13
 
     for stage in stages:
@@ -158,7 +164,7 @@ def know_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
 
 def simulate(
     config: JobConfig,
-    shape: TransformerConfig,
+    model_config: TransformerConfig,
     degrees: ParallelDims,
     rank: int,
     *,
@@ -166,39 +172,39 @@ def simulate(
     max_microbatches: int | None = None,
     device: torch.device | None = None,
 ) -> RankRecord:
-    """Run ``STEPS`` steps as ``rank`` would.
+    """Simulate ``STEPS`` training steps of ``rank`` on fake tensors.
 
     Args:
-        capability: of the GPU that is planned for; None for a run on CPUs.
-        max_microbatches: how many microbatches of a step to run at most (with a pipeline: runs of its schedule).
-        device: of the fake tensors; by default the CPU, which any torch can differentiate on, and which stands in for
-            the GPU.
+        capability: compute capability of the simulated GPU; None simulates a run on CPUs.
+        max_microbatches: maximum number of microbatches per step (with a pipeline, of runs of its schedule).
+        device: device of the fake tensors. The default, CPU, represents the GPU and works with every build of PyTorch;
+            autograd on fake CUDA tensors needs a CUDA device.
     """
     device = device or torch.device("cpu")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # while the model is built, from real tensors on the meta device
-    ledger = Ledger(device.type, offloaded=config.training.enable_cpu_offload)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built from real tensors on the meta device
+    recorder = StepRecorder(device.type, offloaded=config.training.enable_cpu_offload)
     with (
-        simulated_ranks(rank, prod(astuple(degrees))),
-        patch.object(_PipelineSchedule, "_warmup_p2p", know_shapes, create=True),  # since torch 2.13
-        # Without the fused kernel the host computes with the number of steps, which no fake tensor has.
+        simulated_process_group(rank, prod(astuple(degrees))),
+        patch.object(_PipelineSchedule, "_warmup_p2p", assume_static_shapes, create=True),  # since torch 2.13
+        # Adam without the fused kernel reads the number of steps on the host, and fake tensors have no values.
         patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value),
-        compiling_for(ledger),
+        simulated_inductor(recorder),
         planned_for_gpu(capability) if capability else nullcontext(),
-        kernels_of_a_gpu() if capability and device.type == "cpu" else nullcontext(),
-        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun would say
+        gpu_kernels() if capability and device.type == "cpu" else nullcontext(),
+        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun sets it
     ):
-        with AllocatedIn(mode):
+        with FakeAllocations(mode):
             mesh = Mesh(device, degrees)
-            ledger.axes = axes_of(mesh)
-            model = build_parallel_model(shape, mesh, device, config)
+            recorder.axes = axis_by_group(mesh)
+            model = build_parallel_model(model_config, mesh, device, config)
         mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.parts, device)
-            return simulate_steps(config, model, ledger, max_microbatches)
+            return simulate_steps(config, model, recorder, max_microbatches)
 
 
 class UnreadGuard(NonFiniteGuard):
-    """Its results are never read: fake tensors have no values."""
+    """A ``NonFiniteGuard`` that does not read its results, since fake tensors have no values."""
 
     def wait(self) -> None:
         pass
@@ -207,11 +213,16 @@ class UnreadGuard(NonFiniteGuard):
 def simulate_steps(
     config: JobConfig,
     model: ParallelModel,
-    ledger: Ledger,
+    recorder: StepRecorder,
     max_microbatches: int | None = None,
     new_tokens: Callable[..., Tensor] = torch.empty,
 ) -> RankRecord:
-    """Train ``model``, on real tensors or fake ones, under the eyes of ``ledger``."""
+    """Run ``STEPS`` training steps of ``model``, on real or fake tensors, while recording to ``recorder``.
+
+    Args:
+        max_microbatches: as for ``simulate``.
+        new_tokens: creates the batch, called as ``torch.empty`` with the shape (rows, seq_len).
+    """
     mesh, device, local_batch = model.mesh, model.device, config.training.local_batch_size
     rows = resolve_global_batch_size(config, mesh.degrees) // mesh.degrees.batch
     if max_microbatches is not None:
@@ -220,9 +231,9 @@ def simulate_steps(
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     if gathers_float8(config.float8, mesh.degrees.fsdp):
         optimizer.register_step_post_hook(partial(compute_scales, model.parts))
-    # Offloaded averages take memory and time of the host alone.
-    averages = EMA(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
-    # A StopRequest would take over the signals of this process.
+    # An offloaded EMA only uses memory and time of the host.
+    ema = EMA(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
+    # A real StopRequest would install signal handlers in this process.
     stop = cast(StopRequest, SimpleNamespace(pending=False))
     train_step = TrainStep(
         model,
@@ -232,20 +243,22 @@ def simulate_steps(
         UnreadGuard(config.faults, stop, SpikeDetector(config.faults, device), lambda *_: None),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
-        ema=averages,
-        hooks=[LedgerHook(ledger)],
+        ema=ema,
+        hooks=[RecorderHook(recorder)],
     )
-    ledger.adopt(parameters, "parameters")
-    if averages is not None:
-        ledger.adopt([local(average) for average in averages.averages.values()], "optimizer")
-    ledger.adopt([buffer for part in model.parts for buffer in part.buffers()], "temporary")
-    with following(ledger):
+    recorder.categorize(parameters, "parameters")
+    if ema is not None:
+        recorder.categorize([local(average) for average in ema.averages.values()], "optimizer")
+    recorder.categorize([buffer for part in model.parts for buffer in part.buffers()], "temporary")
+    with instrument(recorder):
         for step in range(1, STEPS + 1):
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
             del tokens
-            ledger.adopt([local(value) for state in optimizer.state.values() for value in state.values()], "optimizer")
-            ledger.end_step()
+            recorder.categorize(
+                [local(value) for state in optimizer.state.values() for value in state.values()], "optimizer"
+            )
+            recorder.end_step()
     count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
     size = sum(parameter.nbytes for parameter in parameters)
-    return RankRecord(dist.get_rank(), size, ledger, orders_of(model.pipeline, count))
+    return RankRecord(dist.get_rank(), size, recorder, pipeline_actions(model.pipeline, count))

@@ -1,4 +1,4 @@
-"""From what the ledgers saw to what a user asks: does it fit, where does memory go, how fast is it."""
+"""Summarize simulated steps as an estimate of memory, FLOPs, collectives and time."""
 
 import re
 from collections import Counter
@@ -15,107 +15,112 @@ from torchtrain.parallelisms.pipeline_schedule import plan_stages
 from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.ledger import KINDS, StepRecord
 from torchtrain.planning.operations import Operation
-from torchtrain.planning.representative_ranks import first_of_each_kind, stand_in
-from torchtrain.planning.request import refuse
+from torchtrain.planning.recorder import CATEGORIES, StepRecord
+from torchtrain.planning.representative_ranks import derive_step, representative_pipeline_ranks
+from torchtrain.planning.request import validate_layout
 from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate
-from torchtrain.planning.timing import Clock, replay
+from torchtrain.planning.timing import CostModel, replay
 
-INTERVAL = 0.15  # of throughput, either way: docs/estimate.md compares with published runs
-MICROBATCHES = 3  # rehearsed of a step at most: the first, the last, and one in place of all between
-LAYERS = 2  # rehearsed in the smallest stage, then one more in each: the difference stands for each further one
+INTERVAL = 0.15  # relative error of throughput in either direction; docs/estimate.md compares with published runs
+MAX_MICROBATCHES = 3  # microbatches simulated per step: the first, the last, and one that represents all between
+SIMULATED_LAYERS = 2  # layers simulated in the smallest stage; then one more in each, to extrapolate the difference
 
-LAYER = re.compile(r"layers\.(\d+)")
-Place = tuple[str, str]  # phase and module
-Live = tuple[float, ...]  # bytes by kind, in the order of KINDS
+LAYER_NAME = re.compile(r"layers\.(\d+)")
+Location = tuple[str, str]  # phase and module
+LiveBytes = tuple[float, ...]  # by category, in the order of CATEGORIES
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """Bytes that one rank would need."""
+class RankMemory:
+    """Memory of one rank in bytes."""
 
     rank: int
     parameters: float
     gradients: float
     optimizer: float
-    peaks: list[dict[Place, Live]]
-    """Of each step: by place, the worst moment there."""
-    by_stream: dict[int, dict[Place, float]]
-    """By stream and place, the most live bytes."""
-    scattered: float = 0.0
-    """Bytes lost to fragmentation: what the allocator reserves beyond ``needed``."""
+    peaks: list[dict[Location, LiveBytes]]
+    """For each step, the live bytes at the peak of each location."""
+    by_stream: dict[int, dict[Location, float]]
+    """Peak live bytes by stream and location."""
+    fragmentation: float = 0.0
+    """Bytes that the allocator reserves beyond ``allocated``."""
 
     @property
-    def needed(self) -> float:
+    def allocated(self) -> float:
+        """Sum of the streams' peaks of live bytes, since a stream does not reuse memory of another."""
         return sum(max(sizes.values()) for sizes in self.by_stream.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        (_, first), (place, last) = (max(step.items(), key=lambda item: sum(item[1])) for step in self.peaks)
+        """Return the memory in GiB, and where it peaks, as JSON values."""
+        (_, first), (location, last) = (max(step.items(), key=lambda item: sum(item[1])) for step in self.peaks)
         sizes = {
-            **dict(zip(KINDS, last, strict=True)),
+            **dict(zip(CATEGORIES, last, strict=True)),
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "peak_active": sum(last),
             "first_step_peak_active": sum(first),
-            "peak_reserved": self.needed + self.scattered,
+            "peak_reserved": self.allocated + self.fragmentation,
         }
         gib = {f"{name}_gib": size / GIB for name, size in sizes.items()}
-        return {"rank": self.rank, **gib, "peak_at": " ".join(filter(None, place))}
+        return {"rank": self.rank, **gib, "peak_at": " ".join(filter(None, location))}
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a run would need: numbers that grow evenly with the number of layers, from some on."""
+class StepCosts:
+    """Memory, FLOPs, collectives and time of a step: numbers that grow linearly with layers and microbatches.
 
-    ranks: list[RankFigures]
-    """One of each kind."""
+    FLOPs, collectives and seconds are those of the rank with the most FLOPs.
+    """
+
+    ranks: list[RankMemory]
+    """Memory of each simulated rank."""
     collectives: list[dict[str, Any]]
     flops_by_phase: dict[str, float]
-    """Of matrix products and attention, a step, with what is computed again; of the rank with the most."""
+    """FLOPs of matrix products and attention, including recomputation."""
     seconds: dict[str, float]
-    """A step's: by phase what the busiest rank computes, by axis what it waits for, and the whole."""
+    """Duration of the step ("step"), of the computation in each phase, and of the waits on each mesh axis."""
 
-    def extended(self, more: "Figures", times: float) -> "Figures":
-        """Linear extrapolation: these figures plus ``times`` times the difference of ``more`` from them."""
-        found: Figures = extend(self, more, times)
-        # Holes between blocks come and go with their sizes, which are the same for any number of layers.
+    def extrapolated(self, more: "StepCosts", times: float) -> "StepCosts":
+        """Linear extrapolation: these costs plus ``times`` times the difference between ``more`` and these."""
+        costs: StepCosts = extrapolate(self, more, times)
+        # Fragmentation depends on the sizes of blocks, which are the same for any number of layers.
         ranks = [
-            replace(rank, scattered=max(few.scattered, many.scattered))
-            for rank, few, many in zip(found.ranks, self.ranks, more.ranks, strict=True)
+            replace(rank, fragmentation=max(few.fragmentation, many.fragmentation))
+            for rank, few, many in zip(costs.ranks, self.ranks, more.ranks, strict=True)
         ]
-        return replace(found, ranks=ranks)
+        return replace(costs, ranks=ranks)
 
 
-def extend(first: Any, second: Any, times: float) -> Any:
-    """``first + times * (second - first)``, number by number, in figures, dicts, lists and tuples.
+def extrapolate(first: Any, second: Any, times: float) -> Any:
+    """Return ``first + times * (second - first)`` for each number in costs, dicts, lists and tuples.
 
-    A key that only ``second`` has counts as 0 in ``first``; a ``Place`` that only one of them has is left out.
+    A string key that only ``second`` has counts as 0 in ``first``. A ``Location`` that only one of them has is omitted.
     """
-    if isinstance(second, Figures | RankFigures):
-        return type(second)(**{key: extend(value, vars(second)[key], times) for key, value in vars(first).items()})
+    if isinstance(second, StepCosts | RankMemory):
+        return type(second)(**{key: extrapolate(value, vars(second)[key], times) for key, value in vars(first).items()})
     if isinstance(second, dict):
-        known = {key: value for key, value in second.items() if key in first or isinstance(key, str)}
-        return {key: extend(first.get(key, 0), value, times) for key, value in known.items()}
+        common = {key: value for key, value in second.items() if key in first or isinstance(key, str)}
+        return {key: extrapolate(first.get(key, 0), value, times) for key, value in common.items()}
     if isinstance(second, list | tuple):
-        return type(second)(extend(a, b, times) for a, b in zip(first, second, strict=True))
+        return type(second)(extrapolate(a, b, times) for a, b in zip(first, second, strict=True))
     return first if isinstance(first, str) or first == second else first + times * (second - first)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """``Figures`` of a run on ``gpu``."""
+    """Estimate of a training run on GPUs of the type ``gpu``."""
 
     gpu: Gpu
     degrees: ParallelDims
-    figures: Figures
+    costs: StepCosts
     global_tokens: int
+    """Tokens per step."""
     steps: int
     model_flops_per_token: int
     records: Sequence[RankRecord]
-    """What was rehearsed."""
+    """Records of the simulated ranks."""
 
     @property
     def world_size(self) -> int:
@@ -123,8 +128,8 @@ class Estimate:
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
-        """What the JSON says of one rank of each kind."""
-        return [rank.as_dict() for rank in self.figures.ranks]
+        """Memory of each simulated rank, as JSON values."""
+        return [rank.as_dict() for rank in self.costs.ranks]
 
     @property
     def peak_reserved_gib(self) -> float:
@@ -136,7 +141,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float:
-        return self.figures.seconds["step"]
+        return self.costs.seconds["step"]
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -144,26 +149,27 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (PaLM, https://arxiv.org/abs/2204.02311): of the bfloat16 peak."""
+        """Model FLOPs utilization (PaLM, https://arxiv.org/abs/2204.02311), relative to the bfloat16 peak."""
         return self.model_flops_per_token * self.tokens_per_second_per_gpu / self.gpu.flops_bfloat16
 
     @property
     def days(self) -> float:
+        """Duration of all steps in days."""
         return self.steps * self.step_seconds / 86400
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the estimate as JSON values."""
         return {
             "ranks": self.ranks,
             "fits": self.fits,
             "memory_gib": self.gpu.memory_gib,
-            "flops_per_step_per_rank": sum(self.figures.flops_by_phase.values()),
-            "flops_by_phase": self.figures.flops_by_phase,
+            "flops_per_step_per_rank": sum(self.costs.flops_by_phase.values()),
+            "flops_by_phase": self.costs.flops_by_phase,
             "model_flops_per_token": self.model_flops_per_token,
-            "collectives": self.figures.collectives,
+            "collectives": self.costs.collectives,
             "step_seconds": self.step_seconds,
             "step_seconds_range": [self.step_seconds * (1 - INTERVAL), self.step_seconds * (1 + INTERVAL)],
-            "seconds": self.figures.seconds,
+            "seconds": self.costs.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "mfu": self.mfu,
             "days": self.days,
@@ -171,120 +177,143 @@ class Estimate:
         }
 
 
-def figures_of(
-    records: Sequence[RankRecord], steps: Mapping[int, StepRecord], clock: Clock, microbatches: int
-) -> Figures:
-    """The figures of a step of ``microbatches``, of which ``MICROBATCHES`` were rehearsed at most.
+def step_costs(
+    records: Sequence[RankRecord], steps: Mapping[int, StepRecord], cost_model: CostModel, microbatches: int
+) -> StepCosts:
+    """Compute the costs of a step with ``microbatches`` microbatches; ``MAX_MICROBATCHES`` are simulated at most.
 
-    ``records``: of the rehearsed ranks. ``steps``: by rank, the last step of these, and of the ranks they stand for.
+    Args:
+        records: records of the simulated ranks.
+        steps: the last step of each simulated rank, and of the ranks that were derived from them, by global rank.
     """
-    ranks = [rank_figures(record) for record in records]
+    ranks = [rank_memory(record) for record in records]
 
-    def of(operations: dict[int, list[Operation]]) -> Figures:
-        times = replay(operations, clock)
-        work = {rank: flops_by_phase(own) for rank, own in operations.items()}
-        busiest = max(work, key=lambda rank: work[rank].total())
+    def costs_of(operations: dict[int, list[Operation]]) -> StepCosts:
+        times = replay(operations, cost_model)
+        flops = {rank: flops_by_phase(own) for rank, own in operations.items()}
+        busiest = max(flops, key=lambda rank: flops[rank].total())
         time = times[busiest]
         seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
-        return Figures(ranks, collectives(operations[busiest]), dict(work[busiest]), seconds)
+        return StepCosts(ranks, collectives(operations[busiest]), dict(flops[busiest]), seconds)
 
-    found = of({rank: step.operations for rank, step in steps.items()})
-    if microbatches <= MICROBATCHES:
-        return found
-    fewer = {}
+    costs = costs_of({rank: step.operations for rank, step in steps.items()})
+    if microbatches <= MAX_MICROBATCHES:
+        return costs
+    without_second = {}
     for rank, step in steps.items():
-        second, third = step.microbatches[1:3]  # of which one is left out
-        fewer[rank] = step.operations[:second] + step.operations[third:]
-    return of(fewer).extended(found, microbatches - MICROBATCHES + 1)
+        second, third = step.microbatches[1:3]
+        without_second[rank] = step.operations[:second] + step.operations[third:]
+    return costs_of(without_second).extrapolated(costs, microbatches - MAX_MICROBATCHES + 1)
 
 
-def rank_figures(record: RankRecord) -> RankFigures:
-    steps = record.ledger.steps
-    peaks: list[dict[Place, Live]] = []
-    by_stream: dict[int, dict[Place, float]] = {}
+def rank_memory(record: RankRecord) -> RankMemory:
+    """Summarize the memory of one simulated rank."""
+    steps = record.recorder.steps
+    peaks: list[dict[Location, LiveBytes]] = []
+    by_stream: dict[int, dict[Location, float]] = {}
     for step in steps:
-        name = layer_names(moment.module for moment in step.timeline)
-        worst: dict[Place, Live] = {}
-        for phase, module, sizes, stream, size in step.timeline:
-            place, own = (phase, name[module]), by_stream.setdefault(stream, {})
-            worst[place] = max(sizes, worst.get(place, sizes), key=sum)
-            own[place] = max(size, own.get(place, 0))
-        peaks.append(worst)
-    gradients = max(moment.sizes[KINDS.index("gradients")] for moment in steps[-1].timeline)
-    kept = steps[-1].kept["optimizer"]
-    found = RankFigures(record.rank, record.parameter_bytes, gradients, kept, peaks, by_stream)
+        name = merge_middle_layers(moment.module for moment in step.timeline)
+        step_peaks: dict[Location, LiveBytes] = {}
+        for phase, module, sizes, stream, stream_bytes in step.timeline:
+            location, stream_peaks = (phase, name[module]), by_stream.setdefault(stream, {})
+            step_peaks[location] = max(sizes, step_peaks.get(location, sizes), key=sum)
+            stream_peaks[location] = max(stream_bytes, stream_peaks.get(location, 0))
+        peaks.append(step_peaks)
+    gradients = max(moment.sizes[CATEGORIES.index("gradients")] for moment in steps[-1].timeline)
+    optimizer = steps[-1].live_at_end["optimizer"]
+    memory = RankMemory(record.rank, record.parameter_bytes, gradients, optimizer, peaks, by_stream)
     allocations = [allocation for step in steps for allocation in step.allocations]
-    return replace(found, scattered=peak_reserved(allocations) - found.needed)
+    return replace(memory, fragmentation=peak_reserved(allocations) - memory.allocated)
 
 
-def layer_names(modules: Iterable[str]) -> dict[str, str]:
-    """What ``modules`` are called where only the first and the last layer are told from the others."""
+def merge_middle_layers(modules: Iterable[str]) -> dict[str, str]:
+    """Map module names to names in which all layers but the first and the last have the same name."""
     names = {module: module for module in modules}
-    numbers = {module: int(match[1]) for module in names if (match := LAYER.match(module))}
-    ends = {min(numbers.values(), default=-1): "first layer", max(numbers.values(), default=-1): "last layer"}
-    return {**names, **{module: ends.get(number, "layer between") for module, number in numbers.items()}}
+    indices = {module: int(match[1]) for module in names if (match := LAYER_NAME.match(module))}
+    ends = {min(indices.values(), default=-1): "first layer", max(indices.values(), default=-1): "last layer"}
+    return {**names, **{module: ends.get(index, "middle layer") for module, index in indices.items()}}
 
 
 def collectives(operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    """Their number and bytes, by axis, operation and phase."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    """Count and total bytes of collectives, by mesh axis, operation and phase."""
+    totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for operation in operations:
         if operation.axis:
             key = operation.axis, operation.name, operation.phase
-            count, size = found.get(key, (0, 0))
-            found[key] = count + 1, size + operation.bytes
+            count, size = totals.get(key, (0, 0))
+            totals[key] = count + 1, size + operation.bytes
     return [
         {"axis": axis, "op": op, "phase": phase, "count": count, "bytes": size}
-        for (axis, op, phase), (count, size) in sorted(found.items())
+        for (axis, op, phase), (count, size) in sorted(totals.items())
     ]
 
 
 def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
-    work: Counter[str] = Counter()
+    """Total FLOPs by phase."""
+    flops: Counter[str] = Counter()
     for operation in operations:
         if operation.flops:
-            work[operation.phase] += operation.flops
-    return work
+            flops[operation.phase] += operation.flops
+    return flops
 
 
-def estimate(config: JobConfig, shape: TransformerConfig, gpu: Gpu) -> Estimate:
-    """Refuse what the trainer refuses; then simulate one rank of each kind, and time them together.
+def estimate(config: JobConfig, model_config: TransformerConfig, gpu: Gpu) -> Estimate:
+    """Simulate representative ranks of a run, and estimate its memory and speed on ``gpu``.
 
-    Unless all layers are asked for, or a picture, which is of all, ``LAYERS`` are rehearsed in the smallest pipeline
-    stage, then one more in each, and the figures are extended from these. For a search, of the ranks in the middle of a
-    pipeline that are alike the first stands for the others, and is the only one in ``ranks``.
+    With ``estimate.all_layers`` or ``estimate.picture`` all layers are simulated. Otherwise ``SIMULATED_LAYERS`` are
+    simulated in the smallest pipeline stage, then one more in each stage, and the costs are extrapolated linearly. With
+    ``estimate.search`` the middle ranks of a pipeline are represented by one of them where possible, and the estimate
+    contains the memory of that one only.
+
+    Raises:
+        ConfigError: the trainer would reject the config on this GPU.
     """
-    degrees, options = refuse(config, shape, gpu), config.estimate
-    clock = Clock(gpu, Efficiency(), config)
+    degrees, options = validate_layout(config, model_config, gpu), config.estimate
+    cost_model = CostModel(gpu, Efficiency(), config)
     global_batch_size = resolve_global_batch_size(config, degrees)
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
-    stages = plan_stages(shape, config.parallelism)
-    rehearsed: list[RankRecord] = []
+    stages = plan_stages(model_config, config.parallelism)
+    simulated: list[RankRecord] = []
 
-    def figures(stages: tuple[int, ...]) -> Figures:
-        run = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_layers_per_stage=stages))
-        model = replace(shape, n_layers=sum(stages))
-        ranks, firsts = representative_ranks(degrees), list(range(degrees.pipeline))
+    def costs_of(stages: tuple[int, ...]) -> StepCosts:
+        parallelism = replace(config.parallelism, pipeline_parallel_layers_per_stage=stages)
+        run_config = replace(config, parallelism=parallelism)
+        run_model_config = replace(model_config, n_layers=sum(stages))
+        ranks, representatives = representative_ranks(degrees), list(range(degrees.pipeline))
         if options.search:
-            firsts = first_of_each_kind(stages, degrees.pipeline, config.parallelism.pipeline_parallel_schedule)
+            representatives = representative_pipeline_ranks(
+                stages, degrees.pipeline, parallelism.pipeline_parallel_schedule
+            )
         records = {
-            first: simulate(run, model, degrees, ranks[first], capability=gpu.capability, max_microbatches=MICROBATCHES)
-            for first in sorted(set(firsts))
+            pipeline_rank: simulate(
+                run_config,
+                run_model_config,
+                degrees,
+                ranks[pipeline_rank],
+                capability=gpu.capability,
+                max_microbatches=MAX_MICROBATCHES,
+            )
+            for pipeline_rank in sorted(set(representatives))
         }
-        rehearsed[:] = records.values()
+        simulated[:] = records.values()
         steps = {}
-        for number, first in enumerate(firsts):
-            step, order = records[first].ledger.steps[-1], records[first].orders.get(number, ())
-            steps[ranks[number]] = step if number == first else stand_in(step, first, number, order, ranks)
-        return figures_of(rehearsed, steps, clock, microbatches)
+        for pipeline_rank, representative in enumerate(representatives):
+            record = records[representative]
+            step = record.recorder.steps[-1]
+            if pipeline_rank != representative:
+                actions = record.pipeline_actions[pipeline_rank]
+                step = derive_step(step, representative, pipeline_rank, actions, ranks)
+            steps[ranks[pipeline_rank]] = step
+        return step_costs(simulated, steps, cost_model, microbatches)
 
-    left_out = min(stages) - LAYERS
-    # Where every so many layers are checkpointed, layers are not alike.
-    alike = config.activation_checkpoint.selective_option == "op" or config.activation_checkpoint.mode != "selective"
-    if options.all_layers or options.picture or left_out <= 1 or not alike:
-        found = figures(stages)
+    omitted_layers = min(stages) - SIMULATED_LAYERS
+    # With selective checkpointing of every n-th layer, layers differ, so that they cannot be extrapolated.
+    ac = config.activation_checkpoint
+    layers_differ = ac.mode == "selective" and ac.selective_option != "op"
+    if options.all_layers or options.picture or omitted_layers <= 1 or layers_differ:
+        costs = costs_of(stages)
     else:
-        few, more = (tuple(n - left_out + extra for n in stages) for extra in (0, 1))
-        found = figures(few).extended(figures(more), left_out)
-    tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(shape, config.training.seq_len)
-    return Estimate(gpu, degrees, found, tokens, config.training.steps, flops, rehearsed)
+        few, more = (tuple(n - omitted_layers + extra for n in stages) for extra in (0, 1))
+        costs = costs_of(few).extrapolated(costs_of(more), omitted_layers)
+    tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(model_config, config.training.seq_len)
+    return Estimate(gpu, degrees, costs, tokens, config.training.steps, flops, simulated)

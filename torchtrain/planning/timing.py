@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline for each operation, and the order in which streams and ranks wait."""
+"""Duration of a training step: a roofline model of each operation, replayed on the streams of communicating ranks."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torchtrain.planning.operations import Operation
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WAITING_COPY = "copy_to_host_and_wait"
-TWICE = ("allreduce", "all_reduce")  # a reduction and a gathering
+TWICE = ("allreduce", "all_reduce")  # a reduce-scatter and an all-gather
 
 
 @dataclass
@@ -21,66 +21,78 @@ class StepTime:
 
     seconds: float = 0.0
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What the device computes."""
+    """Computation by phase."""
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By axis, what it waits for collectives and messages that nothing hides."""
+    """Exposed communication: by mesh axis, the time in which the device waits for collectives and messages."""
 
 
 Arrivals = dict[tuple[int, int], list[float]]
-"""By sender and receiver, when each message is there."""
+"""Arrival times of all messages by sender and receiver, in seconds since the beginning of the step."""
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Durations on ``gpu``, in the machines of ``config``."""
+class CostModel:
+    """Seconds of each operation on ``gpu``, in machines with ``estimate.gpus_per_node`` GPUs."""
 
     gpu: Gpu
     efficiency: Efficiency
     config: JobConfig
 
     def compute(self, operation: Operation) -> float:
-        """The longer of computing and of moving bytes."""
+        """Roofline model: the maximum of the times to compute, to move the bytes, and to run any kernel."""
         gpu, efficiency = self.gpu, self.efficiency
         if operation.dtype in FLOAT8:
             peak = gpu.flops_float8 * efficiency.float8
         elif operation.dtype in (torch.bfloat16, torch.float16):
-            peak = gpu.flops_bfloat16 * efficiency.matrices
+            peak = gpu.flops_bfloat16 * efficiency.matmul
         else:
-            peak = gpu.flops_float32 * efficiency.matrices
+            peak = gpu.flops_float32 * efficiency.matmul
         if "attention" in operation.name:
-            peak *= efficiency.attention / efficiency.matrices
+            peak *= efficiency.attention / efficiency.matmul
         on_host = self.config.training.enable_cpu_offload and operation.phase == "update"
-        moving = operation.bytes / ((gpu.host_memory_bytes if on_host else gpu.memory_bytes) * efficiency.memory)
+        moving = operation.bytes / (
+            (gpu.host_memory_bandwidth if on_host else gpu.memory_bandwidth) * efficiency.memory
+        )
         return max(operation.flops * operation.share / peak, moving, efficiency.kernel_seconds)
 
     def communicate(self, operation: Operation) -> float:
-        """A ring through all ranks, in which each machine's cards carry what leaves it (NCCL's bus bandwidth)."""
+        """Time of a ring collective, as in NCCL's bus bandwidth; the network cards of a machine share its traffic.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
         gpu, efficiency, ranks = self.gpu, self.efficiency, operation.ranks
         if operation.axis == "host":
-            return operation.bytes / (gpu.host_bytes * efficiency.link)
+            return operation.bytes / (gpu.host_bandwidth * efficiency.link)
         if len(ranks) < 2:
             return 0.0
         nodes = Counter(rank // self.config.estimate.gpus_per_node for rank in ranks)
-        rate = gpu.link_bytes * efficiency.link
+        rate = gpu.link_bandwidth * efficiency.link
         if len(nodes) > 1:
-            rate = min(rate, min(nodes.values()) * gpu.network_bytes * efficiency.network)
+            rate = min(rate, min(nodes.values()) * gpu.network_bandwidth * efficiency.network)
         share = 1.0 if operation.peer is not None else (len(ranks) - 1) / len(ranks)
         times = 2 if operation.name in TWICE else 1
         return efficiency.collective_seconds + times * share * operation.bytes / rate
 
 
-def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int, StepTime]:
-    """Times of the ranks whose operations are ``traces``, which send to and receive from each other."""
+def replay(traces: Mapping[int, Sequence[Operation]], cost_model: CostModel) -> dict[int, StepTime]:
+    """Replay a step on ranks that send messages to each other.
+
+    Args:
+        traces: the operations of each global rank; all peers of sends and receives are among the keys.
+
+    Returns:
+        The times by rank. All ranks take as long as the slowest.
+    """
     arrivals: Arrivals = defaultdict(list)
     times = {rank: StepTime() for rank in traces}
-    unfinished = {rank: run(rank, trace, clock, arrivals, times[rank]) for rank, trace in traces.items()}
-    while unfinished:  # each goes on until it waits for a message that is not sent yet
+    unfinished = {rank: replay_rank(rank, trace, cost_model, arrivals, times[rank]) for rank, trace in traces.items()}
+    while unfinished:  # every rank advances until it waits for a message that has not been sent
         sent = sum(map(len, arrivals.values()))
         ended = [rank for rank, progress in unfinished.items() if next(progress, None) is None]
         for rank in ended:
             del unfinished[rank]
         if not ended and sum(map(len, arrivals.values())) == sent:
-            raise AssertionError(f"ranks {sorted(unfinished)} wait for messages that nobody sends")
+            raise AssertionError(f"deadlock: ranks {sorted(unfinished)} wait for messages that no rank sends")
     longest = max(time.seconds for time in times.values())
     for time in times.values():
         time.waiting["end of the step"] += longest - time.seconds
@@ -88,10 +100,12 @@ def replay(traces: Mapping[int, Sequence[Operation]], clock: Clock) -> dict[int,
     return times
 
 
-def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals, time: StepTime) -> Iterator[bool]:
-    """Fill in the ``time`` of one rank; yield where a message is waited for that is not sent yet.
+def replay_rank(
+    rank: int, trace: Sequence[Operation], cost_model: CostModel, arrivals: Arrivals, time: StepTime
+) -> Iterator[bool]:
+    """Replay one rank: a generator that fills in ``time``, and yields when it needs a message that has not been sent.
 
-    It has two streams, one for computation and one for FSDP's collectives; the host issues to both.
+    The device has two streams, one for computation and one for FSDP's collectives. The host issues operations to both.
     """
     device = host = stream = copied_out = reduced = 0.0
     gathered: dict[str, float] = {}
@@ -102,13 +116,13 @@ def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals,
         return max(device, until)
 
     for operation in trace:
-        host += clock.efficiency.launch_seconds
-        if operation.name == "wait":
+        host += cost_model.efficiency.launch_seconds
+        if operation.name == "wait":  # for parameters that FSDP gathers
             device = wait(gathered.get(operation.module, 0.0), "shard")
             continue
         if operation.phase == "update" and stream > device:
             device = wait(stream, "shard")
-        seconds = clock.communicate(operation) if operation.axis else clock.compute(operation)
+        seconds = cost_model.communicate(operation) if operation.axis else cost_model.compute(operation)
         if not operation.axis:
             device = wait(host, "host") + seconds
             time.by_phase[operation.phase] += seconds
@@ -122,7 +136,7 @@ def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals,
                 yield True
             device = wait(sent[received[operation.peer]], "pipeline")
             received[operation.peer] += 1
-        elif operation.axis == "host":  # between the gathering or the reduction, and so on their stream
+        elif operation.axis == "host":  # CPU offload copies on FSDP's stream, in order with its collectives
             stream = max(stream, host) + seconds
             if operation.name == WAITING_COPY:
                 host = max(host, stream)
@@ -131,11 +145,11 @@ def run(rank: int, trace: Sequence[Operation], clock: Clock, arrivals: Arrivals,
             gathered[operation.module] = stream
         elif operation.fsdp:
             if operation.axis == "shard":
-                device = wait(reduced, "shard")  # one reduction under way at a time
+                device = wait(reduced, "shard")  # FSDP has at most one reduction in flight
             stream = max(stream, host, device) + seconds
             reduced = stream
         else:
-            if operation.axis == "tensor" and clock.config.parallelism.enable_async_tensor_parallel:
-                seconds *= 1 - clock.efficiency.async_tensor
+            if operation.axis == "tensor" and cost_model.config.parallelism.enable_async_tensor_parallel:
+                seconds *= 1 - cost_model.efficiency.async_tensor
             device = wait(max(device, host) + seconds, operation.axis)
     time.seconds = wait(stream, "shard")
