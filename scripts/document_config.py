@@ -1,16 +1,21 @@
-"""Write what documents the code: python scripts/document_config.py
+"""Write the generated pages of the documentation: python scripts/document_config.py
 
-docs/configuration.md is made of the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md of the table in
-torchtrain/assets/from_torchtitan.toml.
+docs/configuration.md is generated from the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md from the
+table in torchtrain/assets/from_torchtitan.toml.
 """
 
+import ast
 import dataclasses
+import inspect
+import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli
 
+from torchtrain.config import schema
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
 from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig, key_of
 
@@ -18,35 +23,51 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Configuration
 
-`python -m torchtrain.train --help` explains every option. Here are the names, as `option=default|other choices`;
-without a value an option is not set. Written by `python scripts/document_config.py`.
+```bash
+python -m torchtrain.train --help
+```
 
-`steps = 100` under `[training]` is `--training.steps 100` on the command line; `enable = true` under `[compile]` is
-`--compile.enable`, and `enable = false` is `--compile.no-enable`.
+shows all options with their documentation. This page lists the same options by section. It is generated from
+`torchtrain/config/schema.py` by `python scripts/document_config.py`.
 
-The command line wins over the TOML file of `--job.config_file`. An unknown option, a wrong type or an impossible
-combination is an error before any work starts.
+Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file:
+
+| in the TOML file | on the command line |
+| --- | --- |
+| `steps = 100` under `[training]` | `--training.steps 100` |
+| `enable = true` under `[compile]` | `--compile.enable` |
+| `enable = false` under `[compile]` | `--compile.no-enable` |
+
+An unknown option, a value of the wrong type, or an invalid combination is an error before any work starts. An option
+without a default is not set (`None` in its description).
 """
 
 FROM_TORCHTITAN_HEAD = """\
-# Coming from torchtitan
+# Migrating from torchtitan
 
-Give your TOML file of torchtitan 0.1 or 0.2 to the trainer: one message names every key that has another name here or
-does not exist here, and why. Other keys are the same. **Look at the defaults that differ**: they change a run whose
-file does not set them.
+```bash
+torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml
+```
 
-Of torchtitan's checkpoints the Hugging Face export can be read (`checkpoint.initial_load_path`).
+Pass your TOML file of torchtitan 0.1 or 0.2 to the trainer. One error message lists every key that has another name in
+torchtrain or no counterpart, with the reason. All other keys are the same.
+
+**Check the defaults that differ**: they change a run whose file does not set them.
+
+torchtrain loads weights that torchtitan has exported in Hugging Face's format (`checkpoint.initial_load_path`). It
+does not load torchtitan's distributed checkpoints.
 """
 
 
 def choices(hint: Any) -> list[Any]:
-    """The values of a Literal in ``hint``."""
+    """The values of the Literal in the type ``hint``; an empty list without one."""
     if typing.get_origin(hint) is Literal:
         return list(typing.get_args(hint))
     return [choice for argument in typing.get_args(hint) for choice in choices(argument)]
 
 
 def toml(value: Any) -> str:
+    """``value`` as it is written in a TOML file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -54,24 +75,48 @@ def toml(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def options(section: type) -> str:
-    """The options of a section with their defaults, in a line."""
-    hints, texts = typing.get_type_hints(section, include_extras=True), []
+def read_docstrings() -> dict[str, dict[str, str]]:
+    """The docstrings of the classes and fields in schema.py, by name of the class and of the field ("": the class)."""
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {"": ast.get_docstring(node) or ""}
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[node.name][field.target.id] = text.value.value
+    return {name: {key: as_markdown(text) for key, text in texts.items()} for name, texts in found.items()}
+
+
+def as_markdown(docstring: str) -> str:
+    """``docstring`` in one line, with links to the pages that it names."""
+    text = " ".join(docstring.split())
+    return re.sub(r"docs/([a-z-]+)\.md", r"[\1](\1.md)", text)
+
+
+def table(section: type, docstrings: dict[str, dict[str, str]]) -> Iterator[str]:
+    """The lines about a section: the docstring of its class, and its options as a table."""
+    hints = typing.get_type_hints(section, include_extras=True)
     inherited = SourceConfig.__dataclass_fields__ if issubclass(section, SourcesConfig) else {}
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        texts |= docstrings.get(base.__name__, {})
+    if docstrings[section.__name__][""]:
+        yield f"{docstrings[section.__name__]['']}\n"
+    yield "| option | default | description |\n| --- | --- | --- |"
     if inherited:
-        texts.append("the keys of [Source](#source)")
+        yield "| the options of a [source](#source) | | |"
     for field in dataclasses.fields(section):
         if field.name in inherited:
             continue
-        values = [] if field.default in (None, dataclasses.MISSING) else [field.default]
-        values += [choice for choice in choices(hints[field.name]) if choice not in values]
-        shown = "|".join(toml(value) for value in values)
-        texts.append(f"`{key_of(field.name)}={shown}`" if values else f"`{key_of(field.name)}`")
-    return ", ".join(texts) + "\n"
+        default = "" if field.default in (None, dataclasses.MISSING) else f"`{toml(field.default)}`"
+        values = ", ".join(f"`{toml(value)}`" for value in choices(hints[field.name]))
+        values = f" Values: {values}." if values else ""
+        yield f"| `{key_of(field.name)}` | {default} | {texts[field.name]}{values} |"
+    yield ""
 
 
 def collect(section: type, nested: dict[str, type]) -> None:
-    """Add the dataclasses that the fields of ``section`` hold, and those in them."""
+    """Add the dataclasses in the types of the fields of ``section`` to ``nested``, recursively."""
     for hint in typing.get_type_hints(section).values():
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part):
@@ -80,53 +125,53 @@ def collect(section: type, nested: dict[str, type]) -> None:
 
 
 def render() -> str:
-    """The page."""
+    """docs/configuration.md."""
     lines, nested = [HEAD], {}
-    hints = typing.get_type_hints(JobConfig)
+    hints, docstrings = typing.get_type_hints(JobConfig), read_docstrings()
     for section in to_dict(JobConfig()):
-        lines += [f"## [{section}]", options(hints[section])]
+        lines += [f"## [{section}]\n", *table(hints[section], docstrings)]
         if section in NOTES:
             lines.append(NOTES[section])
         collect(hints[section], nested)
     for name, hint in nested.items():
-        lines += [f"## {name}\n", f"{TABLES[name]}\n", options(hint)]
+        lines += [f"## {name}\n", f"{TABLES[name]}\n", *table(hint, docstrings)]
     return "\n".join(lines)
 
 
-NOTES = {  # what a page of defaults does not show
+NOTES = {  # text below the table of a section
     "lr_scheduler": """\
-Of a schedule of S steps (`total_steps`), W are the warm-up, and D the decay: `decay_ratio` times S, or S - W. Step s,
-counted from 1, has a rate of `optimizer.lr` times
+The schedule has S = `total_steps` steps, of which W are the warm-up and D the decay: D is `decay_ratio` times S, or
+S - W if `decay_ratio` is not set. The learning rate of step s, counted from 1, is `optimizer.lr` times
 
 | step | factor |
 | --- | --- |
-| up to W | s / W |
-| up to S + 1 - D | 1 |
-| up to S | floor + (1 - floor) f(p), with p = 1 - (S + 1 - s) / D |
-| after S | the floor, `min_lr_factor` |
+| s ≤ W | s / W |
+| W < s ≤ S + 1 - D | 1 |
+| S + 1 - D < s ≤ S | m + (1 - m) f(p), with m = `min_lr_factor` and p = 1 - (S + 1 - s) / D |
+| s > S | m |
 
-f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p). So the decay would reach the floor in step S + 1,
-as in torchtitan, and no step up to S has a rate of 0. The rate depends on the step alone: a resumed
-run has the rates of one that was never stopped.
+f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p) (sqrt). As in torchtitan, the decay would reach the
+minimum in step S + 1, so that no step up to S has a learning rate of 0. The learning rate is a function of the step
+alone: a resumed run has the learning rates of an uninterrupted one.
 """,
 }
 
-TITLES = {  # of nested tables, by the name of their class; a KeyError here: name the new one, also below
+TITLES = {  # headings of nested tables by the name of their class; a new class needs an entry here and in TABLES
     "ModelOverrides": "Shape",
     "RopeScalingConfig": "RopeScaling",
     "ParameterGroupConfig": "ParameterGroup",
     "SourceConfig": "Source",
 }
 TABLES = {
-    "Shape": "`[model.shape]`: what is not as the flavor has it.",
-    "RopeScaling": "`[model.shape.rope_scaling]`.",
-    "ParameterGroup": "`[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
-    "Source": "Each table `[[data.sources]]` or `[[validation.sources]]`.",
+    "Shape": "The table `[model.shape]`.",
+    "RopeScaling": "The table `[model.shape.rope_scaling]`.",
+    "ParameterGroup": "The tables `[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
+    "Source": "`[data]`, `[validation]`, and each table `[[data.sources]]` and `[[validation.sources]]`.",
 }
 
 
 def render_from_torchtitan() -> str:
-    """The page."""
+    """docs/from-torchtitan.md."""
     values = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
     differ: list[str] = []
     meaning: list[str] = []
@@ -143,10 +188,12 @@ def render_from_torchtitan() -> str:
         [
             FROM_TORCHTITAN_HEAD,
             "## Defaults that differ\n",
-            "| torchtitan | renamed here | default there | default here | |\n" + "|" + " --- |" * 5,
+            "| torchtitan's key | torchtrain's key, if renamed | torchtitan's default | torchtrain's default | note |\n"
+            + "|"
+            + " --- |" * 5,
             *differ,
-            "\n## The same name, another meaning\n",
-            "| key | |\n| --- | --- |",
+            "\n## Same name, different meaning\n",
+            "| key | in torchtrain |\n| --- | --- |",
             *meaning,
             "",
         ]

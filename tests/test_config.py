@@ -56,7 +56,7 @@ def test_misspelled_key_is_rejected_in_every_table(tmp_path: Path, table: str, k
     for wrong in (f"{key}s", key.upper(), f"{key[0]}-{key[1:]}", "config-file"):
         file = write(tmp_path, f"{table}\n{wrong} = 1\n")
         for read in (lambda: from_file(file), lambda: parse(["--job.config_file", file])):  # noqa: B023
-            with pytest.raises(ConfigError, match=re.escape(f"{name}.{wrong} is no key; ")):
+            with pytest.raises(ConfigError, match=re.escape(f"{name}.{wrong} is not a known key; ")):
                 read()
 
 
@@ -123,20 +123,20 @@ def test_shipped_configs_include_all_llama_sizes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trainning]\nsteps = 1", "trainning is no section; did you mean 'training'?"),
-        ("[training]\nstep = 1", "training.step is no key; did you mean 'training.steps'?"),
-        ("[training]\nsteps = '1'", "training.steps = '1' must be a whole number"),
-        ("[training]\nsteps = 1.5", "training.steps = 1.5 must be a whole number"),
-        ("[training]\nsteps = true", "training.steps = True must be a whole number"),
+        ("[trainning]\nsteps = 1", "trainning is not a known section; did you mean 'training'?"),
+        ("[training]\nstep = 1", "training.step is not a known key; did you mean 'training.steps'?"),
+        ("[training]\nsteps = '1'", "training.steps = '1' must be an integer"),
+        ("[training]\nsteps = 1.5", "training.steps = 1.5 must be an integer"),
+        ("[training]\nsteps = true", "training.steps = True must be an integer"),
         ("[optimizer]\nlr = 'fast'", "optimizer.lr = 'fast' must be a number"),
         ("[checkpoint]\nenable = 1", "checkpoint.enable = 1 must be true or false"),
         ("training = 3", r"training = 3 must be a table, \[training\]"),
         ("[model]\nname = 'llama4'", "model.name = 'llama4' must be one of 'llama2', 'llama3', .*; did you mean"),
-        ("[model.shape]\ndmi = 3", "model.shape.dmi is no key; did you mean 'model.shape.dim'"),
+        ("[model.shape]\ndmi = 3", "model.shape.dmi is not a known key; did you mean 'model.shape.dim'"),
         ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
-        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8, without NUL"),
+        ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8 without NUL"),
     ],
 )
 def test_invalid_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
@@ -280,7 +280,7 @@ def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[data.sources]]\npath = "a"\nwieght = 1', r"data.sources\[0\].wieght is no key; did you mean"),
+        ('[[data.sources]]\npath = "a"\nwieght = 1', r"data.sources\[0\].wieght is not a known key; did you mean"),
         ('[[data.sources]]\npath = "a"\nweight = 0', r"weight = 0.0 of a data source must be above 0"),
         ("[[data.sources]]\nweight = 1", r"number 1 has neither path nor name"),
         ('[data]\npath = "x"\n[[data.sources]]\npath = "a"', r"exclude each other"),

@@ -43,6 +43,8 @@ AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
 # Commands that are not run, and the reason.
 LISTED = {
+    "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
+    "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
     "pip install -e '.[plot]'": "needs a package index; run by .ci/run",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
@@ -175,6 +177,7 @@ def test_generated_pages_are_current() -> None:
 
 def test_pages_are_short() -> None:
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "docs"}
+    del pages["configuration.md"]  # generated: a reference of all options
     assert [name for name, text in pages.items() if len(text.splitlines()) > 120] == []
 
 

@@ -170,7 +170,7 @@ def test_one_message_has_all_of_a_file(tmp_path: Path) -> None:
         if here == "adamw":
             assert line.endswith("must be one of 'adamw', 'muon'; did you mean 'adamw'?")
         else:
-            assert (f"what torchtitan calls so is {here} here" if here else "it has no counterpart here") in line
+            assert (f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain") in line
     table: dict[str, Any] = {section: dict(keys) for section, keys in DEBUG_FILE.items() if section != "quantize"}
     for name, here in EDITS.items():
         section, _, key = name.partition(".")
@@ -192,14 +192,16 @@ def test_what_is_told(tmp_path: Path) -> None:
         from_file(str(file))
     assert str(error.value).splitlines() == [
         f"{file}:",
-        "  float8.enable_float8_linear is no key: what torchtitan calls so is float8.recipe here "
-        '(true is recipe = "tensorwise")',
-        "  trainnig is no section; did you mean 'training'?",
-        "  training.steps = 'x' must be a whole number",
-        "  training.stesp is no key; did you mean 'training.steps'?",
+        "  float8.enable_float8_linear is not a known key: it is named float8.recipe in torchtrain "
+        '(true corresponds to recipe = "tensorwise")',
+        "  trainnig is not a known section; did you mean 'training'?",
+        "  training.steps = 'x' must be an integer",
+        "  training.stesp is not a known key; did you mean 'training.steps'?",
     ]
     file.write_text("[training]\nstesp = 2\n")
-    with pytest.raises(ConfigError, match=r"run.toml: training.stesp is no key; did you mean 'training.steps'\?$"):
+    with pytest.raises(
+        ConfigError, match=r"run.toml: training.stesp is not a known key; did you mean 'training.steps'\?$"
+    ):
         from_file(str(file))
 
 

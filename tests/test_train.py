@@ -157,7 +157,7 @@ def invalid_files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--job.config_file {}/misspelt.toml", "training.stepz is no key; did you mean 'training.steps'?"),
+        ("--job.config_file {}/misspelt.toml", "training.stepz is not a known key; did you mean 'training.steps'?"),
         ("--job.config_file {}/missing.toml", "missing.toml' is not a file"),
         ("--training.stepz 3", "--training.steps"),
         ("--training.steps three", "three"),

@@ -1,6 +1,6 @@
-"""From a TOML file and the command line to a ``JobConfig``: defaults < file < command line.
+"""Parse a ``JobConfig`` from a TOML file and the command line, which overrides the file.
 
-tyro reads the command line. The file goes through ``from_toml``, which admits nothing that the dataclasses do not have.
+tyro parses the command line. ``from_toml`` parses the file, and rejects keys that the dataclasses do not have.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
 """torchtitan's key: (torchtrain's key, torchtitan's default as TOML, a note); an empty string where there is none."""
 
 RENAMED_KEYS = {"faults.on_bad_numbers": "faults.on_nonfinite"}
-"""Old name: new name, for the error message about an old name."""
+"""New names of renamed options by their old names, for the error message about an old name."""
 
 
 IMPORT = re.compile(r"--job\.import(=|$)")
@@ -44,10 +44,18 @@ TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.c
 def parse(
     argv: Sequence[str], prog: str = "torchtrain.train", description: str | None = TRAIN, *, print_errors: bool = True
 ) -> JobConfig:
-    """The config of ``argv`` (without the program's name) and of the file it names.
+    """Parse the command line ``argv``, and the config file that it names.
 
-    What is wrong in both together raises ConfigError. A bad command line, like ``--help``, ends the process, with a
-    message unless ``print_errors`` is off: all ranks parse, one speaks.
+    Args:
+        argv: the command line, without the name of the program.
+        prog: the name of the program for ``--help``.
+        description: the description for ``--help``.
+        print_errors: whether to print ``--help`` and errors of the command line. All ranks parse, but only rank 0
+            prints.
+
+    Raises:
+        ConfigError: the config file, or the combination of file and command line, is invalid.
+        SystemExit: after ``--help``, or because the command line is invalid.
     """
     import tyro  # imported here because it takes long, and only commands parse
 
@@ -57,26 +65,26 @@ def parse(
             raise ConfigError(f"{key} was renamed: set {new}")
     file = config_file(argv)
     require_local(file, "job.config_file")
-    # tyro names the option by the field, and a field cannot be named by a keyword of Python.
+    # tyro names an option after its field, whose name cannot be a keyword of Python.
     argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
     import_modules(modules_to_import(argv, file))
-    # The command line may mend what does not go together in the file.
+    # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
-    # tyro's own console_outputs=False lets some errors through.
+    # Redirected, because tyro prints some errors even with its option console_outputs=False.
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
         config = tyro.cli(
             JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
         )
-    # Both have read the same words: else the values of the whole file would be lost, with nothing said.
+    # If tyro and config_file read different paths, the values of the file would be ignored silently.
     assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
     table = to_dict(config)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
-    return from_toml(JobConfig, table)  # the command line's values are treated as those of a file
+    return from_toml(JobConfig, table)  # checks values of the command line as those of a file
 
 
 def config_file(argv: Sequence[str]) -> str:
-    """Value of the last ``--job.config_file`` in ``argv``, or ''. A launcher puts its own before those of the user."""
+    """Value of the last ``--job.config_file`` in ``argv``, or ''. A launch script adds its own before the user's."""
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     option.add_argument("--job.config_file", "--job.config-file", nargs="?", dest="file")
     return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
@@ -99,14 +107,14 @@ def modules_to_import(argv: Sequence[str], file: str) -> Sequence[str]:
 
 
 def from_file(path: str, *, checked: bool = True) -> JobConfig:
-    """The config in the TOML file ``path``, defaults where it says nothing. ``checked``: as for ``from_toml``."""
+    """Parse the TOML file ``path``; other options have their defaults. ``checked`` and errors: as for ``from_toml``."""
     return from_text(read_text(path), path, checked=checked)
 
 
 def read_text(path: str) -> str:
     """The text of the config file ``path``. Raises ConfigError if there is none, or if it is not UTF-8."""
     try:
-        return read_file(Path(path)).decode("utf-8-sig")  # editors of Windows begin it with a mark
+        return read_file(Path(path)).decode("utf-8-sig")  # editors on Windows may add a byte order mark
     except MISSING:
         configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
         near = difflib.get_close_matches(Path(path).stem, configs, n=1)
@@ -148,7 +156,7 @@ def in_file(path: str, error: ConfigError) -> ConfigError:
 
 
 def train_configs() -> list[str]:
-    """The configs that come with the package, relative to the working folder where they are in it."""
+    """Paths of the configs that come with the package, relative to the working folder if they are inside it."""
     folder = Path(__file__).parent.parent.parent / "train_configs"
     with suppress(ValueError, OSError):
         folder = folder.relative_to(Path.cwd())
@@ -156,7 +164,7 @@ def train_configs() -> list[str]:
 
 
 def _configs_in(folder: Path) -> list[str]:
-    """The TOML files in ``folder`` with sections of ours, and no others such as pyproject.toml has."""
+    """The TOML files in ``folder`` whose top-level keys are all sections of ``JobConfig``."""
     found = []
     for file in sorted(folder.glob("*.toml")):
         with suppress(OSError, ValueError):
@@ -167,10 +175,16 @@ def _configs_in(folder: Path) -> list[str]:
 
 
 def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", checked: bool = True) -> Section:
-    """Build the dataclass ``section`` from a TOML table; messages have ``prefix`` before its keys.
+    """Build the dataclass ``section`` from a parsed TOML table.
 
-    All that is wrong in the table is told in one ConfigError, a line for each key. Without ``checked`` only names and
-    types are looked at, and not what the dataclasses refuse.
+    Args:
+        section: the class.
+        table: the table. Keys that it lacks have their defaults.
+        prefix: what precedes the keys of the table in error messages, such as ``training.``.
+        checked: whether to check the rules of the values; if not, only names and types are checked.
+
+    Raises:
+        ConfigError: a key is unknown or a value is invalid. One message lists all such keys, one per line.
     """
     hints = typing.get_type_hints(section)
     names = {key_of(field.name): field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
@@ -188,14 +202,14 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
             problems += hints_for_torchtitan
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
-            problems.append(f"{name} is no {kind}{did_you_mean(key, names, prefix)}")
+            problems.append(f"{name} is not a known {kind}{did_you_mean(key, names, prefix)}")
     if problems:
         raise ConfigError("\n  ".join(problems))
     if checked:
         return section(**values)
-    made = section()
-    vars(made).update(values)  # past what it refuses
-    return made
+    unchecked = section()
+    vars(unchecked).update(values)  # without calling __post_init__, which checks the rules
+    return unchecked
 
 
 def renamed_to(key: str) -> str | None:
@@ -207,20 +221,24 @@ def renamed_to(key: str) -> str | None:
 
 
 def torchtitan_keys(name: str, value: Any) -> list[str]:
-    """What the keys of torchtitan at ``name``, or in the table that it names, are here; none if it has no such keys."""
+    """Error messages about those of ``name``, or of the keys in this table, that are keys of torchtitan."""
     if isinstance(value, dict):
-        return [told for key, inner in value.items() for told in torchtitan_keys(f"{name}.{key}", inner)]
+        return [message for key, inner in value.items() for message in torchtitan_keys(f"{name}.{key}", inner)]
     for key, (here, _, note) in FROM_TORCHTITAN.items():
         if key == name or (key.endswith("*") and name.startswith(key[:-1])):
-            which = f"what torchtitan calls so is {here} here" if here else "it has no counterpart here"
-            return [f"{name} is no key: {which}{f' ({note})' if note else ''}"]
+            which = f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain"
+            return [f"{name} is not a known key: {which}{f' ({note})' if note else ''}"]
     return []
 
 
 def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
-    """``value`` of a TOML file as the type ``hint``; ConfigError names the key ``name``, the value and the type."""
+    """Convert the parsed TOML ``value`` of the key ``name`` to the type ``hint``.
+
+    Raises:
+        ConfigError: the value has another type. ``checked``: as for ``from_toml``.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):  # X | None, TOML has no None; or X | a list of X
+    if origin in (types.UnionType, typing.Union):  # X | None (TOML has no None), or X | tuple[X, ...]
         is_list = isinstance(value, list) and typing.get_origin(arguments[1]) is tuple
         return convert(arguments[is_list], value, name, checked)
     if dataclasses.is_dataclass(hint):
@@ -242,31 +260,31 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
         return tuple(convert(arguments[0], item, f"{name}[{i}]", checked) for i, item in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:  # not isinstance: True is an int to Python
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    if type(value) is not hint:  # not isinstance, because bool is a subclass of int
+        words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
         raise ConfigError(f"{name} = {value!r} must be {words[hint]}")
     if hint is str:
-        if "\0" in value or value.encode(errors="ignore").decode() != value:  # else no checkpoint could hold it
-            raise ConfigError(f"{name} = {value!r} must be text in UTF-8, without NUL")
-        if value.startswith("~/"):  # a path; a shell does not expand it in a file, or behind a "="
+        if "\0" in value or value.encode(errors="ignore").decode() != value:  # a checkpoint could not store it
+            raise ConfigError(f"{name} = {value!r} must be text in UTF-8 without NUL characters")
+        if value.startswith("~/"):  # a path that no shell has expanded: in a file, or after "="
             return os.path.expanduser(value)
     return value
 
 
 def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
-    """'; did you mean ...?' with the nearest of ``choices``, or the list of them where none is near."""
+    """'; did you mean ...?' with the closest of ``choices``, or the list of all choices if none is close."""
     strings = [str(choice) for choice in choices]
     near = difflib.get_close_matches(word, strings, n=1)
     return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings)}"
 
 
 def to_toml(config: JobConfig) -> str:
-    """The config as a TOML file that gives the same config again."""
+    """Serialize the config as TOML; ``from_text`` parses it to the same config."""
     return tomli_w.dumps(to_dict(config))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The config, or a section of it, as nested dicts of plain values, without the keys that are None."""
+    """The config, or a section of it, as nested dicts of plain values, without the options that are None."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {
