@@ -21,11 +21,11 @@ from torch import Tensor
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.mesh import resolve_parallel_dims
 from torchtrain.models.llama import model
 from torchtrain.models.loss import OutputLoss, output_loss
 from torchtrain.models.model_config import build_model_config
 from torchtrain.parallelisms import activation_checkpoint
+from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import simulation
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
@@ -157,8 +157,8 @@ class Trace:
 
 def trace(row: Row) -> Trace:
     config = config_of(row)
-    degrees = resolve_parallel_dims(config.parallelism, row.ranks)
     shape = build_model_config(config.model, None, row.seq_len)
+    config, degrees = resolve_layout(config, shape, row.ranks)
     with their_policies(row):
         first, last = simulate(config, shape, degrees, 0, capability=(9, 0)).recorder.steps
     reserved, first_step = (

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -31,6 +31,7 @@ from torchtrain.comparison.fingerprint_findings import FILE, Fingerprint, Step, 
 from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.parallelisms.resolve import resolve_layout
 
 ROOT = Path(__file__).parent.parent
 
@@ -393,10 +394,11 @@ def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> No
 
 
 def test_global_batch_size_that_depends_on_the_ranks_changes_the_run(tmp_path: Path) -> None:
-    folders = [fake_run(tmp_path / name, [1.0], training={"global_batch_size": -1}) for name in "ab"]
-    for ranks, folder in enumerate(folders, 1):
-        lines = (folder / "metrics.jsonl").read_text()
-        (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
+    """A run's config.toml has the resolved number."""
+    folders = []
+    for ranks in (1, 2):
+        config, _ = resolve_layout(config_of(), TINY, ranks)
+        folders.append(fake_run(tmp_path / str(ranks), [1.0], training=asdict(config.training)))
     code, report = compare(*folders)
     assert code == 1
     size = config_of().training.local_batch_size

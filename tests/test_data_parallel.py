@@ -28,7 +28,7 @@ from torchtrain.optimizers.groups import build_optimizer, update
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
-from torchtrain.parallelisms.pipeline_schedule import plan_stages
+from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage
 from torchtrain.trainer import use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first, a middle and a last block
@@ -264,12 +264,15 @@ def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
     try:
         mesh = Mesh(torch.device("cpu"), degrees)
         parallelism = ParallelismConfig(pipeline_parallel_degree=8, pipeline_parallel_schedule="Interleaved1F1B")
-        config = JobConfig(parallelism=parallelism)
         model = replace(flavor_config("llama3", "405B"), max_seq_len=8192)
+        parallelism = replace(
+            parallelism, pipeline_parallel_layers_per_stage=resolve_layers_per_stage(model, parallelism)
+        )
+        config = JobConfig(parallelism=parallelism)
         stages = build_stages(model, mesh, parallelism)
         stage = rank // 128
         assert list(stages) == [stage, stage + 8]
-        bounds = list(accumulate(plan_stages(model, parallelism), initial=0))
+        bounds = list(accumulate(parallelism.pipeline_parallel_layers_per_stage, initial=0))
         for number, part in stages.items():
             assert list(part.layers) == [str(i) for i in range(bounds[number], bounds[number + 1])]
             assert (part.tok_embeddings is not None) == (number == 0)

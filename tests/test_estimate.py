@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import validate_estimate
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of
@@ -27,6 +28,7 @@ from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
+from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
@@ -57,8 +59,7 @@ def simulated(
     **sections: Any,
 ) -> RankRecord:
     """The record of ``rank``, or of the rank that represents it."""
-    config = config_of(**sections)
-    degrees = resolve_parallel_dims(config.parallelism, ranks)
+    config, degrees = resolve_layout(config_of(**sections), shape, ranks)
     first = max(r for r in representative_ranks(degrees) if r <= rank)
     record: RankRecord = simulate(config, shape, degrees, first, capability=capability)
     return record
@@ -127,6 +128,7 @@ def test_segments_of_fixed_size_are_not_merged() -> None:
 def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[int]]:
     """FLOPs and peaks of live bytes of two steps on real tensors."""
     recorder = StepRecorder("cpu")
+    config, _ = resolve_layout(config, shape, dist.get_world_size())
     simulate_steps(config, build(config, shape), recorder, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in recorder.steps]
     return counts, [sum(step.peak) for step in recorder.steps]
@@ -205,8 +207,8 @@ def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: 
 
     training = {"mixed_precision_param": dtype, "seq_len": 64}
     config = config_of(training=training, parallelism={"context_parallel_degree": degree})
-    degrees = resolve_parallel_dims(config.parallelism, degree)
     shape = replace(SHAPE, max_seq_len=64)
+    config, degrees = resolve_layout(config, shape, degree)
     scores = config.training.local_batch_size * SHAPE.n_heads * 64 * 64 * SHAPE.head_size * SHAPE.n_layers
     for rank in range(degree):
         record = simulate(config, shape, degrees, rank, capability=(9, 0))

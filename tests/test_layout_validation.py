@@ -21,7 +21,8 @@ from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.parallelisms.pipeline_schedule import layers_per_stage, plan_stages
+from torchtrain.parallelisms.pipeline_schedule import split_evenly
+from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.parallelisms.validate import check_layout
 from torchtrain.trainer import Trainer
 
@@ -46,7 +47,8 @@ def check(
         compile=CompileConfig(enable=compile),
         data=DataConfig(document_mask=document_mask),
     )
-    check_layout(config, torch.device(device_type), resolve_parallel_dims(layout, world), model)
+    config, dims = resolve_layout(config, model, world)
+    check_layout(config, torch.device(device_type), dims, model)
     assert not dist.is_initialized()
 
 
@@ -263,13 +265,14 @@ def test_shard_degree_is_inferred_from_the_world_size() -> None:
 def test_layers_per_stage_account_for_embedding_and_output(
     n_layers: int, stages: int, expected: tuple[int, ...]
 ) -> None:
-    assert layers_per_stage(n_layers, stages) == expected
+    assert split_evenly(n_layers, stages) == expected
     assert sum(expected) == n_layers
 
 
 def test_layers_per_stage_of_the_config_are_used() -> None:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
-    assert plan_stages(LLAMA, config) == (20, 12)
+    resolved, _ = resolve_layout(JobConfig(parallelism=config), LLAMA, 2)
+    assert resolved.parallelism.pipeline_parallel_layers_per_stage == (20, 12)
 
 
 def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
@@ -289,4 +292,5 @@ def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
 
 def test_pipeline_options_are_ignored_without_pipeline_parallelism() -> None:
     config = ParallelismConfig(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
-    assert plan_stages(replace(LLAMA, tied_embeddings=True), config) == (32,)
+    resolved, _ = resolve_layout(JobConfig(parallelism=config), replace(LLAMA, tied_embeddings=True), 1)
+    assert resolved.parallelism.pipeline_parallel_layers_per_stage == ()

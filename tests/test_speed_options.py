@@ -35,7 +35,7 @@ from torchtrain.config.schema import (
 )
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import ParallelDims, local, resolve_parallel_dims
+from torchtrain.distributed.mesh import ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
@@ -50,6 +50,7 @@ from torchtrain.parallelisms.attention_backend import (
 )
 from torchtrain.parallelisms.compile import apply_compile
 from torchtrain.parallelisms.float8 import apply_float8
+from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -179,7 +180,8 @@ def test_float8_requires_a_multiple_of_16_tokens(
 ) -> None:
     pytest.importorskip("torchao")
     config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
-    gpu, degrees = torch.device("cuda", 0), resolve_parallel_dims(config.parallelism, math.prod(parallelism.values()))
+    config, degrees = resolve_layout(config, TINY, math.prod(parallelism.values()))
+    gpu = torch.device("cuda", 0)
     with planned_for_gpu((9, 0)):
         with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
             validate.check_layout(config, gpu, degrees, TINY)

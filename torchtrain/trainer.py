@@ -31,7 +31,7 @@ from torchtrain.datasets.sources import with_revisions
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, broadcast_from_rank0_untimed
-from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
+from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
     all_reduce,
     destroy_process_group,
@@ -73,7 +73,8 @@ from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_size
+from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.parallelisms.validate import check_layout
 
 
 class Trainer:
@@ -97,12 +98,12 @@ class Trainer:
         # within seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
         config = with_longest_context(replace(config, model=resolve_model_section(config.model)))
-        self.parallel_dims = dims = resolve_parallel_dims(config.parallelism, world_size())
-        config = resolve_batch_size(config, dims)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.model_config = replace(
             build_model_config(config.model, self.tokenizer, config.training.seq_len), **asdict(config.mup)
         )
+        config, self.parallel_dims = resolve_layout(config, self.model_config, world_size())
+        dims = self.parallel_dims
         validate(config, device, dims, self.model_config)
         document_start_id = document_start(config, self.tokenizer)
         choose_attention_backend(config.training.attention_backend, device)
@@ -501,12 +502,6 @@ class TrainStep:
             return ()
         self.model.pipeline.sync_tied_embedding_grads()
         return self.model.pipeline.copies
-
-
-def resolve_batch_size(config: JobConfig, dims: ParallelDims) -> JobConfig:
-    """Return ``config`` with the default of ``training.global_batch_size`` (-1) replaced by the number of sequences."""
-    size = resolve_global_batch_size(config, dims)
-    return replace(config, training=replace(config.training, global_batch_size=size))
 
 
 def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: TransformerConfig) -> None:

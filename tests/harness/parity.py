@@ -18,7 +18,7 @@ from torchtrain.checkpoint.states import OptimizerState
 from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtrain.datasets.loader import Batch
-from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.initialization import full_name
@@ -29,6 +29,7 @@ from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
@@ -84,12 +85,8 @@ def global_batch(step: int, vocab_size: int, seq_len: int) -> Tensor:
 def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
     """Build and initialize this rank's part of the model, as the trainer does."""
     device = torch.device("cpu")
-    model = build_parallel_model(
-        shape,
-        Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
-        device,
-        config,
-    )
+    config, dims = resolve_layout(config, shape, dist.get_world_size())
+    model = build_parallel_model(shape, Mesh(device, dims), device, config)
     initialize(model.parts, config.training.seed, device)
     return model
 

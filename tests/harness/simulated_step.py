@@ -19,7 +19,7 @@ from torchtrain.planning import simulation
 from torchtrain.planning.hardware import GPUS
 from torchtrain.planning.operations import VIEWS, collective, tensors_in
 from torchtrain.planning.recorder import CATEGORIES, StepRecorder
-from torchtrain.planning.request import validate_layout
+from torchtrain.planning.request import resolve_and_validate
 from torchtrain.planning.simulation import representative_ranks, simulate
 
 GPU = GPUS["h100-80"]
@@ -122,7 +122,7 @@ def run(
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
     allow_config_error: bool = False,
 ) -> Report:
-    """Validate a config as ``train`` does, then simulate its representative ranks.
+    """Resolve and validate a config as ``train`` does, then simulate its representative ranks.
 
     Args:
         shape: model config fields that override those of the flavor.
@@ -135,7 +135,7 @@ def run(
     try:
         config = config_of({**options, "estimate.world_size": world_size})
         model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
-        degrees = validate_layout(config, model, GPU)
+        config, degrees = resolve_and_validate(config, model, GPU)
     except ConfigError as error:
         if not allow_config_error:
             raise

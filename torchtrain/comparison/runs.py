@@ -23,14 +23,12 @@ from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
-from torchtrain.distributed.mesh import resolve_parallel_dims
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.files import names_in, read_file
 from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.validate import resolve_global_batch_size
 
 KINDS = {
     Kind.IMPOSSIBLE: "changes the run",
@@ -105,12 +103,8 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
-    """Options in which the two differ, with the global batch size where that is known of both."""
-    configs = [run.config for run in (a, b)]
-    if all(isinstance(run.start.get("ranks"), int) for run in (a, b)):
-        with suppress(ConfigError):  # the last start, on other ranks, may have ended before it told of them
-            configs = [with_batch_size(run) for run in (a, b)]
-    return differences(*map(to_toml, configs))
+    """Options in which the two differ."""
+    return differences(to_toml(a.config), to_toml(b.config))
 
 
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
@@ -125,13 +119,6 @@ def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
             yield Finding(f"{key}: {a.start.get(key)} in A, {b.start.get(key)} in B", True)
     if not found:
         yield Finding("options are the same", True)
-
-
-def with_batch_size(run: RunFolder) -> JobConfig:
-    """The config of ``run`` with its ``training.global_batch_size``: -1 is another number on other ranks."""
-    degrees = resolve_parallel_dims(run.config.parallelism, run.start["ranks"])
-    training = replace(run.config.training, global_batch_size=resolve_global_batch_size(run.config, degrees))
-    return replace(run.config, training=training)
 
 
 def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:

@@ -23,15 +23,16 @@ from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
-from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_microbatches
 
 
 def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Transformer]:
     """Build this rank's pipeline stages on the meta device, keyed by stage index.
 
-    Without pipeline parallelism the only stage is the full model.
+    Without pipeline parallelism the only stage is the full model. ``resolve_layout`` has resolved ``parallelism``.
     """
-    layers = plan_stages(model, parallelism)
+    layers = parallelism.pipeline_parallel_layers_per_stage or (model.n_layers,)
+    assert sum(layers) == model.n_layers
+    assert len(layers) % mesh.degrees.pipeline == 0
     rank, degree, last = mesh.pipeline.get_local_rank(), mesh.degrees.pipeline, len(layers) - 1
     # Under ZBV rank r holds stages r and last - r (a V shape); under the other schedules every degree-th stage.
     v_shaped = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
@@ -116,7 +117,7 @@ class Pipeline:
         self.loss = loss
         self.stages = stages
         model = next(iter(stages.values())).config
-        count = len(plan_stages(model, parallelism))
+        count = len(parallelism.pipeline_parallel_layers_per_stage)
         self.first, self.last = stages.get(0), stages.get(count - 1)
         self.tied = model.tied_embeddings
         if self.last is not None:
@@ -126,7 +127,7 @@ class Pipeline:
             self.last.forward = to_hidden_states  # type: ignore[method-assign]
         for stage in stages.values():
             stage.register_forward_pre_hook(self._add_mask, with_kwargs=True)
-        microbatches = resolve_microbatches(parallelism, training)
+        microbatches = parallelism.pipeline_parallel_microbatches
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
         # Shapes of the input of the first stage, of activations between stages, and of the output of the last stage.
         # With them, torch need not run the stages for shape inference. Under sequence parallelism, activations between

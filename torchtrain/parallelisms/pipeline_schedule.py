@@ -8,7 +8,7 @@ STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZero
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
-def layers_per_stage(n_layers: int, stages: int) -> tuple[int, ...]:
+def split_evenly(n_layers: int, stages: int) -> tuple[int, ...]:
     """Split layers evenly over stages, counting the embedding and the output as one layer each.
 
     This is the split of Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2).
@@ -23,16 +23,14 @@ def layers_per_stage(n_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def plan_stages(model: TransformerConfig, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
+def resolve_layers_per_stage(model: TransformerConfig, parallelism: ParallelismConfig) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage, by default those of an even split.
 
     Raises:
         ConfigError: the model cannot be split as configured.
     """
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     layers = parallelism.pipeline_parallel_layers_per_stage
-    if ranks == 1:
-        return (model.n_layers,)  # no pipeline parallelism: the schedule is ignored
     if model.tied_embeddings and schedule == "ZBVZeroBubble":
         raise ConfigError(
             "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' puts the first and the last stage on one rank, "
@@ -46,7 +44,7 @@ def plan_stages(model: TransformerConfig, parallelism: ParallelismConfig) -> tup
                 f"and the model has only {model.n_layers} layers; each stage needs one: lower the degree"
                 + (", or take a schedule with one stage a rank, such as 1F1B" if stages > ranks else "")
             )
-        return layers_per_stage(model.n_layers, stages)
+        return split_evenly(model.n_layers, stages)
     given = f"parallelism.pipeline_parallel_layers_per_stage = {list(layers)}"
     if sum(layers) != model.n_layers:
         raise ConfigError(f"{given} must add up to the model's {model.n_layers} layers, not to {sum(layers)}")

@@ -11,15 +11,13 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerBlock, TransformerConfig
 from torchtrain.parallelisms.float8 import gathers_float8
-from torchtrain.parallelisms.pipeline_schedule import plan_stages, resolve_microbatches
+from torchtrain.parallelisms.resolve import nearest_multiples
 
-MOST_TOKENS = 2**25
-"""Maximum tokens of a rank per step: twice the global batch of Llama 3 (https://arxiv.org/abs/2407.21783)."""
 FLOAT8_MULTIPLE = 16  # float8 kernels require both sides of weights and activations to be multiples of it
 
 
 def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig) -> None:
-    """Check that the device and the parallel layout support ``config``.
+    """Check that the device and the parallel layout support ``config``, which ``resolve_layout`` has resolved.
 
     Raises:
         ConfigError: they do not; the message names the rule and suggests a fix.
@@ -33,8 +31,7 @@ def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims,
         _check_async_tensor(config, degrees, device)
     tokens = config.training.local_batch_size * config.training.seq_len // degrees.context
     if degrees.pipeline > 1:
-        plan_stages(model, parallelism)
-        tokens //= resolve_microbatches(parallelism, config.training)
+        tokens //= parallelism.pipeline_parallel_microbatches
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     _check_streams(config, degrees)
@@ -44,31 +41,6 @@ def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims,
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
 
-def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
-    """Return ``training.global_batch_size`` with its default (-1) resolved.
-
-    Raises:
-        ConfigError: it is too large, or no multiple of local_batch_size times the data-parallel degree.
-    """
-    local, ranks, wanted = config.training.local_batch_size, degrees.batch, config.training.global_batch_size
-    at_once = local * ranks
-    if wanted == -1:
-        return at_once
-    tokens = wanted // ranks * config.training.seq_len
-    if tokens > MOST_TOKENS:
-        raise ConfigError(
-            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step; "
-            f"the limit is {MOST_TOKENS}. It counts sequences of training.seq_len tokens, not tokens: try "
-            f"{max(1, wanted // config.training.seq_len)}"
-        )
-    if wanted % at_once:
-        raise ConfigError(
-            f"training.global_batch_size = {wanted} must be a multiple of local_batch_size = {local} times {ranks} "
-            f"data-parallel ranks = {at_once}; try {_near(wanted, at_once)}, or a local_batch_size that fits"
-        )
-    return wanted
-
-
 def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
     """Check that the rows of each data stream are on one rank."""
     data, validation = config.data, config.validation
@@ -76,7 +48,7 @@ def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
     streamed = [source.name for source in sources if source.name and not source.download]
     if not streamed:
         return
-    global_batch_size = resolve_global_batch_size(config, degrees)
+    global_batch_size = config.training.global_batch_size
     streams = streams_of(data.streams, global_batch_size)
     if streams % degrees.batch:
         raise ConfigError(
@@ -102,14 +74,15 @@ def _check_sequence(degrees: ParallelDims, seq_len: int, sequence_parallel: bool
     if context > 1 and seq_len % (2 * context):
         raise ConfigError(
             f"training.seq_len = {seq_len} must be a multiple of 2 * parallelism.context_parallel_degree = "
-            f"{2 * context}: each rank takes two parts of a sequence; try {_near(seq_len, 2 * context)}"
+            f"{2 * context}: each rank takes two parts of a sequence; try {nearest_multiples(seq_len, 2 * context)}"
         )
     if tensor > 1 and sequence_parallel and seq_len // context % tensor:
         step = tensor * context * (2 if context > 1 else 1)
         of = f" / context_parallel_degree = {seq_len // context}" if context > 1 else ""
         raise ConfigError(
             f"training.seq_len = {seq_len}{of} must be a multiple of parallelism.tensor_parallel_degree = {tensor} "
-            f"with sequence parallelism; try {_near(seq_len, step)}, or set enable_sequence_parallel = false"
+            f"with sequence parallelism; try {nearest_multiples(seq_len, step)}, or set enable_sequence_parallel = "
+            "false"
         )
 
 
@@ -161,12 +134,6 @@ def _check_memory_budget(
             f"{given}, which fails with torch {torch.__version__} under tensor parallelism; take torch 2.13 or later, "
             "or another mode, such as 'selective'"
         )
-
-
-def _near(value: int, step: int) -> str:
-    """The nearest multiples of ``step`` below and above ``value``, as text for an error message."""
-    below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
 
 
 def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.device) -> None:

@@ -8,11 +8,12 @@ import torch
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.devices import planned_for_gpu
-from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
+from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.model_config import build_model_config, document_start
-from torchtrain.parallelisms.validate import check_layout, resolve_global_batch_size
+from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.parallelisms.validate import check_layout
 from torchtrain.planning.hardware import GPUS, Gpu
 
 
@@ -56,14 +57,15 @@ def resolve_world_size(config: JobConfig) -> int:
     return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
 
 
-def validate_layout(config: JobConfig, model_config: TransformerConfig, gpu: Gpu) -> ParallelDims:
-    """Return the parallel degrees of a layout that the trainer accepts on ``gpu``.
+def resolve_and_validate(
+    config: JobConfig, model_config: TransformerConfig, gpu: Gpu
+) -> tuple[JobConfig, ParallelDims]:
+    """Return ``config`` with its layout resolved, and its parallel dimensions.
 
     Raises:
         ConfigError: the trainer would reject the layout on this GPU.
     """
-    degrees = resolve_parallel_dims(config.parallelism, resolve_world_size(config))
-    resolve_global_batch_size(config, degrees)
+    config, dims = resolve_layout(config, model_config, resolve_world_size(config))
     with planned_for_gpu(gpu.capability):
-        check_layout(config, torch.device("cuda"), degrees, model_config)
-    return degrees
+        check_layout(config, torch.device("cuda"), dims, model_config)
+    return config, dims

@@ -12,12 +12,12 @@ from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK, plan_stages
-from torchtrain.parallelisms.validate import resolve_global_batch_size
+from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
+from torchtrain.parallelisms.resolve import resolve_global_batch_size
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.report import format_ranking
 from torchtrain.planning.representative_ranks import representative_pipeline_ranks
-from torchtrain.planning.request import resolve_gpu, resolve_model_config, resolve_world_size, validate_layout
+from torchtrain.planning.request import resolve_and_validate, resolve_gpu, resolve_model_config, resolve_world_size
 from torchtrain.planning.summary import MAX_MICROBATCHES, estimate
 
 LAYOUTS_SHOWN = 10
@@ -52,14 +52,13 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     given, candidates = [], []
     with suppress(ConfigError):
-        degrees = validate_layout(config, model_config, gpu)
-        given = [replace(config, parallelism=replace(config.parallelism, data_parallel_shard_degree=degrees.shard))]
+        given = [resolve_and_validate(config, model_config, gpu)[0]]
     for layout in candidate_layouts(config, model_config):
         with suppress(ConfigError):
-            degrees = validate_layout(layout, model_config, gpu)
-            candidates.append((*analytic_estimate(layout, model_config, degrees, gpu), layout))
+            resolved, degrees = resolve_and_validate(layout, model_config, gpu)
+            candidates.append((*analytic_estimate(resolved, model_config, degrees, gpu), resolved))
     if not (given or candidates):
-        validate_layout(config, model_config, gpu)  # raises the error of the layout in the config
+        resolve_and_validate(config, model_config, gpu)  # raises the error of the layout in the config
     before_work()
     candidates.sort(key=lambda candidate: candidate[:2])
     promising = [layout for _, memory_gib, layout in candidates if memory_gib <= gpu.memory_gib * MEMORY_TOLERANCE]
@@ -133,7 +132,7 @@ def analytic_estimate(
 
     Weights are bfloat16 and optimizer states float32. FLOPs per token are those of ``flops_per_token``.
     """
-    efficiency, global_batch_size = Efficiency(), resolve_global_batch_size(config, degrees)
+    efficiency, global_batch_size = Efficiency(), config.training.global_batch_size
     mode, pipelined = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len
     heads = model_config.head_size * 2 * (model_config.n_heads + model_config.n_kv_heads)
@@ -180,7 +179,8 @@ def analytic_estimate(
 def stage_forwards(config: JobConfig, model_config: TransformerConfig) -> int:
     """Number of stage forwards that a simulation of ``config`` runs, to which its CPU time is proportional."""
     parallelism, local = config.parallelism, config.training.local_batch_size
-    pipeline, stages = parallelism.pipeline_parallel_degree, plan_stages(model_config, parallelism)
+    pipeline = parallelism.pipeline_parallel_degree
+    stages = parallelism.pipeline_parallel_layers_per_stage or (model_config.n_layers,)
     batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     count = min(MAX_MICROBATCHES, config.training.global_batch_size // (batch * local))
     simulated = len(set(representative_pipeline_ranks(stages, pipeline, parallelism.pipeline_parallel_schedule)))

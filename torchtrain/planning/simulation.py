@@ -31,8 +31,6 @@ from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.parallelisms.pipeline_schedule import resolve_microbatches
-from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.compiled import simulated_inductor
 from torchtrain.planning.instrument import RecorderHook, instrument
 from torchtrain.planning.operations import tensors_in
@@ -224,7 +222,7 @@ def simulate_steps(
         new_tokens: creates the batch, called as ``torch.empty`` with the shape (rows, seq_len).
     """
     mesh, device, local_batch = model.mesh, model.device, config.training.local_batch_size
-    rows = resolve_global_batch_size(config, mesh.degrees) // mesh.degrees.batch
+    rows = config.training.global_batch_size // mesh.degrees.batch
     if max_microbatches is not None:
         rows = min(rows, max_microbatches * local_batch)
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
@@ -259,6 +257,6 @@ def simulate_steps(
                 [local(value) for state in optimizer.state.values() for value in state.values()], "optimizer"
             )
             recorder.end_step()
-    count = resolve_microbatches(config.parallelism, config.training) if model.pipeline is not None else 0
+    count = config.parallelism.pipeline_parallel_microbatches if model.pipeline is not None else 0
     size = sum(parameter.nbytes for parameter in parameters)
     return RankRecord(dist.get_rank(), size, recorder, pipeline_actions(model.pipeline, count))

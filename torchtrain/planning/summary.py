@@ -11,14 +11,12 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.parallelisms.pipeline_schedule import plan_stages
-from torchtrain.parallelisms.validate import resolve_global_batch_size
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.operations import Operation
 from torchtrain.planning.recorder import CATEGORIES, StepRecord
 from torchtrain.planning.representative_ranks import derive_step, representative_pipeline_ranks
-from torchtrain.planning.request import validate_layout
+from torchtrain.planning.request import resolve_and_validate
 from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.planning.timing import CostModel, replay
 
@@ -268,11 +266,11 @@ def estimate(config: JobConfig, model_config: TransformerConfig, gpu: Gpu) -> Es
     Raises:
         ConfigError: the trainer would reject the config on this GPU.
     """
-    degrees, options = validate_layout(config, model_config, gpu), config.estimate
+    config, degrees = resolve_and_validate(config, model_config, gpu)
     cost_model = CostModel(gpu, Efficiency(), config)
-    global_batch_size = resolve_global_batch_size(config, degrees)
+    options, global_batch_size = config.estimate, config.training.global_batch_size
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
-    stages = plan_stages(model_config, config.parallelism)
+    stages = config.parallelism.pipeline_parallel_layers_per_stage or (model_config.n_layers,)
     simulated: list[RankRecord] = []
 
     def costs_of(stages: tuple[int, ...]) -> StepCosts:
