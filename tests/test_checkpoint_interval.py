@@ -1,6 +1,5 @@
 """Checkpoint intervals in steps and minutes: all ranks save at the same step, and saving does not change the run."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from forked_command import checked_command
-from forked_run import finish, patched_loss, same_tensors, saved_tensors
+from forked_run import finish, logged_losses, patched_loss, same_tensors, saved_tensors
 
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.history import saved_steps
@@ -40,23 +39,18 @@ def save_due_at(at: tuple[int, ...], rank: str = "1", first: Callable[[], Any] =
     return first()
 
 
-def losses(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 def test_clock_of_any_rank_makes_all_ranks_save_at_the_next_step(tmp_path: Path) -> None:
     by_time, by_step = tmp_path / "by_time", tmp_path / "by_step"
     finish(by_time, *BY_TIME, hook=partial(save_due_at, (3, 8)))
     assert saved_steps(by_time / "checkpoint") == [4, 9, 12]
     finish(by_step, *BY_TIME, "--checkpoint.interval_minutes", "0")
     assert saved_steps(by_step / "checkpoint") == [12]
-    assert losses(by_time) == losses(by_step)
+    assert logged_losses(by_time) == logged_losses(by_step)
     assert same_tensors(saved_tensors(by_time, 12), saved_tensors(by_step, 12))
     for step in (9, 12):  # resume from a checkpoint that the clock triggered
         shutil.rmtree(by_time / f"checkpoint/step-{step}")
     finish(by_time, *BY_TIME, ranks=1, hook=partial(save_due_at, (), "0"))
-    assert losses(by_time) == pytest.approx(losses(by_step), rel=1e-5)
+    assert logged_losses(by_time) == pytest.approx(logged_losses(by_step), rel=1e-5)
 
 
 def test_keep_latest_k_counts_checkpoints_of_both_intervals(tmp_path: Path) -> None:

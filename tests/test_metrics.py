@@ -1,6 +1,5 @@
 """Metrics: metrics.jsonl, the log, TensorBoard, Weights & Biases, stragglers and profiler traces."""
 
-import json
 import socket
 import sys
 import time
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from forked_run import read_metrics
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -56,7 +56,7 @@ def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: i
 def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(2, record_steps, str(tmp_path), {}, 0, 4)
     gloo.run(2, record_steps, str(tmp_path), {}, 2, 5)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path)
     logged = [(line["step"], line.get("event", "metrics")) for line in lines]
     first = [(0, "start"), (1, "metrics"), (2, "metrics"), (3, "metrics"), (3, "bad_step_skip"), (4, "metrics")]
     assert logged == [*first, (2, "start"), (3, "metrics"), (3, "bad_step_skip"), (4, "metrics"), (5, "metrics")]
@@ -91,7 +91,7 @@ def record_with_a_fake_clock(folder: str) -> None:
 
 def test_logged_metrics_are_reduced_over_ranks(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(2, record_with_a_fake_clock, str(tmp_path))
-    _, first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    _, first, last = read_metrics(tmp_path)
     assert first.pop("memory_gib") > 0
     expected = {"loss": 2.5, "loss_max": 4.0, "z_loss": 0.1, "grad_norm": 0.5, "lr": 1e-3, "step_seconds": 2.0}
     # 100 tokens on 2 ranks in 2 seconds; 6 FLOPs per token; a peak of 1000 FLOPs per second.
@@ -210,7 +210,7 @@ def read_slowly(folder: str) -> None:
 
 def test_rank_that_waits_for_data_is_logged_as_a_straggler(gloo: GlooPool, tmp_path: Path) -> None:
     gloo.run(4, read_slowly, str(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path)
     stragglers_logged = [line for line in lines if line["event"] == "straggler" and line["kind"] == "data wait"]
     assert [(line["step"], line["rank"], line["host"]) for line in stragglers_logged] == [
         (4, 2, socket.gethostname()),

@@ -1,6 +1,5 @@
 """Multi-node training: two torchrun agents with the c10d rendezvous, on loopback and in two network namespaces."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from types import MappingProxyType
 
 import pytest
 from forked_command import checked_command
+from forked_run import logged_losses
 from forkserver import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -57,19 +57,13 @@ def address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
-def losses(folder: Path) -> dict[int, float]:
-    file = folder / "metrics.jsonl"
-    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str], tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     options = ("--training.steps", "6")
     agents = [start_agent(n, endpoint, tmp_path / "two", *options, variables=forked_ranks) for n in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
     checked_command("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert logged_losses(tmp_path / "two") == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
 
 
 def ip(*arguments: str) -> None:
@@ -119,7 +113,7 @@ def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: No
     endless = ["--training.steps", "100000", "--checkpoint.interval", "5", "--comm.train_timeout_seconds", "20"]
     agents = [start_agent(n, f"{address(0)}:29500", folder, *endless, namespace=NAMESPACES[n]) for n in (0, 1)]
     try:
-        wait_for(lambda: len(losses(folder)) > 7, 200)
+        wait_for(lambda: len(logged_losses(folder)) > 7, 200)
         ip("-n", NAMESPACES[0], "link", "set", "veth0", "down")
         cut = time.monotonic()
         codes = [agent.wait(timeout=240) for agent in agents]

@@ -174,7 +174,7 @@ def limit_address_space() -> None:
 
 
 def limit_threads() -> None:
-    """Fail like ``ulimit -u``, which does not apply to root: Python's error message."""
+    """Limit the process to three threads, with the error of ``ulimit -u``, which does not apply to root."""
     start = threading.Thread.start
 
     def start_three(thread: threading.Thread) -> None:
@@ -219,8 +219,8 @@ def test_limit_that_is_reached_during_the_run_is_one_error_line(
     assert cli.run_command(fail) == 2
     output = capsys.readouterr().err
     assert len(output.splitlines()) == 1
-    what = "memory" if error in LIMIT_ERRORS[3:] else "threads or processes"
-    assert f"no more {what}" in output
+    memory, threads = "this process cannot allocate more memory", "no more threads or processes can be started"
+    assert (memory if error in LIMIT_ERRORS[3:] else threads) in output
     assert "; ulimit -u (processes and threads of this user) is " in output
 
 

@@ -86,7 +86,7 @@ def ranks_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_of_the_repository_runs_on_gpus(gpu: fake_cuda.Worker, path: Path) -> None:
+def test_train_config_runs_on_simulated_gpus(gpu: fake_cuda.Worker, path: Path) -> None:
     """With its model sizes, layout, ranks and options; but with two layers per stage, since all layers are equal."""
     report = gpu.run(simulate_config, str(path), ranks_of(path))
     check(report)

@@ -1,6 +1,5 @@
 """scripts/train.slurm on a real SLURM cluster of two virtual nodes: requeueing, time limits and failures of a job."""
 
-import json
 import re
 import statistics
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import slurm
 import torch
 from forked_command import checked_command
-from forked_run import saved_tensors
+from forked_run import logged_losses, read_metrics, saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
@@ -49,12 +48,6 @@ def submit(
     return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def losses(folder: Path) -> dict[int, float]:
-    file = folder / "metrics.jsonl"
-    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 def output_of(folder: Path) -> str:
     return (folder / "job.out").read_text()
 
@@ -86,7 +79,7 @@ def test_signaled_job_of_two_nodes_is_requeued_and_ends_bitwise_like_one_machine
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, sbatch=("--time=10",))
-    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    cluster.wait_for(lambda: len(logged_losses(folder)) > 7, 200)
     cluster.ask("scancel", "--signal=USR1", job)
     # A requeued job is pending before it starts again: wait for the second start before waiting for the end.
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
@@ -101,7 +94,7 @@ def test_signaled_job_of_two_nodes_is_requeued_and_ends_bitwise_like_one_machine
     assert f"srun ended with 0; newest checkpoint: step {STEPS}" in output
     logs = {path.relative_to(folder / "logs").parts[1] for path in folder.rglob("stderr.log")}
     assert logs == {"node-0", "node-1"}
-    assert losses(folder) == losses(uninterrupted)
+    assert logged_losses(folder) == logged_losses(uninterrupted)
     assert_same_checkpoint(folder, uninterrupted)
 
 
@@ -130,8 +123,7 @@ def test_job_that_fails_without_progress_is_not_requeued(
 def test_job_at_its_time_limit_resumes_in_the_next_start(
     cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
-    lines = map(json.loads, (uninterrupted / "metrics.jsonl").read_text().splitlines())
-    step_seconds = statistics.median(line["step_seconds"] for line in lines if "loss" in line)
+    step_seconds = statistics.median(line["step_seconds"] for line in read_metrics(uninterrupted) if "loss" in line)
     steps = round(130 / step_seconds)  # more steps than a job of two minutes can make
     options = (
         "--training.steps",
@@ -162,7 +154,7 @@ def test_manually_requeued_job_ends_with_the_same_checkpoint(
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
-    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    cluster.wait_for(lambda: len(logged_losses(folder)) > 7, 200)
     cluster.ask("scontrol", "requeue", job)
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
@@ -176,7 +168,7 @@ def test_job_survives_a_killed_slurmstepd(
 ) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, forked_ranks, folder, "--checkpoint.interval", "5")
-    cluster.wait_for(lambda: len(losses(folder)) > 7, 200)
+    cluster.wait_for(lambda: len(logged_losses(folder)) > 7, 200)
     # Both nodes are this machine. The daemons of the step of job J have the process title "slurmstepd: [J.0]".
     daemons = [
         process

@@ -300,12 +300,12 @@ def test_unreadable_folder_raises_a_storage_error(
     listdir, scandir = os.listdir, os.scandir
 
     def deny_access(list_folder: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def asked(path: Any = ".") -> Any:
+        def list_or_raise(path: Any = ".") -> Any:
             if str(path).endswith("closed"):
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
             return list_folder(path)
 
-        return asked
+        return list_or_raise
 
     monkeypatch.setattr(os, "listdir", deny_access(listdir))
     monkeypatch.setattr(os, "scandir", deny_access(scandir))
@@ -380,7 +380,8 @@ def test_column_types_of_text_in_tables(tmp_path: Path, dtype: pyarrow.DataType)
 def test_table_value_that_is_not_utf8_is_an_error_with_its_row(tmp_path: Path, row: int) -> None:
     values = [b"caf\xc3\xa9"] * row + [b"caf\xe9"]
     binary = pyarrow.array(values, pyarrow.binary())
-    text = pyarrow.StringArray.from_buffers(len(values), *binary.buffers()[1:])  # not validated
+    # Some writers leave invalid UTF-8 in columns of strings.
+    text = pyarrow.StringArray.from_buffers(len(values), *binary.buffers()[1:])
     for number, column in enumerate((binary, text)):
         with pyarrow.ipc.new_file(tmp_path / f"{number}.arrow", pyarrow.schema({"text": column.type})) as file:
             file.write_table(pyarrow.table({"text": column}), max_chunksize=100)
@@ -400,7 +401,7 @@ def test_duplicate_text_column_raises_a_data_error(tmp_path: Path) -> None:
             DataError, match=rf"{name}: it has 2 columns of the name 'text' .*are text, text, n: rename"
         ):
             texts(tmp_path / name)
-    table = pyarrow.table([[1], [2], ["a"]], names=["n", "n", "text"])  # other columns may
+    table = pyarrow.table([[1], [2], ["a"]], names=["n", "n", "text"])  # columns that are not read may share a name
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert texts(tmp_path / "a.parquet") == ["a"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from forked_command import checked_command, run_command, start_command
-from forked_run import ForkedRun, finish
+from forked_run import ForkedRun, finish, logged_losses, read_metrics
 
 from torchtrain.train import main
 
@@ -55,9 +55,7 @@ def run(ranks: int, *arguments: str) -> str:
 
 
 def logged_metrics(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [line for line in found if "event" not in line]
+    return [line for line in read_metrics(folder) if "event" not in line]
 
 
 def wait_for_step(step: int, folder: Path, is_alive: Callable[[], bool]) -> None:
@@ -121,8 +119,7 @@ def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(tmp_path:
     assert "resumed from" in output.stderr
     last_checkpoints = [folder / "checkpoint" / f"step-{STEPS}" for folder in (uninterrupted, killed)]
     assert tensor_hashes(last_checkpoints[0]) == tensor_hashes(last_checkpoints[1])
-    losses = {line["step"]: line["loss"] for line in logged_metrics(uninterrupted)}
-    assert losses == {line["step"]: line["loss"] for line in logged_metrics(killed)}
+    assert logged_losses(uninterrupted) == logged_losses(killed)
 
 
 def test_load_step_selects_a_checkpoint_and_a_missing_one_is_an_error(tmp_path: Path) -> None:

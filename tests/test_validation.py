@@ -1,7 +1,6 @@
 """Validation: the loss per token of the complete set, on every layout, with sets of any size; bits per byte."""
 
 import io
-import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ import sentencepiece
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
 from forked_command import checked_command
-from forked_run import ForkedRun, finish
+from forked_run import ForkedRun, finish, read_metrics
 from gloo_pool import GlooPool
 from json_tokenizers import BOS, EOS, byte_level, save_tokenizer
 from parity import TINY, use_existing_process_group
@@ -321,8 +320,7 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
         *("--validation.steps", "1", "--data.document_mask", "--checkpoint.no-enable"),
     ]
     checked_command("torchtrain.train", *options)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    results = {line["step"]: line for line in lines if "validation_loss" in line}
+    results = {line["step"]: line for line in read_metrics(tmp_path) if "validation_loss" in line}
     assert list(results) == [2, 3]
     assert results[3]["validation_tokens"] <= 2 * 64  # one batch
     assert 3 < results[3]["validation_loss"] < 12
@@ -338,7 +336,7 @@ def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
     hf = (tmp_path / "run/hf").stat()
     finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
     assert (tmp_path / "run/hf").stat().st_ino == hf.st_ino
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "validation_loss" in line] == [max(line["step"] for line in lines)]
 
     run = ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64")

@@ -103,7 +103,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {"keep_latest_k": 3}], ids=["1", "3"])
+@pytest.mark.parametrize("options", [OPTIONS, {"keep_latest_k": 3}], ids=["keep 1", "keep 3"])
 def test_newer_process_takes_over_at_any_operation_of_a_save(tmp_path: Path, options: dict[str, Any]) -> None:
     """The newer process starts and saves while the older one saves step 6 or deletes a checkpoint afterwards."""
     number = 0

@@ -3,6 +3,7 @@
 A run calls ``main`` of ``torchtrain.train`` with a model that is small enough to be saved quickly.
 """
 
+import json
 import os
 import signal
 import sys
@@ -137,6 +138,17 @@ def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing, s
     codes = run.wait()
     assert codes == [0] * ranks, run.output()
     return run.output()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` in a dump folder, metrics and events; an empty list if there is no such file."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def logged_losses(folder: Path) -> dict[int, float]:
+    """The logged losses by step; of a step that was repeated, the last one."""
+    return {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line and "event" not in line}
 
 
 def saved_tensors(folder: Path, step: int) -> dict[str, Any]:
