@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_hub_folder, write_jsonl
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.sources import open_text
 from torchtrain.errors import DataError
 
 
@@ -24,12 +23,12 @@ def loader(config, rows=range(4), *, batch=4, **options):
 
 
 def all_texts(config, readers=1):
-    source = open_text(config, "data", readers)
+    source = opened_text(config, readers)
     return [text for unit in range(source.units) for _, text in source.read(unit, 0)]
 
 
 def test_default_data_are_the_standard_library():
-    source = open_text(DataConfig(), "data", lanes=1)
+    source = opened_text(DataConfig())
     assert source.units > 300
     texts = [next(source.read(unit, 0))[1] for unit in range(0, source.units, 20)]
     assert sum("import" in text for text in texts) > len(texts) / 2
@@ -123,7 +122,7 @@ def test_streamed_dataset_is_read_once_and_from_any_document(tmp_path, kind):
     config = DataConfig(name=write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3, kind=kind))
     for readers in (1, 2, 3, 7):
         assert sorted(all_texts(config, readers)) == sorted(DOCUMENTS)
-        source = open_text(config, "data", readers)
+        source = opened_text(config, readers)
         for unit in range(source.units):  # from any document, as after a resume
             whole = list(source.read(unit, 0))
             for start in (1, 5, 8, 30):
@@ -205,8 +204,8 @@ def test_first_documents_are_from_the_whole_source(jsonl):
 def test_identity_of_a_mixture_covers_all_sources_and_the_tokenizer(tmp_path):
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", DOCUMENTS[n:]) for n in range(2)]
     config = DataConfig(sources=tuple(SourceConfig(path=path) for path in paths), prefetch=0)
-    before = loader(config).identity()
+    before = loader(config).identity
     assert before.keys() == {"data.sources", "model.tokenizer_path"}
     assert TOKENIZER.content_hash[:16] in before["model.tokenizer_path"]
     write_jsonl(tmp_path / "1.jsonl", DOCUMENTS[2:])
-    assert loader(config).identity()["data.sources"] != before["data.sources"]
+    assert loader(config).identity["data.sources"] != before["data.sources"]

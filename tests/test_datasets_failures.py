@@ -5,12 +5,15 @@ import errno
 import gzip
 import json
 import logging
+import os
 import pickle
 import signal
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from data_samples import DOCUMENTS, make_loader, take, write_hub_folder, write_jsonl
+from data_samples import DOCUMENTS, make_loader, opened_text, take, write_hub_folder, write_jsonl
+from forked_run import ForkedRun
 from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
@@ -28,8 +32,7 @@ from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import formats, hub, text
 from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.order import Mixture
-from torchtrain.datasets.sources import open_text
-from torchtrain.distributed.agreement import broadcast_from_rank0_untimed
+from torchtrain.distributed.agreement import on_all_ranks
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 
 
@@ -162,7 +165,7 @@ class Remote:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.name = write_hub_folder(folder / "hub", DOCUMENTS, files=1)
-        self.source = open_text(DataConfig(name=self.name), "data", lanes=2)
+        self.source = opened_text(DataConfig(name=self.name), 2)
         self.documents = list(self.source.read(0, 0))
         self.next: list[Exception | None] = []
         fetch = LocalFileSystem.cat_file
@@ -220,7 +223,7 @@ def test_transient_error_of_the_cache_is_retried(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("torchtrain.datasets.hub.pickle.loads", fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
-    source = hub.open_downloaded(SourceConfig(name="org/a"), "it", lambda _: pickled)
+    source = hub.open_downloaded(SourceConfig(name="org/a"), "it", pickled)
     assert list(source.read_all(range(source.units))) == DOCUMENTS
 
 
@@ -275,12 +278,82 @@ def test_network_failure_ends_all_ranks_with_its_exit_code(gloo: GlooPool) -> No
     assert gloo.run(2, exit_code_of_a_failure) == [74, 74]
 
 
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def call_on_all_ranks(calls: Sequence[Callable[[], int]]) -> str:
+    try:
+        return str(on_all_ranks(calls[dist.get_rank()], world_group()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fail(error: Exception, seconds: float = 0) -> int:
+    time.sleep(seconds)
+    raise error
+
+
+def test_results_stay_on_their_rank_and_an_error_of_one_rank_is_raised_on_all(gloo: GlooPool) -> None:
+    seven, eight, busy = partial(int, "7"), partial(int, "8"), partial(time.sleep, 60)
+    absent, other, bug = DataError("it is absent"), StorageError("no answer"), ValueError("a bug")
+    host = socket.gethostname()
+    assert gloo.run(2, call_on_all_ranks, [seven, eight]) == ["7", "8"]
+    assert (
+        gloo.run(2, call_on_all_ranks, [busy, partial(fail, absent)])
+        == [f"DataError: rank 1 on host {host}: it is absent"] * 2
+    )
+    assert (
+        gloo.run(2, call_on_all_ranks, [partial(fail, absent), partial(fail, absent, 0.1)])
+        == ["DataError: it is absent"] * 2
+    )
+    assert (
+        gloo.run(3, call_on_all_ranks, [seven, partial(fail, other), partial(fail, absent)])
+        == [f"StorageError: rank 1 on host {host}: no answer (2 of 3 ranks have failed)"] * 3
+    )
+    assert gloo.run(2, call_on_all_ranks, [seven, partial(fail, bug)]) == [
+        f"TorchtrainError: rank 1 on host {host}: ValueError('a bug')",
+        "ValueError: a bug",
+    ]
+
+
+def own_folder(folder: Path) -> None:
+    os.chdir(folder / os.environ["RANK"])
+
+
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        (None, "data.path = 'text.jsonl' does not exist"),
+        ([*DOCUMENTS[:-1], "another"], "sees other data (1 file(s) of "),
+        ([7], "holds int, not text"),
+    ],
+    ids=["missing", "different", "no text"],
+)
+def test_a_rank_without_the_data_ends_all_ranks_with_one_message(
+    tmp_path: Path, second: list[Any] | None, found: str
+) -> None:
+    for rank, documents in enumerate((DOCUMENTS, second)):
+        (tmp_path / f"{rank}").mkdir()
+        if documents is not None:
+            write_jsonl(tmp_path / f"{rank}" / "text.jsonl", documents)
+    run = ForkedRun(tmp_path / "run", "--data.path", "text.jsonl", hook=partial(own_folder, tmp_path))
+    assert run.wait() == [2, 2], run.output()
+    assert run.output().count("error:") == 1, run.output()
+    message = next(line for line in run.output().splitlines() if "error:" in line)
+    assert f"rank 1 on host {socket.gethostname()}" in message
+    assert found in message
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
 def broadcast_and_press_ctrl_c() -> float:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     started = time.monotonic()
     threading.Timer(1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
-        broadcast_from_rank0_untimed(lambda: time.sleep(30))
+        on_all_ranks(lambda: time.sleep(30), world_group())
     signal.signal(signal.SIGINT, before)
     return time.monotonic() - started
 

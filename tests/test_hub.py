@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -233,30 +234,40 @@ def test_a_resume_inside_a_packed_file_says_how_long_it_reads(hub: Hub, caplog: 
 
 
 def test_revisions(hub: Hub) -> None:
-    first, ask = hub.add("org/a", fineweb()), client.alone
+    first = hub.add("org/a", fineweb())
     sources = (
         SourceConfig(name="org/a", subset="sample"),
         SourceConfig(path="x.jsonl"),
         SourceConfig(name="org/a", revision="v1"),
     )
-    pinned = with_revisions(DataConfig(sources=sources), None, "data", ask)
+    pinned = with_revisions(DataConfig(sources=sources), None, "data")
     assert [source.revision for source in pinned.sources] == [first, None, "v1"]
     second = hub.add("org/a", fineweb(DOCUMENTS[1:]))
     saved = DataConfig(name="org/a", subset="sample", revision=first)
     now = DataConfig(name="org/a", subset="sample")
-    assert with_revisions(now, saved, "data", ask) == saved
-    assert with_revisions(now, DataConfig(name="org/a"), "data", ask).revision == second  # of another subset
+    assert with_revisions(now, saved, "data") == saved
+    assert with_revisions(now, DataConfig(name="org/a"), "data").revision == second  # of another subset
     # A checkpoint from before this option is not another run for it.
     old, new = JobConfig(data=DataConfig(sources=sources[:2])), JobConfig(data=DataConfig(sources=pinned.sources[:2]))
     assert differences(to_toml(old), to_toml(new)) == []
 
 
-@pytest.mark.parametrize("open_it", [client.open_downloaded, lambda *of: client.open_streamed(of[0], 2, of[1])])
-def test_a_local_folder_is_known_by_its_content(open_it: Callable[..., text.TextSource], tmp_path: Path) -> None:
+def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> text.LocalText:
+    return client.open_downloaded(source, "it", client.download(source, "it", verify_bytes), verify_bytes)
+
+
+def open_streamed(source: SourceConfig) -> text.StreamedText:
+    return client.open_streamed(source, 2, "it", client.list_files(source, "it"))
+
+
+@pytest.mark.parametrize("open_it", [open_downloaded, open_streamed])
+def test_a_local_folder_is_known_by_its_content(
+    open_it: Callable[[SourceConfig], text.TextSource], tmp_path: Path
+) -> None:
     def identity(folder: str, documents: list[str]) -> str:
         path = Path(local_copy(tmp_path / folder, {"en/train.jsonl": lines_of(documents)}))
         (path / "validation.jsonl").write_bytes(lines_of([folder]))
-        return open_it(SourceConfig(name=str(path), split="train"), "it").identity()
+        return open_it(SourceConfig(name=str(path), split="train")).identity()
 
     first = identity("first", ["aaa", "bbb"])
     assert identity("copy", ["aaa", "bbb"]) == first
@@ -272,18 +283,13 @@ class _OfAnotherNode:
 
 def test_one_rank_downloads_for_all(hub: Hub) -> None:
     source = SourceConfig(name="org/downloaded", subset="sample", revision=hub.add("org/downloaded", fineweb()))
-    answers: list[bytes] = []
-
-    def first_rank(question: Callable[[], bytes]) -> bytes:
-        answers.append(question())
-        return answers[0]
-
-    first = client.open_downloaded(source, "it", first_rank)
+    pickled = client.download(source, "it")
+    first = client.open_downloaded(source, "it", pickled)
     assert any("/files/" in request.path for request in hub.requests)
     hub.requests.clear()
-    second = client.open_downloaded(source, "it", lambda _: answers[0])
+    second = client.open_downloaded(source, "it", pickled)
     assert hub.requests == []
-    of_another_node = client.open_downloaded(source, "it", lambda _: pickle.dumps(_OfAnotherNode()))
+    of_another_node = client.open_downloaded(source, "it", pickle.dumps(_OfAnotherNode()))
     for other in (second, of_another_node):
         assert other.identity() == first.identity()
         assert list(other.read_all(range(other.units))) == list(first.read_all(range(first.units)))
@@ -330,12 +336,12 @@ def test_a_run_without_network_ends_with_74_on_all_ranks(hub: Hub, tmp_path: Pat
 def test_another_revision_is_other_data(hub: Hub, download: bool) -> None:
     config = replace(LAYOUTS["fineweb"][1], download=download, prefetch=0)
     first, second = (hub.add(config.name, fineweb(d)) for d in (DOCUMENTS, DOCUMENTS[::-1]))
-    a, b, again = (make_loader(replace(config, revision=r)).identity() for r in (first, second, first))
+    a, b, again = (make_loader(replace(config, revision=r)).identity for r in (first, second, first))
     assert a == again != b
 
 
 def downloaded(source: SourceConfig) -> list[str | None]:
-    opened = client.open_downloaded(source, "it")
+    opened = open_downloaded(source)
     return list(opened.read_all(range(opened.units)))
 
 
@@ -353,14 +359,14 @@ def test_a_damaged_copy_of_what_was_downloaded_is_rejected(
     copy.write_bytes(content.replace(b"document 41 ", b"document 14 "))
     with pytest.raises(DataError, match=rf"{copy}, into which it was converted, is damaged: .*; remove the folder"):
         downloaded(source)
-    unverified = client.open_downloaded(source, "it", verify_bytes=len(content) - 1)
+    unverified = open_downloaded(source, len(content) - 1)
     assert list(unverified.read_all(range(unverified.units))) != whole
     copy.write_bytes(content + b"more")
     with pytest.raises(DataError, match="is damaged: its size or hash"):
-        client.open_downloaded(source, "it", verify_bytes=0)
+        open_downloaded(source, verify_bytes=0)
     copy.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=rf"If {copy.parent}, into which it was converted, is damaged, remove it"):
-        client.open_downloaded(source, "it", verify_bytes=0)
+        open_downloaded(source, verify_bytes=0)
     shutil.rmtree(copy.parent)
     assert downloaded(source) == whole
 
@@ -369,7 +375,7 @@ def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: P
     source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
     (file,) = Path(source.name).rglob("*.jsonl")
     before = file.stat()
-    old = client.open_downloaded(source, "it")
+    old = open_downloaded(source)
     identity = old.identity()
     changed = [text.replace("document 20 ", "document 02 ") for text in DOCUMENTS]
     file.write_bytes(lines_of(changed))
@@ -377,7 +383,7 @@ def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: P
     assert file.stat().st_size == before.st_size
     assert downloaded(source) == changed
     assert old.identity() == identity  # of what is read
-    assert client.open_downloaded(source, "it").identity() != identity
+    assert open_downloaded(source).identity() != identity
 
 
 def test_a_binary_column_of_what_was_downloaded_is_text(tmp_path: Path) -> None:

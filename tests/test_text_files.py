@@ -21,14 +21,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
 from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import files, formats
 from torchtrain.datasets.files import open_files
-from torchtrain.datasets.sources import open_prepared, open_text
+from torchtrain.datasets.sources import open_prepared
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
 
@@ -280,7 +280,7 @@ def test_saved_dataset_dict_is_read_by_split(tmp_path: Path) -> None:
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"text": row["text"] + "mapped"})
 
     def read_split(split: str) -> list[str | None]:
-        opened = open_text(SourceConfig(path=str(tmp_path / "saved"), split=split), "data", 1)
+        opened = opened_text(SourceConfig(path=str(tmp_path / "saved"), split=split))
         return [text for unit in range(opened.units) for _, text in opened.read(unit, 0)]
 
     assert texts(tmp_path / "saved") == read_split("train") == DOCUMENTS[:6]
@@ -428,7 +428,7 @@ def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
     tmp_path: Path, log: pytest.LogCaptureFixture, streams: int
 ) -> None:
     (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
-    source = open_text(SourceConfig(name=str(tmp_path)), "data", streams)
+    source = opened_text(SourceConfig(name=str(tmp_path)), streams)
     found = [text for unit in range(source.units) for _, text in source.read(unit, 0) if text]
     assert sorted(found) == sorted(DOCUMENTS * 2)
     assert "skipped 1 malformed line(s) so far: train.jsonl: line 61" in log.text
@@ -450,7 +450,7 @@ def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCap
             texts(path)
         (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
         for _ in range(2):
-            source = open_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data, "data", 1)
+            source = opened_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data)
             assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {invalid}" in log.text
             log.clear()
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
@@ -473,10 +473,10 @@ def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_pat
     with pytest.raises(
         DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
     ) as error:
-        open_text(SourceConfig(path=path, text_column="content"), "validation", 1)
+        opened_text(SourceConfig(path=path, text_column="content"), key="validation")
     (tmp_path / "run.toml").write_text("[validation]\nenable = true\n" + str(error.value).partition("\n\n")[2])
     sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
-    found = [open_text(source, "validation", 1) for source in sources]
+    found = [opened_text(source, key="validation") for source in sources]
     each = 2 if pattern in ("", "/") else 1
     documents = [[text for unit in range(one.units) for _, text in one.read(unit, 0)] for one in found]
     assert [len(one) for one in documents] == [41 * each, each, each]
@@ -614,12 +614,12 @@ def test_conversion_retries_transient_storage_errors(
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     monkeypatch.setattr(files, function, fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
-    opened = open_text(source, "data", 1)
+    opened = opened_text(source)
     assert [text for unit in range(opened.units) for _, text in opened.read(unit, 0)] == DOCUMENTS
     failures[:] = [errno.EIO] * 99
     os.utime(source.paths[0], (1, 1))  # otherwise the converted copy is read
     with pytest.raises(StorageError, match=r"a.jsonl cannot be read: does not answer, in 4 attempts"):
-        open_text(source, "data", 1)
+        opened_text(source)
 
 
 def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torchtrain.datasets.loader import Batch, DataLoader
 from torchtrain.datasets.sources import with_revisions
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
-from torchtrain.distributed.agreement import broadcast_from_rank0, broadcast_from_rank0_untimed
+from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
     all_reduce,
@@ -118,22 +118,19 @@ class Trainer:
         self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
 
         # Data.
-        self.config = config = with_dataset_revisions(config)
-        self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device)
+        self.config = config = on_rank0(partial(with_dataset_revisions, config), self.gloo_group)
+        self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device, self.gloo_group)
         require_choice(as_given)
         # After the checks above, so that a rejected run leaves no folder behind.
         require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")
         if config.checkpoint.enable and os.path.lexists(folder / "checkpoint"):
             require_folder(folder / "checkpoint", str(folder / "checkpoint"))
-        if world_size() > 1:
-            for loader in (self.dataloader, *self.validation_loaders.values()):
-                loader.connect(self.gloo_group)
 
         # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
         self.model = build_parallel_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
         resume_point = find_resume_point(
-            config.checkpoint, folder / "checkpoint", config_toml, self.dataloader.identity
+            config.checkpoint, folder / "checkpoint", config_toml, lambda: self.dataloader.identity
         )
         self.init_or_load_weights(resume_point.step)
 
@@ -536,24 +533,28 @@ def use_deterministic_kernels() -> None:
 
 
 def with_dataset_revisions(config: JobConfig) -> JobConfig:
-    """Return ``config`` with a revision for each dataset on the Hugging Face Hub. Collective.
+    """Return ``config`` with a revision for each dataset on the Hugging Face Hub. Called on rank 0 only.
 
     The revision is that in the checkpoint to resume from, if there is one, otherwise the newest.
     """
-    ask, folder = broadcast_from_rank0_untimed, Path(config.job.dump_folder) / "checkpoint"
+    folder = Path(config.job.dump_folder) / "checkpoint"
     held_out = config.validation.all if config.validation.enable else ()
     if not any(source.name for source in (*config.data.all, *held_out)):
         return config
-    saved = ask(lambda: newest_config(folder, config.checkpoint.load_step)) if config.checkpoint.enable else None
+    saved = newest_config(folder, config.checkpoint.load_step) if config.checkpoint.enable else None
     data, validation = config.data, config.validation
-    data = with_revisions(data, saved.data if saved else None, "data", ask)
+    data = with_revisions(data, saved.data if saved else None, "data")
     if validation.enable:
-        validation = with_revisions(validation, saved.validation if saved else None, "validation", ask)
+        validation = with_revisions(validation, saved.validation if saved else None, "validation")
     return replace(config, data=data, validation=validation)
 
 
 def build_loaders(
-    config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, device: torch.device
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    dims: ParallelDims,
+    device: torch.device,
+    group: torch.distributed.ProcessGroup,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
@@ -566,7 +567,7 @@ def build_loaders(
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
-        ask=broadcast_from_rank0_untimed,
+        group=group if world_size() > 1 else None,
     )
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):

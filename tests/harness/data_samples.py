@@ -1,6 +1,7 @@
 """Small data sources of each type, and loaders that read them."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets.sources import ask_hub, open_text
+from torchtrain.datasets.text import TextSource
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 
@@ -40,6 +43,10 @@ def write_hub_folder(path: Path, documents: list[str], *, files: int, kind: str 
 def write_prepared(path: Path, source: str) -> str:
     prepare(SourceConfig(path=source), "data", "", path, processes=1)
     return str(path)
+
+
+def opened_text(source: SourceConfig, lanes: int = 1, key: str = "data") -> TextSource:
+    return open_text(source, key, lanes, ask_hub(source, key, math.inf))
 
 
 def make_loader(

@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub, streamed or downloaded.
 
-To stream one, a single rank asks the hub for the list of files; each rank then reads its own files, in ranges, at the
-revision that was found.
+Rank 0 alone asks the hub: for the list of files that are streamed, or to download them. Each rank then reads its own
+files: streamed ones in ranges, at the revision that was found.
 """
 
 import contextlib
@@ -48,15 +48,6 @@ _RANGE_BYTES = 1 << 23  # of a file that is read from its start
 _HEAD_ROWS = 100  # of the first file, in which its column must be
 
 
-Ask = Callable[[Callable[[], Any]], Any]
-"""Calls a question to the hub, on one rank for all or on each, and returns the answer."""
-
-
-def alone(question: Callable[[], T]) -> T:
-    """An ``Ask`` by which each rank asks for itself."""
-    return question()
-
-
 def find_revision(source: SourceConfig, label: str) -> str | None:
     """The commit that the dataset stands at now; None for one that lies in a local folder.
 
@@ -71,15 +62,15 @@ def find_revision(source: SourceConfig, label: str) -> str | None:
     return cast(str, patiently_asked(ask, label).sha)
 
 
-def open_downloaded(source: SourceConfig, label: str, ask: Ask = alone, verify_bytes: float = math.inf) -> LocalText:
-    """A dataset of the hub, fetched in full the first time: by one rank, or by all ranks whose cache is another.
+def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -> bytes:
+    """Download a dataset of the hub in full, unless it is in the cache; returns it pickled: the paths of its files.
 
-    ``verify_bytes``: files of a local folder, and the converted copy, are hashed in full up to this size.
+    ``verify_bytes``: files of a local folder, and the converted copy, are hashed in full up to this size. Raises as
+    ``find_revision``.
     """
     datasets.disable_progress_bars()
-    column = source.text_column
 
-    def download() -> bytes:
+    def attempt() -> bytes:
         _fetch_card(source)
         files, identity, cache = _local_files(source, label), label, None
         if files:  # The library's own cache knows local files by their times alone.
@@ -98,13 +89,18 @@ def open_downloaded(source: SourceConfig, label: str, ask: Ask = alone, verify_b
                 "and start again"
             ) from error
         _record(_copies(dataset), identity, verify_bytes)
-        return pickle.dumps(dataset)  # the paths of its files
+        return pickle.dumps(dataset)
 
-    pickled = ask(partial(patiently_asked, download, label))
+    return patiently_asked(attempt, label)
+
+
+def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_bytes: float = math.inf) -> LocalText:
+    """The dataset that ``download`` returned on another rank; downloaded again where the cache is another."""
+    column = source.text_column
     try:
         dataset = with_retries(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
     except FileNotFoundError:
-        dataset = pickle.loads(patiently_asked(download, label))
+        dataset = pickle.loads(download(source, label, verify_bytes))
     _require_intact(_copies(dataset), label, verify_bytes)
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
@@ -159,14 +155,22 @@ def _decode_rows(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None
     return {"text": [decode_value(value, "a document") for value in rows["text"]]}
 
 
+def list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
+    """Address and size in bytes of each file of a dataset that is to be streamed; errors as ``find_revision``."""
+    return patiently_asked(partial(_list_files, source, label), label)
+
+
 def open_streamed(
-    source: SourceConfig, lanes: int, label: str, ask: Ask = alone, verify_bytes: float = math.inf
+    source: SourceConfig,
+    lanes: int,
+    label: str,
+    files: Sequence[tuple[str, int]],
+    verify_bytes: float = math.inf,
 ) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers; errors as ``find_revision``.
+    """A dataset of the hub, to be streamed by ``lanes`` readers. ``files``: those of ``list_files``.
 
     ``verify_bytes``: up to this size the identity of a local folder is a hash of all its files.
     """
-    files = ask(partial(patiently_asked, partial(_list_files, source, label), label))
     readers = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them
     of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
@@ -239,7 +243,6 @@ def _retry_after(error: BaseException) -> float:
 
 
 def _list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
-    """Address and size in bytes of each file."""
     _fetch_card(source)
     data_files = _builder(source).config.data_files or {}
     if source.split not in data_files:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class DataLoader(Iterator[Batch]):
     drop_last: bool
     device: torch.device
     count_bytes: bool = False
-    identity: Callable[[], Mapping[str, str]] = dict
+    identity: Mapping[str, str] = field(default_factory=dict)
     """By option that names data or the tokenizer, a text that identifies it: equal for the same, and for no other."""
 
     def __post_init__(self) -> None:

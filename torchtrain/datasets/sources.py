@@ -4,12 +4,12 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.files import open_files, open_standard_library
 from torchtrain.datasets.formats import kind_of
-from torchtrain.datasets.hub import Ask, alone, find_revision, open_downloaded, open_streamed
+from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, PreparedTokens
 from torchtrain.datasets.text import TextSource
 from torchtrain.errors import DataError
@@ -41,7 +41,7 @@ def open_prepared(source: SourceConfig, key: str, tokenizer_hash: str, verify_by
     return None
 
 
-def with_revisions(config: Several, saved: SourcesConfig | None, key: str, ask: Ask) -> Several:
+def with_revisions(config: Several, saved: SourcesConfig | None, key: str) -> Several:
     """``config`` with the revision of each dataset of the hub: its own, that in ``saved``, or else the newest."""
 
     def pin(source: One, key: str) -> One:
@@ -50,7 +50,7 @@ def with_revisions(config: Several, saved: SourcesConfig | None, key: str, ask: 
         for old in saved.all if saved else ():
             if old.revision and (old.name, old.subset, old.split) == (source.name, source.subset, source.split):
                 return replace(source, revision=old.revision)
-        return replace(source, revision=ask(lambda: find_revision(source, label_of(source, key))))
+        return replace(source, revision=find_revision(source, label_of(source, key)))
 
     sources = tuple(pin(source, f"{key}.sources[{number}]") for number, source in enumerate(config.sources))
     return replace(pin(config, key), sources=sources)
@@ -60,12 +60,20 @@ def label_of(source: SourceConfig, key: str) -> str:
     return f"{key}.name = {source.name!r} (subset {source.subset!r}, split {source.split!r})"
 
 
-def open_text(
-    source: SourceConfig, key: str, lanes: int, ask: Ask = alone, verify_bytes: float = math.inf
-) -> TextSource:
+def ask_hub(source: SourceConfig, key: str, verify_bytes: float) -> Any:
+    """What ``open_text`` needs from the hub, which one rank asks for all; None for local data. Can be pickled."""
+    if not source.name:
+        return None
+    label = label_of(source, key)
+    return download(source, label, verify_bytes) if source.download else list_files(source, label)
+
+
+def open_text(source: SourceConfig, key: str, lanes: int, from_hub: Any, verify_bytes: float = math.inf) -> TextSource:
     """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side.
 
-    ``verify_bytes``: local files, and a converted copy, are hashed in full up to this size.
+    Args:
+        from_hub: the result of ``ask_hub``.
+        verify_bytes: local files, and a converted copy, are hashed in full up to this size.
     """
     if source.path:
         opening = partial(
@@ -82,5 +90,5 @@ def open_text(
         return open_standard_library()
     label = label_of(source, key)
     if source.download:
-        return open_downloaded(source, label, ask, verify_bytes)
-    return open_streamed(source, lanes, label, ask, verify_bytes)
+        return open_downloaded(source, label, from_hub, verify_bytes)
+    return open_streamed(source, lanes, label, from_hub, verify_bytes)

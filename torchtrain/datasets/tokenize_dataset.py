@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
-from torchtrain.datasets.sources import open_text
+from torchtrain.datasets.sources import ask_hub, open_text
 from torchtrain.datasets.text import LocalText, text_bytes
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
@@ -55,7 +55,8 @@ def prepare(
             f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    documents = open_text(replace(source, download=True), key, lanes=1, verify_bytes=verify_bytes)
+    source = replace(source, download=True)
+    documents = open_text(source, key, 1, ask_hub(source, key, verify_bytes), verify_bytes)
     assert isinstance(documents, LocalText)
     shards = _deal(documents.units, documents.text_bytes)
     identity = documents.identity(whole=True)
