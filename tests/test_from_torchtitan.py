@@ -1,4 +1,4 @@
-"""Files of torchtitan: one message says what each of their keys is here."""
+"""Config files of torchtitan: one error message names the counterpart of each key."""
 
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ KEYS_0_2 = {
 OPTIONS = {f"{section}.{key}": value for section, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
 UNSET = ["lr_scheduler.total_steps", "lr_scheduler.decay_ratio"]  # by default
 
-# What the debug file of 0.2 sets.
+# The keys that the debug_model.toml of torchtitan 0.2 sets.
 DEBUG_FILE: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "./outputs", "description": "debug", "print_args": False},
     "profiling": {"enable_profiling": False, "save_traces_folder": "profile_trace", "profile_freq": 10},
@@ -118,7 +118,7 @@ DEBUG_FILE: dict[str, dict[str, Any]] = {
     "quantize": {"linear": {"float8": {"precompute_float8_dynamic_scale_for_fsdp": False, "filter_fqns": ["output"]}}},
     "validation": {"enabled": False, "dataset": "c4_validation", "freq": 5, "steps": 10},
 }
-# Keys to take out of it, and what is put in their place; of one the value.
+# Keys to remove from it, and their replacements; for the optimizer's name, the new value.
 EDITS = {
     "job.print_args": None,
     "profiling.save_traces_folder": None,
@@ -140,7 +140,7 @@ EDITS = {
 }
 
 
-def test_the_table_names_every_key() -> None:
+def test_table_lists_every_key_of_torchtitan() -> None:
     stars = tuple(key[:-1] for key in FROM_TORCHTITAN if key.endswith("*"))
     for keys in (KEYS_0_1, KEYS_0_2):
         for section, names in keys.items():
@@ -149,16 +149,16 @@ def test_the_table_names_every_key() -> None:
                 assert name in FROM_TORCHTITAN or name.startswith(stars), name
 
 
-def test_what_it_names_here_exists() -> None:
+def test_counterparts_in_the_table_exist() -> None:
     for name, (here, default, _) in FROM_TORCHTITAN.items():
         assert not here or here in OPTIONS or here in UNSET, here
         if name in OPTIONS:
-            assert here == name  # else the file would set it, and no message come
+            assert here == name  # otherwise the key would be accepted without a message
         if default:
             tomli.loads(f"x = {default}")
 
 
-def test_one_message_has_all_of_a_file(tmp_path: Path) -> None:
+def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "debug_model.toml"
     file.write_text(tomli_w.dumps(DEBUG_FILE))
     with pytest.raises(ConfigError) as error:
@@ -183,7 +183,7 @@ def test_one_message_has_all_of_a_file(tmp_path: Path) -> None:
     assert from_file(str(file)).validation.interval == 5
 
 
-def test_what_is_told(tmp_path: Path) -> None:
+def test_message_with_torchtitan_keys_misspellings_and_wrong_types(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         "[float8]\nenable_float8_linear = true\n[trainnig]\nstesp = 1\n[training]\nsteps = 'x'\nstesp = 2\n"
@@ -205,7 +205,7 @@ def test_what_is_told(tmp_path: Path) -> None:
         from_file(str(file))
 
 
-def test_defaults_that_differ_are_in_the_page() -> None:
+def test_differing_defaults_are_on_the_page() -> None:
     page = (Path(__file__).parent.parent / "docs/from-torchtitan.md").read_text()
     for row in (
         '| `lr_scheduler.decay_type` |  | **`"linear"`** | **`"cosine"`** |',

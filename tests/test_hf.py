@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face's and Meta's formats: the logits are those of transformers."""
+"""Weights in the formats of Hugging Face and Meta: imported and exported models have the logits of transformers."""
 
 import base64
 import copy
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from torchtrain import convert as convert_door
+from torchtrain import convert as convert_command
 from torchtrain import generate
 from torchtrain.checkpoint.conversion import Weights, convert
 from torchtrain.checkpoint.export import NOTE, _origin, check_export, needs_export
@@ -47,7 +47,7 @@ from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.meta import config_from_meta
 
-VOCAB = 4096  # of the default tokenizer
+VOCAB = 4096  # vocabulary size of the default tokenizer
 LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
 SHAPES = {
     "Llama 2": LLAMA2,
@@ -65,7 +65,7 @@ TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_see
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -76,7 +76,7 @@ def random_model(shape: TransformerConfig) -> Transformer:
     model = Transformer(shape)
     for parameter in model.parameters():
         if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, 1.0, 0.1)  # norms of ones would hide a norm in the wrong place
+            torch.nn.init.normal_(parameter, 1.0, 0.1)  # norms of ones would hide a misplaced norm
     return model
 
 
@@ -84,30 +84,30 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.usefixtures("alone")
-def test_an_export_gets_its_name_when_all_in_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_export_is_renamed_after_all_its_files_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flush, rename, flushed = os.fsync, Path.rename, set()
 
-    def noted_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         flush(descriptor)
         status = os.fstat(descriptor)
         flushed.add((status.st_ino, status.st_size))
 
-    def noted_rename(folder: Path, target: Path) -> Path:
+    def checked_rename(folder: Path, target: Path) -> Path:
         for path in (folder, *folder.iterdir()):
             assert (path.stat().st_ino, path.stat().st_size) in flushed, path
         flushed.clear()
         return rename(folder, target)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", checked_rename)
     export(random_model(next(iter(SHAPES.values()))), tmp_path / "hf")
     assert {inode for inode, _ in flushed} == {tmp_path.stat().st_ino}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", SHAPES)
-def test_transformers_loads_what_we_export(tmp_path: Path, name: str) -> None:
+def test_transformers_loads_an_exported_model(tmp_path: Path, name: str) -> None:
     model = random_model(SHAPES[name])
     export(model, tmp_path / "hf")
     theirs, info = AutoModelForCausalLM.from_pretrained(
@@ -119,9 +119,9 @@ def test_transformers_loads_what_we_export(tmp_path: Path, name: str) -> None:
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", SHAPES)
-def test_we_load_what_transformers_saves(tmp_path: Path, name: str) -> None:
+def test_models_saved_by_transformers_are_loaded(tmp_path: Path, name: str) -> None:
     shape = SHAPES[name]
     config = hf.hf_config(shape, "float32", 1, 2)
     theirs = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
@@ -138,14 +138,14 @@ def test_we_load_what_transformers_saves(tmp_path: Path, name: str) -> None:
     [(2, ParallelismConfig()), (4, ParallelismConfig(tensor_parallel_degree=2))],
     ids=["fsdp", "fsdp x tp"],
 )
-def test_weights_pass_through_a_sharded_model(
+def test_weights_survive_a_round_trip_through_a_sharded_model(
     gloo: GlooPool, tmp_path: Path, name: str, ranks: int, parallelism: ParallelismConfig
 ) -> None:
     shape = SHAPES[name]
     theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)))
     theirs.save_pretrained(tmp_path / "in")
-    held = gloo.run(ranks, load_and_export_sharded, tmp_path / "in", tmp_path / "out", shape, parallelism)
-    assert max(held) == VOCAB * shape.dim // ranks
+    local_sizes = gloo.run(ranks, load_and_export_sharded, tmp_path / "in", tmp_path / "out", shape, parallelism)
+    assert max(local_sizes) == VOCAB * shape.dim // ranks
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for key, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[key], tensor), key
@@ -157,13 +157,13 @@ def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, 
 
 
 @pytest.mark.parametrize("small_files", [False, True])
-def test_the_same_weights_are_exported_as_the_same_bytes(gloo: GlooPool, tmp_path: Path, small_files: bool) -> None:
-    """In any process, on any layout. DCP's own header is in random order."""
-    shape, exported = SHAPES["Llama 3.1"], export_in_small_files if small_files else load_and_export_sharded
+def test_exported_bytes_do_not_depend_on_process_and_layout(gloo: GlooPool, tmp_path: Path, small_files: bool) -> None:
+    """DCP's own safetensors header has a random order."""
+    shape, export_function = SHAPES["Llama 3.1"], export_in_small_files if small_files else load_and_export_sharded
     LlamaForCausalLM(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2))).save_pretrained(tmp_path / "in")
     for number, ranks in enumerate((1, 1, 1, 2, 4)):
         layout = ParallelismConfig(tensor_parallel_degree=2 if ranks == 4 else 1)
-        gloo.run(ranks, exported, tmp_path / "in", tmp_path / f"out-{number}", shape, layout)
+        gloo.run(ranks, export_function, tmp_path / "in", tmp_path / f"out-{number}", shape, layout)
     outputs = [
         {path.name: path.read_bytes() for path in sorted((tmp_path / f"out-{number}").iterdir())} for number in range(5)
     ]
@@ -181,7 +181,7 @@ def test_the_same_weights_are_exported_as_the_same_bytes(gloo: GlooPool, tmp_pat
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_a_checkpoint_is_converted_to_the_same_bytes_by_another_process(trained_run: Path, tmp_path: Path) -> None:
+def test_two_processes_convert_a_checkpoint_to_the_same_bytes(trained_run: Path, tmp_path: Path) -> None:
     for seed in ("1", "2"):
         command = [sys.executable, "-m", "torchtrain.convert", str(trained_run), str(tmp_path / seed)]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -190,21 +190,21 @@ def test_a_checkpoint_is_converted_to_the_same_bytes_by_another_process(trained_
     assert first == second
 
 
-@pytest.mark.usefixtures("alone")
-def test_export_has_the_dtype_asked_for(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_export_has_the_configured_dtype(tmp_path: Path) -> None:
     export(random_model(LLAMA2), tmp_path / "hf", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("alone")
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     export(random_model(LLAMA2), tmp_path / "hf")
     other = replace(LLAMA2, rope_theta=500000.0, n_layers=3)
     with pytest.raises(CheckpointError, match=r"n_layers = 2, here 3; rope_theta = 10000.0, here 500000.0"):
         check_same_shape(hf.read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_missing_weight_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -217,14 +217,14 @@ def test_missing_weight_is_an_error(tmp_path: Path) -> None:
         load_weights([Transformer(LLAMA2)], tmp_path / "hf", LLAMA2)
 
 
-def test_a_config_goes_to_hugging_face_and_back() -> None:
+def test_model_config_survives_a_round_trip_through_hugging_face() -> None:
     for shape in SHAPES.values():
         assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
-        # transformers 5 writes RoPE in another way
+        # transformers 5 writes RoPE in another format.
         assert hf.config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
 
 
-# Of each field a value that is no default.
+# A value for each field that is not its default.
 OTHER_VALUES: dict[str, Any] = {
     "dim": 48,
     "n_layers": 5,
@@ -253,7 +253,7 @@ OTHER_SCALING: dict[str, Any] = {
 }
 
 
-def test_each_field_goes_to_hugging_face_and_back() -> None:
+def test_each_field_survives_a_round_trip_through_hugging_face() -> None:
     only_ours = {"family", "base_dim", "base_layers"}
     assert OTHER_VALUES.keys() == {f.name for f in fields(TransformerConfig) if f.init} - only_ours
     for name, value in OTHER_VALUES.items():
@@ -270,7 +270,7 @@ def test_each_field_goes_to_hugging_face_and_back() -> None:
         "yarn": {"factor", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor"},
     }
     for kind, names in used.items():
-        given: Any = {"type": kind, **OTHER_SCALING}  # what another type uses is not exported, and no reason to reject
+        given: Any = {"type": kind, **OTHER_SCALING}  # fields of other types are ignored
         shape = replace(LLAMA2, rope_scaling=RopeScaling(**given))
         expected = RopeScaling(kind, **{name: OTHER_SCALING[name] for name in names})  # type: ignore[arg-type]
         assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == replace(LLAMA2, rope_scaling=expected)
@@ -287,7 +287,7 @@ class WithMscale(RopeScaling):
     mscale: float | None = None
 
 
-def test_a_field_that_the_export_does_not_know_is_not_exported(
+def test_field_unknown_to_the_export_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2))).save_pretrained(tmp_path / "in")
@@ -303,17 +303,17 @@ def test_a_field_that_the_export_does_not_know_is_not_exported(
         monkeypatch.setattr(
             "torchtrain.checkpoint.conversion.read_hf_config", lambda _, c=change: replace(read(tmp_path / "in"), **c)
         )
-        assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+        assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
         (name,) = change
         assert f"{name} = {change[name]!r} cannot be exported: the config.json of a llama" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
-        # A run is told before it trains.
+        # A run raises before it trains.
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             check_export(config, replace(read(tmp_path / "in"), **change))
         check_export(replace(config, checkpoint=CheckpointConfig()), replace(read(tmp_path / "in"), **change))
     monkeypatch.setattr("torchtrain.checkpoint.conversion.read_hf_config", read)
-    assert convert_door.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -330,9 +330,9 @@ def test_a_field_that_the_export_does_not_know_is_not_exported(
         },
     ],
 )
-def test_rope_is_found_where_transformers_finds_it(rope: dict[str, Any]) -> None:
-    there = {key: value for key, value in hf.hf_config(LLAMA2, "float32", 1, 2).items() if "rope" not in key}
-    ours, theirs = hf.config_from_hf({**there, **rope}), LlamaConfig(**there, **copy.deepcopy(rope)).rope_parameters
+def test_rope_is_read_as_transformers_reads_it(rope: dict[str, Any]) -> None:
+    keys = {key: value for key, value in hf.hf_config(LLAMA2, "float32", 1, 2).items() if "rope" not in key}
+    ours, theirs = hf.config_from_hf({**keys, **rope}), LlamaConfig(**keys, **copy.deepcopy(rope)).rope_parameters
     assert ours.rope_theta == theirs["rope_theta"]
     assert (ours.rope_scaling.factor if ours.rope_scaling else None) == theirs.get("factor")
 
@@ -365,17 +365,17 @@ def test_rope_is_found_where_transformers_finds_it(rope: dict[str, Any]) -> None
         ({"num_attention_heads": 5, "head_dim": None}, "n_kv_heads = 4 must divide n_heads = 5"),
     ],
 )
-def test_models_that_we_do_not_have_are_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf.config_from_hf({**hf.hf_config(LLAMA2, "float32", 1, 2), **change})
 
 
-def test_files_are_filled_up_to_their_size() -> None:
+def test_files_are_filled_up_to_the_maximum_size() -> None:
     sizes = {"a": 3 * 10**9, "b": 2 * 10**9, "c": 1, "d": 6 * 10**9, "e": 1}
     assert files_by_size(sizes) == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
 
 
-# From the params.json of three of Meta's releases, as far as it is read.
+# From the params.json of three of Meta's releases: the keys that are read.
 LLAMA31 = {"norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True, "n_heads": 32, "n_kv_heads": 8}
 PARAMS = {
     ("llama2", "70B"): {
@@ -393,24 +393,24 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("flavor", PARAMS, ids="-".join)
-def test_metas_params_give_our_flavors(flavor: tuple[str, str]) -> None:
+def test_meta_params_give_the_flavors(flavor: tuple[str, str]) -> None:
     shape = flavor_config(*flavor)
     assert config_from_meta(PARAMS[flavor], shape.vocab_size) == shape
 
 
-def ours_to_metas_rows(weight: Tensor, n_heads: int) -> Tensor:
+def to_meta_row_order(weight: Tensor, n_heads: int) -> Tensor:
     rows, dim = weight.shape
     return weight.view(n_heads, 2, rows // n_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, files: int) -> None:
+def test_meta_checkpoint_is_converted_for_transformers(tmp_path: Path, files: int) -> None:
     shape = replace(LLAMA2, n_kv_heads=2, ffn_dim=256, max_seq_len=4096, norm_eps=0.02, rope_theta=3000.0)
     model = random_model(shape)
     meta = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in meta:
         if name.endswith(("wq.weight", "wk.weight")):
-            meta[name] = ours_to_metas_rows(meta[name], shape.n_heads if "wq" in name else shape.n_kv_heads)
+            meta[name] = to_meta_row_order(meta[name], shape.n_heads if "wq" in name else shape.n_kv_heads)
     source = tmp_path / "meta"
     source.mkdir()
     by_columns = (".wo.", ".w2.", "tok_embeddings")
@@ -421,7 +421,7 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
             part[name] = tensor if tensor.ndim == 1 else tensor.chunk(files, dim)[number].clone()
         torch.save(part, source / f"consolidated.0{number}.pth")
     params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 256}
-    params |= {"norm_eps": 0.02, "rope_theta": 3000.0}  # no defaults
+    params |= {"norm_eps": 0.02, "rope_theta": 3000.0}  # not the defaults
     (source / "params.json").write_text(json.dumps(params))
     (source / "tokenizer.model").write_bytes(tokenizer_file().read_bytes())
     convert(source, tmp_path / "hf", "hf", "float32")
@@ -441,20 +441,20 @@ def test_metas_files_become_a_model_that_transformers_loads(tmp_path: Path, file
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
-def test_weights_beyond_float16_are_not_written_in_it(tmp_path: Path, to: str) -> None:
+def test_weights_beyond_the_range_of_float16_are_not_converted_to_it(tmp_path: Path, to: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = random_model(LLAMA2)
     with torch.no_grad():
         model.layers["1"].get_submodule("attention").get_submodule("wq").weight[3, 5] = 1e5
     export(model, tmp_path / "source", "bfloat16")
-    dist.destroy_process_group()  # convert makes its own
+    dist.destroy_process_group()  # convert initializes its own
     with pytest.raises(ConfigError, match=r"weight has numbers that are not finite in float16, in which it is"):
         convert(tmp_path / "source", tmp_path / "target", to, "float16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     convert(tmp_path / "source", tmp_path / "target", to, "bfloat16")
 
 
-def test_converting_is_the_work_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_rejects_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="start it without torchrun"):
         convert(tmp_path, tmp_path / "out", "hf", "float32")
@@ -463,7 +463,7 @@ def test_converting_is_the_work_of_one_process(tmp_path: Path, monkeypatch: pyte
 SAMPLE = "def f(x):\n    return x + 1  # é 世界\n\ttab   three 12345 it's\r\n"
 
 
-def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
+def test_transformers_reads_the_default_sentencepiece_tokenizer(tmp_path: Path) -> None:
     write_hf_config(tmp_path, LLAMA2, "float32", "")
     ours, theirs = load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
@@ -472,7 +472,7 @@ def test_transformers_reads_our_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
-    # Other readers, such as llama.cpp's, take the name in the template for the token.
+    # Other programs, such as llama.cpp, read the name in the template as the token.
     template = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]["single"]
     assert template[0]["SpecialToken"]["id"] == theirs.bos_token
 
@@ -483,7 +483,7 @@ LIKE_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces":
 @pytest.mark.parametrize(
     "options",
     [
-        {},  # a Unigram model on text in NFKC, without extra spaces
+        {},  # a Unigram model, on text in NFKC without extra spaces
         {"model_type": "bpe", "byte_fallback": True},
         {"model_type": "bpe", **LIKE_LLAMA},
         {"model_type": "bpe", **LIKE_LLAMA, "bos_id": -1, "eos_id": -1},
@@ -500,8 +500,8 @@ LIKE_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces":
     ],
     ids=["default", "bpe", "Llama 2", "no bos", "other names", "own symbols"],
 )
-def test_transformers_reads_a_sentencepiece_model_of_the_users_own(tmp_path: Path, options: dict[str, Any]) -> None:
-    """What its LlamaTokenizer would make of it has other ids, and for a bos that is not there one out of range."""
+def test_transformers_reads_a_custom_sentencepiece_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    """transformers' LlamaTokenizer would have other ids for it, and one out of range for a missing BOS."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(Path(io.__file__).read_text().splitlines()),
@@ -517,13 +517,13 @@ def test_transformers_reads_a_sentencepiece_model_of_the_users_own(tmp_path: Pat
         if not re.search("</?s>|<unk>|\\[[BC]]", text):
             assert theirs.encode(text) == ours.encode(text, bos=True), text
             assert again.encode(text, bos=True, eos=True) == ours.encode(text, bos=True, eos=True)
-            if options:  # else there are no bytes for what it does not know, and each has a sign of its own for that
+            if options:  # without byte fallback, the two decode unknown characters differently
                 assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     assert again.token_bytes == ours.token_bytes
 
 
 @pytest.mark.parametrize("options", [{"model_type": "word"}, {"treat_whitespace_as_suffix": True}])
-def test_a_sentencepiece_model_that_transformers_reads_otherwise_is_named(
+def test_sentencepiece_model_that_transformers_reads_differently_is_warned_of(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -539,7 +539,7 @@ def test_a_sentencepiece_model_that_transformers_reads_otherwise_is_named(
     assert theirs.encode("the text of a file") != ours.encode("the text of a file", bos=True)
 
 
-def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_reads_a_tiktoken_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [
         b"de",
         b"def",
@@ -555,7 +555,7 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
         b"345",
         b"\xc3\xa9",
         b" it",
-        *(b"hell", b"he", b"ll"),  # a token before those that it is made of
+        *(b"hell", b"he", b"ll"),  # a token before its parts
     ]
     tokens = [bytes([byte]) for byte in range(256)] + pieces
     monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", len(tokens))
@@ -570,55 +570,55 @@ def test_transformers_reads_our_tiktoken_tokenizer(tmp_path: Path, monkeypatch: 
     assert again.token_bytes == ours.token_bytes
     assert theirs.decode(ours.encode(SAMPLE)) == SAMPLE
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
-    # Other readers, such as llama.cpp's, take the name in the template for the token.
+    # Other programs, such as llama.cpp, read the name in the template as the token.
     template = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]["single"]
     assert template[0]["SpecialToken"]["id"] == theirs.bos_token
 
 
-def test_target_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_target_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists"):
         convert(tmp_path, tmp_path, "hf", "float32")
 
 
 @contextmanager
-def seeing_how_long_others_wait() -> Iterator[None]:
-    put_together = HuggingFaceStorageWriter.finish
+def log_timeout_of_export() -> Iterator[None]:
+    finish_export = HuggingFaceStorageWriter.finish
 
-    def seen(*args: Any, **options: Any) -> None:
+    def logged_finish(*args: Any, **options: Any) -> None:
         assert dist.group.WORLD is not None
         logger.info("others wait %s", dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
-        put_together(*args, **options)
+        finish_export(*args, **options)
 
-    with patch.object(HuggingFaceStorageWriter, "finish", seen):
+    with patch.object(HuggingFaceStorageWriter, "finish", logged_finish):
         yield
 
 
-def test_run_starts_from_hf_weights_and_ends_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_from_hf_weights_and_exports_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     first, second = tmp_path / "first", tmp_path / "second"
     at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
-    # The first rank puts the files together, which may take longer than a step.
-    assert "others wait 1:00:00" in finish(first, "--training.steps", "2", *at_end, hook=seeing_how_long_others_wait)
+    # The first rank consolidates the files, which may take longer than a step.
+    assert "others wait 1:00:00" in finish(first, "--training.steps", "2", *at_end, hook=log_timeout_of_export)
     convert(first, tmp_path / "converted", "hf", "float32")
     exported = AutoModelForCausalLM.from_pretrained(first / "hf").state_dict()
     for key, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "converted").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
-    # A learning rate of 0 leaves the weights as they were read.
+    # With a learning rate of 0, the weights stay as they were loaded.
     start = ("--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.initial_load_path", str(first / "hf"))
-    start += ("--lr_scheduler.warmup_steps", "1")  # a longer one would be cut, and another in a run of two steps
+    start += ("--lr_scheduler.warmup_steps", "1")  # longer ones would be cut to the number of steps
     assert f"starts from the weights in {first / 'hf'}" in finish(second, *start, *at_end)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
-    shutil.rmtree(second / "hf")  # as if it had been killed before it was written
+    shutil.rmtree(second / "hf")  # as if the run had been killed before the export
     finish(second, *start, *at_end)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
-    again = finish(second, "--training.steps", "2", *start[2:])
-    assert "is not used: the run resumes from its own step 1" in again
+    resumed = finish(second, "--training.steps", "2", *start[2:])
+    assert "is not used: the run resumes from its own step 1" in resumed
 
 
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "file"])
-def test_what_is_no_folder_in_place_of_the_export_is_named_at_the_start(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "broken link", "file"])
+def test_file_or_link_at_the_path_of_the_export_is_an_error_at_the_start(tmp_path: Path, kind: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     if kind == "file":
         (tmp_path / "hf").write_text("mine")
@@ -631,20 +631,18 @@ def test_what_is_no_folder_in_place_of_the_export_is_named_at_the_start(tmp_path
     assert "Traceback" not in run.output()
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "checkpoint").exists()
-    # Without the export it is nobody's business.
+    # Without the export, it does not matter.
     finish(tmp_path, "--training.steps", "1", ranks=1)
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
-def test_a_link_to_nothing_is_no_target(tmp_path: Path, to: str) -> None:
+def test_broken_link_as_target_is_rejected(tmp_path: Path, to: str) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="out exists"):
         convert(tmp_path, tmp_path / "out", to, "float32")
 
 
-def test_an_export_keeps_the_context_of_the_model_it_started_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     source = tmp_path / "source"
     config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
@@ -656,8 +654,8 @@ def test_an_export_keeps_the_context_of_the_model_it_started_from(
         return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
     run = tmp_path / "by folder"
-    told = "training.seq_len is 32: exports of this run, evaluate and generate take 96 as the longest context"
-    assert told in finish(run, *weights, "--model.hf_folder", str(source), "--training.steps", "1", ranks=1)
+    message = "training.seq_len is 32: exports of this run, evaluate and generate take 96 as the longest context"
+    assert message in finish(run, *weights, "--model.hf_folder", str(source), "--training.steps", "1", ranks=1)
     assert context(run / "hf") == 96
     convert(run, tmp_path / "converted", "hf", "float32")
     assert context(tmp_path / "converted") == 96
@@ -675,32 +673,32 @@ def test_an_export_keeps_the_context_of_the_model_it_started_from(
     assert context(run / "hf") == 96
 
     start = ("--checkpoint.initial_load_path", str(run), "--checkpoint.last_save_in_hf", "--training.steps", "1")
-    for given, expected in (("48", 48), ("16", 32)):
-        finish(tmp_path / given, *start, "--model.shape.max_position_embeddings", given, ranks=1)
-        assert context(tmp_path / given / "hf") == expected
+    for length, expected in (("48", 48), ("16", 32)):
+        finish(tmp_path / length, *start, "--model.shape.max_position_embeddings", length, ranks=1)
+        assert context(tmp_path / length / "hf") == expected
     finish(tmp_path / "longer", *start, "--training.seq_len", "128", ranks=1)
     assert context(tmp_path / "longer/hf") == 128
 
 
-def test_initial_weights_of_a_run_with_another_model_are_refused(tmp_path: Path) -> None:
+def test_initial_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     finish(tmp_path / "first", "--training.steps", "1", "--model.shape.n_layers", "2", ranks=1)
-    # Of four heads in place of two, the matrices have the same shapes; of one layer in place of two, all are there.
+    # With four heads instead of two, the matrices have the same shapes; with one layer instead of two, none is missing.
     shape = ("--model.shape.n_heads", "4", "--model.shape.n_kv_heads", "2", "--model.shape.n_layers", "1")
     run = ForkedRun(tmp_path / "second", "--checkpoint.initial_load_path", str(tmp_path / "first"), *shape, ranks=1)
     assert run.wait() == [2]
-    told = r"step-1 holds another model .*: n_layers = 2, here 1; n_heads = 2, here 4; n_kv_heads = 1, here 2"
-    assert re.search(told, run.output()), run.output()
+    message = r"step-1 holds another model .*: n_layers = 2, here 1; n_heads = 2, here 4; n_kv_heads = 1, here 2"
+    assert re.search(message, run.output()), run.output()
     assert "Traceback" not in run.output()
 
 
-def test_missing_initial_weights_are_refused_before_the_start(tmp_path: Path) -> None:
+def test_missing_initial_weights_are_rejected_before_the_start(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--checkpoint.initial_load_path", str(tmp_path / "nowhere"), ranks=1)
     assert run.wait() == [2]
     assert "nowhere does not exist" in run.output()
 
 
-def break_folder(folder: Path, how: str) -> None:
-    """A folder as transformers saves it, spoilt."""
+def damage_folder(folder: Path, how: str) -> None:
+    """Damage a folder that transformers has saved."""
     (file,) = folder.glob("*.safetensors")
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(file)
@@ -751,7 +749,7 @@ def break_folder(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("truncated", "is damaged or cut short"),
         ("empty", "is damaged or cut short"),
@@ -772,33 +770,33 @@ def break_folder(folder: Path, how: str) -> None:
         ("no width", "config.json lacks 'hidden_size'"),
     ],
 )
-def test_a_folder_that_is_not_what_it_says_is_refused_at_every_entrance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, told: str
+def test_damaged_hf_folder_is_rejected_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, message: str
 ) -> None:
     folder = tmp_path / "hf"
     LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2))).save_pretrained(folder)
     write_hf_config(folder, LLAMA2, "float32", "")
-    break_folder(folder, how)
+    damage_folder(folder, how)
     capsys.readouterr()  # transformers' progress bar
-    entrances = (
+    commands = (
         lambda: generate.main([str(folder), "--prompt", "a"]),
-        lambda: convert_door.main([str(folder), str(tmp_path / "out")]),
+        lambda: convert_command.main([str(folder), str(tmp_path / "out")]),
     )
-    for enter in entrances:
-        code, errors = enter(), capsys.readouterr().err
+    for run_command in commands:
+        code, errors = run_command(), capsys.readouterr().err
         if dist.is_initialized():
             dist.destroy_process_group()
         assert code == 2
-        assert re.search(told, errors), errors
+        assert re.search(message, errors), errors
         assert len(errors.splitlines()) == 1
     run = ForkedRun(tmp_path / "run", "--checkpoint.initial_load_path", str(folder), shape=LLAMA2, ranks=1)
     assert run.wait() == [2]
-    assert re.search(told, run.output()), run.output()
+    assert re.search(message, run.output()), run.output()
     assert "Traceback" not in run.output()
 
 
-@pytest.mark.usefixtures("alone")
-def test_weights_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_non_finite_weights_are_rejected(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
     with patch("torchtrain.checkpoint.hf.finite", lambda tensor, _: tensor):
@@ -807,8 +805,8 @@ def test_weights_that_are_not_finite_are_not_used(tmp_path: Path) -> None:
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_index_selects_the_files_that_are_read(tmp_path: Path) -> None:
     theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(LLAMA2, "float32", 1, 2), attn_implementation="eager"))
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     stale = {name: torch.zeros_like(tensor) for name, tensor in theirs.state_dict().items()}
@@ -818,23 +816,21 @@ def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
     assert_same_logits(model(TOKENS), theirs(TOKENS).logits)
 
 
-def test_a_key_that_config_json_lacks_has_the_default_of_transformers() -> None:
+def test_missing_key_of_config_json_has_the_default_of_transformers() -> None:
     keys = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
-    there = {k: v for k, v in hf.hf_config(LLAMA2, "float32", 1, 2).items() if k not in keys and "rope" not in k}
-    config = LlamaConfig(**there)
-    ours = hf.config_from_hf(there)
+    others = {k: v for k, v in hf.hf_config(LLAMA2, "float32", 1, 2).items() if k not in keys and "rope" not in k}
+    config = LlamaConfig(**others)
+    ours = hf.config_from_hf(others)
     assert (ours.norm_eps, ours.max_seq_len, ours.tied_embeddings) == tuple(getattr(config, key) for key in keys)
     assert ours.rope_theta == config.rope_parameters["rope_theta"]
 
 
-def test_a_converted_checkpoint_says_how_long_its_sequences_were() -> None:
+def test_converted_checkpoint_has_the_sequence_length() -> None:
     config = tomli.loads(Weights(LLAMA2, {}, lambda _: TOKENS, "").config_toml())
     assert config["training"]["seq_len"] == LLAMA2.max_seq_len == 64
 
 
-def test_another_checkpoint_and_other_options_are_exported_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.checkpoint.export.broadcast_from_rank0", lambda ask, _: ask())
     saving = CheckpointConfig(enable=True, last_save_in_hf=True)
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)

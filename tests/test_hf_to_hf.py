@@ -1,4 +1,4 @@
-"""What a user brings: a folder of transformers', trained on two ranks, exported, read, scored and generated from."""
+"""From a Hugging Face folder to another: train on two ranks, export, load, evaluate and generate."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ PROMPTS = ["import os\n\ndef main(", "a", "", " two  spaces", "class Größe:\n"
 
 
 def save_model(folder: Path, family: str, tokenizer: str, **keys: Any) -> None:
-    """A random model and its tokenizer, with rows to spare in the vocabulary."""
+    """Save a random model and its tokenizer; the vocabulary size is larger than the tokenizer's."""
     if not (folder / "tokenizer.json").exists():
         save_tokenizer(folder, tokenizer)
     config = getattr(transformers, f"{family}Config")(
@@ -47,7 +47,7 @@ def save_model(folder: Path, family: str, tokenizer: str, **keys: Any) -> None:
 
 
 def score(model: str, arguments: str, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """By lm-eval's command line, for ``model`` torchtrain ours; its results."""
+    """The results of lm-eval's command line, with our model for ``model`` torchtrain."""
     from lm_eval.tasks import TaskManager
 
     from torchtrain import evaluate
@@ -56,15 +56,15 @@ def score(model: str, arguments: str, tasks: Path, monkeypatch: pytest.MonkeyPat
     words = ["evaluate", "--model", model, "--model_args", arguments, "--tasks", "rolling", "--device", "cpu"]
     words += ["--include_path", str(tasks), "--output_path", str(output)]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(TaskManager, "__init__", TaskManager.__init__)  # to be as it was again
+    monkeypatch.setattr(TaskManager, "__init__", TaskManager.__init__)  # restored at the end of the test
     skip_default_tasks()
     assert evaluate.main() == 0
     results: dict[str, Any] = json.loads(next(output.rglob("results_*.json")).read_text())["results"]["rolling"]
     return results
 
 
-def greedy(model: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[list[int]]:
-    """By transformers, with all that its files say: the new tokens of each prompt."""
+def generate_with_transformers(model: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -> list[list[int]]:
+    """The new tokens of each prompt by transformers, with all settings of the folder."""
     found = []
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, **options)
@@ -73,8 +73,8 @@ def greedy(model: Any, tokenizer: Any, prompts: Sequence[str], **options: Any) -
     return found
 
 
-def generated(source: Path, folder: Path, prompts: Sequence[str]) -> list[list[int]]:
-    """The same by our command."""
+def generate_with_command(source: Path, folder: Path, prompts: Sequence[str]) -> list[list[int]]:
+    """The new tokens of each prompt by the generate command."""
     file, output = folder / "prompts.jsonl", folder / "generated.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     options = ["--prompts_file", str(file), "--max_new_tokens", "12", "--temperature", "0"]
@@ -82,9 +82,9 @@ def generated(source: Path, folder: Path, prompts: Sequence[str]) -> list[list[i
     return [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
 
 
-@pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
 @pytest.mark.parametrize("family", FAMILIES)
-def test_from_a_folder_of_transformers_to_one(
+def test_hf_folder_is_trained_exported_and_used_by_every_command(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -106,13 +106,14 @@ def test_from_a_folder_of_transformers_to_one(
     assert type(model).__name__ == f"{family}ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(exported)
     prompt = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    made = greedy(model, tokenizer, PROMPTS)
-    without = greedy(model, tokenizer, [prompt for prompt in PROMPTS if prompt], add_special_tokens=False)
-    assert len(set(map(str, made))) > 4
-    assert without != [tokens for prompt, tokens in zip(PROMPTS, made, strict=True) if prompt]  # bos matters
-    assert generated(run, tmp_path, PROMPTS) == made
+    generated = generate_with_transformers(model, tokenizer, PROMPTS)
+    nonempty = [prompt for prompt in PROMPTS if prompt]
+    without = generate_with_transformers(model, tokenizer, nonempty, add_special_tokens=False)
+    assert len(set(map(str, generated))) > 4
+    assert without != [tokens for prompt, tokens in zip(PROMPTS, generated, strict=True) if prompt]  # bos matters
+    assert generate_with_command(run, tmp_path, PROMPTS) == generated
 
-    # Every entrance takes the run, its export, and what is made of that, each with the tokenizer that lies there.
+    # Each command accepts the run, its export, and a checkpoint converted from that, each with its own tokenizer.
     own = tmp_path / "own"
     assert convert.main([str(exported), str(own), "--to", "torchtrain", "--dtype", "float32"]) == 0
     for source in (run, exported, own):
@@ -123,10 +124,10 @@ def test_from_a_folder_of_transformers_to_one(
         logits = trained.model(prompt)
         dist.destroy_process_group()
         torch.testing.assert_close(logits, model(prompt).logits, rtol=0, atol=1e-5 * logits.abs().max().item())
-        text = trained.tokenizer.decode([*prompt[0].tolist(), *made[0]])
+        text = trained.tokenizer.decode([*prompt[0].tolist(), *generated[0]])
         assert capsys.readouterr().out.strip() == text.removeprefix(BOS).strip()
-    again = ("--model.hf_folder", str(exported), "--checkpoint.initial_load_path", str(exported))
-    assert f"from the weights in {exported}" in finish(tmp_path / "again", *again, "--training.steps", "1", ranks=1)
+    start = ("--model.hf_folder", str(exported), "--checkpoint.initial_load_path", str(exported))
+    assert f"from the weights in {exported}" in finish(tmp_path / "second", *start, "--training.steps", "1", ranks=1)
 
     write_tasks(tmp_path)
     ours = score("torchtrain", f"checkpoint={exported}", tmp_path, monkeypatch)
@@ -143,10 +144,10 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_imported_model_is_used_as_its_files_say(tmp_path: Path, source: str) -> None:
-    """Each text begins as with transformers and lm-eval's own model, and ends at each id that is named."""
+def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Path, source: str) -> None:
+    """Texts begin as in transformers and lm-eval's own model, and end at each EOS id of the folder."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -157,18 +158,18 @@ def test_an_imported_model_is_used_as_its_files_say(tmp_path: Path, source: str)
     save_model(folder, "Qwen3", "", head_dim=16, initializer_range=0.3)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompts = [prompt for prompt in PROMPTS if prompt]
-    free = greedy(model, tokenizer, prompts)
+    free = generate_with_transformers(model, tokenizer, prompts)
     ends = [free[0][5], free[1][3], free[4][7]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     model = AutoModelForCausalLM.from_pretrained(folder)
-    theirs = greedy(model, tokenizer, prompts)
+    theirs = generate_with_transformers(model, tokenizer, prompts)
     assert theirs != free
     own = tmp_path / "own"
     assert convert.main([str(folder), str(own), "--to", "torchtrain", "--dtype", "float32"]) == 0
-    again = tmp_path / "again"
-    assert convert.main([str(own), str(again), "--dtype", "float32"]) == 0
-    for place in (folder, own, again):
-        assert generated(place, tmp_path, prompts) == theirs
+    exported = tmp_path / "exported"
+    assert convert.main([str(own), str(exported), "--dtype", "float32"]) == 0
+    for path in (folder, own, exported):
+        assert generate_with_command(path, tmp_path, prompts) == theirs
 
     harness, ours = HFLM(pretrained=str(folder), device="cpu"), HarnessModel(checkpoint=str(folder), device="cpu")
     pairs = [("import", " os"), ("", "def main"), ("a  ", "b"), (f"{tokenizer.bos_token or EOS}class", " main")]
@@ -176,7 +177,7 @@ def test_an_imported_model_is_used_as_its_files_say(tmp_path: Path, source: str)
     until = [(prompt, {"until": ["\n\n"], "max_gen_toks": 12}) for prompt in prompts]
     dist.destroy_process_group()
     for method, arguments in (("loglikelihood", pairs), ("loglikelihood_rolling", rolling), ("generate_until", until)):
-        requests = [Instance(method, {}, given, i) for i, given in enumerate(arguments)]
+        requests = [Instance(method, {}, args, i) for i, args in enumerate(arguments)]
         expected, found = (getattr(side, method)(requests, disable_tqdm=True) for side in (harness, ours))
         if method == "loglikelihood":
             expected, found = ([likelihood for likelihood, _ in side] for side in (expected, found))

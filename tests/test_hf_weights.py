@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face folder count: those that transformers takes, or an error."""
+"""The weights read from a Hugging Face folder are those that transformers reads; otherwise an error is raised."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torchtrain.logging import logger
 from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama import Transformer
 
-VOCAB = 4500  # more rows than are compared at once
+VOCAB = 4500  # more rows than are compared at a time
 TOKENS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(0))
 MAIN, INDEX, LM_HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Any:
+def process_group() -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
@@ -54,9 +54,9 @@ def save_model(folder: Path, tied: bool, shard: str = "1GB", seed: int = 1, cls:
     (model.model if cls == "LlamaModel" else model).save_pretrained(folder, max_shard_size=shard)
 
 
-def change(folder: Path, how: Callable[[Tensors], Tensors], into: str = MAIN) -> None:
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors], into: str = MAIN) -> None:
     tensors = load_file(folder / MAIN)
-    save_file({name: tensor.clone() for name, tensor in how(tensors).items()}, folder / into, {"format": "pt"})
+    save_file({name: tensor.clone() for name, tensor in change(tensors).items()}, folder / into, {"format": "pt"})
 
 
 def zeros(tensors: Tensors) -> Tensors:
@@ -68,7 +68,7 @@ def plain(folder: Path) -> None:
 
 
 def index_without_its_shards(folder: Path) -> None:
-    """What transformers leaves when it saves one file over a folder of several."""
+    """As transformers leaves it when it saves a single file into a folder with shards."""
     save_model(folder, tied=False, shard="100KB", seed=2)
     save_model(folder, tied=False)
     assert not (folder / "model-00001-of-00007.safetensors").exists()
@@ -84,15 +84,15 @@ def index_with_shards_of_other_values(folder: Path) -> None:
 
 def shards_beside_consolidated(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, zeros, "consolidated.safetensors")
+    rewrite(folder, zeros, "consolidated.safetensors")
     (folder / MAIN).unlink()
     save_model(folder, tied=False, shard="100KB")
 
 
 def consolidated(folder: Path) -> None:
-    """As Mistral gives it out."""
+    """As published by Mistral."""
     save_model(folder, tied=False)
-    change(
+    rewrite(
         folder, lambda t: {name.removeprefix("model."): x for name, x in zeros(t).items()}, "consolidated.safetensors"
     )
     (folder / "params.json").write_text("{}")
@@ -103,16 +103,16 @@ def pickled(folder: Path) -> None:
     torch.save(zeros(load_file(folder / MAIN)), folder / "pytorch_model.bin")
 
 
-def originals_of_meta(folder: Path) -> None:
+def original_meta_files(folder: Path) -> None:
     save_model(folder, tied=False)
     (folder / "original").mkdir()
     torch.save(zeros(load_file(folder / MAIN)), folder / "original/consolidated.00.pth")
     (folder / "original/params.json").write_text("{}")
 
 
-def of_a_variant(folder: Path) -> None:
+def file_of_a_variant(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, zeros, "model.fp16.safetensors")
+    rewrite(folder, zeros, "model.fp16.safetensors")
 
 
 def base_model(folder: Path) -> None:
@@ -120,14 +120,14 @@ def base_model(folder: Path) -> None:
     assert "embed_tokens.weight" in load_file(folder / MAIN)
 
 
-def base_names_and_an_output(folder: Path) -> None:
+def base_names_and_output(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    rewrite(folder, lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
 
 
 def some_base_names(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, lambda t: {name.replace("model.layers.1.", "layers.1."): tensor for name, tensor in t.items()})
+    rewrite(folder, lambda t: {name.replace("model.layers.1.", "layers.1."): tensor for name, tensor in t.items()})
 
 
 def tied_and_stored_once(folder: Path) -> None:
@@ -137,18 +137,18 @@ def tied_and_stored_once(folder: Path) -> None:
 
 def tied_and_stored_as_output(folder: Path) -> None:
     save_model(folder, tied=True)
-    change(folder, lambda t: {LM_HEAD if name == EMBEDDING else name: tensor for name, tensor in t.items()})
+    rewrite(folder, lambda t: {LM_HEAD if name == EMBEDDING else name: tensor for name, tensor in t.items()})
 
 
 def tied_and_stored_twice(folder: Path) -> None:
     save_model(folder, tied=True)
-    change(folder, lambda tensors: {**tensors, LM_HEAD: tensors[EMBEDDING]})
+    rewrite(folder, lambda tensors: {**tensors, LM_HEAD: tensors[EMBEDDING]})
 
 
 def old_buffers(folder: Path) -> None:
     save_model(folder, tied=False)
     name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
-    change(folder, lambda tensors: {**tensors, **{name.format(i): torch.ones(4) for i in range(2)}})
+    rewrite(folder, lambda tensors: {**tensors, **{name.format(i): torch.ones(4) for i in range(2)}})
 
 
 def several_dtypes(folder: Path) -> None:
@@ -158,7 +158,7 @@ def several_dtypes(folder: Path) -> None:
     def cast(name: str, tensor: Tensor) -> Tensor:
         return tensor.to(next((dtype for part, dtype in dtypes.items() if part in name), torch.float32))
 
-    change(folder, lambda tensors: {name: cast(name, tensor) for name, tensor in tensors.items()})
+    rewrite(folder, lambda tensors: {name: cast(name, tensor) for name, tensor in tensors.items()})
 
 
 FOLDERS = [
@@ -168,10 +168,10 @@ FOLDERS = [
     shards_beside_consolidated,
     consolidated,
     pickled,
-    originals_of_meta,
-    of_a_variant,
+    original_meta_files,
+    file_of_a_variant,
     base_model,
-    base_names_and_an_output,
+    base_names_and_output,
     some_base_names,
     tied_and_stored_once,
     tied_and_stored_as_output,
@@ -182,7 +182,7 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize("make", FOLDERS)
-def test_the_weights_are_those_that_transformers_takes(
+def test_weights_are_those_that_transformers_reads(
     tmp_path: Path, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -200,19 +200,19 @@ def test_the_weights_are_those_that_transformers_takes(
     assert (warned in caplog.text) == make.__name__.startswith("index")
 
 
-def other_output(row: int) -> Callable[[Path], None]:
+def different_output(row: int) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         save_model(folder, tied=True)
         output = load_file(folder / MAIN)[EMBEDDING].clone()
         output[row, 5] += 0.5
-        change(folder, lambda tensors: {**tensors, LM_HEAD: output})
+        rewrite(folder, lambda tensors: {**tensors, LM_HEAD: output})
 
     return make
 
 
-def output_of_another_size(folder: Path) -> None:
+def output_of_different_size(folder: Path) -> None:
     save_model(folder, tied=True)
-    change(folder, lambda tensors: {**tensors, LM_HEAD: tensors[EMBEDDING][:-1]})
+    rewrite(folder, lambda tensors: {**tensors, LM_HEAD: tensors[EMBEDDING][:-1]})
 
 
 def untied_without_output(folder: Path) -> None:
@@ -226,12 +226,12 @@ def shards_missing(folder: Path) -> None:
 
 def both_names(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"]})
+    rewrite(folder, lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"]})
 
 
 def named_by_the_config(folder: Path) -> None:
     save_model(folder, tied=False)
-    change(folder, zeros, "other.safetensors")
+    rewrite(folder, zeros, "other.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
 
@@ -242,26 +242,26 @@ DIFFERS = f"{LM_HEAD} in .*{MAIN} differs from {EMBEDDING}, and config.json has 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_output(3), DIFFERS),
-        (other_output(VOCAB - 1), DIFFERS),
-        (output_of_another_size, DIFFERS),
+        (different_output(3), DIFFERS),
+        (different_output(VOCAB - 1), DIFFERS),
+        (output_of_different_size, DIFFERS),
         (untied_without_output, f"lacks {LM_HEAD}"),
         (shards_missing, f"-of-.*safetensors is missing, and {INDEX} names it"),
         (both_names, "holds tensors that a model of this config.json does not have: norm.weight"),
         (named_by_the_config, "transformers_weights = 'other.safetensors'"),
     ],
 )
-def test_other_weights_are_rejected(tmp_path: Path, make: Callable[[Path], None], message: str) -> None:
+def test_inconsistent_weights_are_rejected(tmp_path: Path, make: Callable[[Path], None], message: str) -> None:
     make(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load_weights([], tmp_path, read_hf_config(tmp_path))
 
 
-def test_convert_writes_nothing_of_a_tied_model_with_another_output(
+def test_convert_writes_nothing_for_a_tied_model_with_a_different_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other_output(17)(tmp_path / "in")
-    dist.destroy_process_group()  # convert makes its own
+    different_output(17)(tmp_path / "in")
+    dist.destroy_process_group()  # convert initializes its own
     assert convert([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "set it to false there to use both, as transformers does" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -1,4 +1,4 @@
-"""Datasets of the hub over HTTP: the same batches as from local files, whatever the network does."""
+"""Datasets streamed from the hub give the same batches as local files, also when the network fails for a while."""
 
 import gzip
 import io
@@ -53,7 +53,7 @@ def lines_of(documents: list[str]) -> bytes:
 
 
 def c4(documents: list[str] = DOCUMENTS) -> dict[str, bytes]:
-    """As C4 lies on the hub: gzipped JSON by a pattern in the card."""
+    """The layout of C4 on the hub: gzipped JSON, with a pattern in the card."""
     files = {
         f"en/c4-train.{n:05}-of-{FILES:05}.json.gz": gzip.compress(lines_of(documents[n::FILES]), mtime=0)
         for n in range(FILES)
@@ -67,7 +67,7 @@ def c4(documents: list[str] = DOCUMENTS) -> dict[str, bytes]:
 
 
 def fineweb(documents: list[str] = DOCUMENTS) -> dict[str, bytes]:
-    """As FineWeb lies there: parquet files of several row groups."""
+    """The layout of FineWeb on the hub: Parquet files with several row groups."""
     files = {"README.md": b"---\nconfigs:\n- config_name: sample\n  data_files: sample/*\n---\n"}
     for n in range(FILES):
         content = io.BytesIO()
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], DataConfig]] = {
 
 
 def local_copy(folder: Path, files: dict[str, bytes]) -> str:
-    """The files of the train split, in a folder that ``datasets`` takes for a dataset."""
+    """Write the files of the train split to a folder that ``datasets`` treats as a dataset."""
     folder.mkdir()
     for path, content in files.items():
         if "train" in path or "sample/" in path:
@@ -94,7 +94,7 @@ def local_copy(folder: Path, files: dict[str, bytes]) -> str:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What was slept; and requests are waited for half a second."""
+    """Record the pauses instead of sleeping, and set the timeouts of requests to half a second."""
     slept: list[float] = []
     for module in (client, text):
         monkeypatch.setattr(module.time, "sleep", slept.append)
@@ -110,9 +110,9 @@ def test_batches_are_those_of_local_files(hub: Hub, tmp_path: Path, layout: str)
     local = make_loader(DataConfig(name=local_copy(tmp_path / "data", files), streams=2, prefetch=0))
     remote = make_loader(config)
     assert torch.equal(take(remote, 12), take(local, 12))
-    again = make_loader(config)  # from the middle of files
-    again.load_state_dict(remote.state_dict())
-    assert torch.equal(take(again, 5), take(local, 5))
+    resumed = make_loader(config)  # starts in the middle of files
+    resumed.load_state_dict(remote.state_dict())
+    assert torch.equal(take(resumed, 5), take(local, 5))
     downloaded = make_loader(DataConfig(name=config.name, subset=config.subset, download=True, prefetch=0))
     assert take(downloaded, 1).shape == (1, 8, 32)
 
@@ -131,23 +131,23 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.where}-{fault.kind}".replace("/", ""))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_network_that_fails_for_a_while_changes_nothing(
+def test_temporary_network_failure_does_not_change_the_batches(
     hub: Hub, layout: str, fault: Fault, pauses: list[float]
 ) -> None:
     files, config = LAYOUTS[layout]
-    before, then = f"org/before-{layout}", f"org/{layout}-{FAULTS.index(fault)}"  # one that lies in no cache
-    undisturbed = take(make_loader(replace(config, name=before, revision=hub.add(before, files))), 8)
+    before, then = f"org/before-{layout}", f"org/{layout}-{FAULTS.index(fault)}"  # not in any cache
+    expected = take(make_loader(replace(config, name=before, revision=hub.add(before, files))), 8)
     config = replace(config, name=then, revision=hub.add(then, files))
     hub.faults.append(replace(fault))
-    assert torch.equal(take(make_loader(config), 8), undisturbed)
+    assert torch.equal(take(make_loader(config), 8), expected)
     assert hub.faults[0].times < fault.times
     if fault.kind == 429 and "files" in fault.where:
-        assert pauses[0] == 7  # then perhaps others: requests are waited for half a second
+        assert pauses[0] == 7  # possibly followed by others, because requests time out
     if fault.kind == "reset":
         assert pauses == [1, 2]
 
 
-def test_a_network_that_stays_away_is_not_the_users_error(hub: Hub, pauses: list[float]) -> None:
+def test_permanent_network_failure_is_a_storage_error(hub: Hub, pauses: list[float]) -> None:
     files, config = LAYOUTS["c4"]
     hub.add(config.name, files)
     hub.faults.append(Fault("/api/", 503, times=10**9))
@@ -163,7 +163,7 @@ def test_a_network_that_stays_away_is_not_the_users_error(hub: Hub, pauses: list
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"name": "org/nothing"}, "cannot open .*Not Found"),
         ({"subset": "fr"}, "cannot open .*'fr' not found. Available: .*'en', 'de'"),
@@ -172,16 +172,16 @@ def test_a_network_that_stays_away_is_not_the_users_error(hub: Hub, pauses: list
         ({"text_column": "body"}, "json.gz: it has no column 'body' .text_column.; its columns are text, url"),
     ],
 )
-def test_what_is_wrong_in_the_config_is_told_at_once(
-    hub: Hub, pauses: list[float], wrong: dict[str, str], told: str
+def test_wrong_option_is_an_error_without_retries(
+    hub: Hub, pauses: list[float], wrong: dict[str, str], message: str
 ) -> None:
     revision = hub.add("allenai/c4", c4())
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         make_loader(DataConfig(**{"name": "allenai/c4", "subset": "en", "revision": revision, **wrong}))
     assert pauses == []
 
 
-def test_a_damaged_file_is_told_at_once(hub: Hub, pauses: list[float]) -> None:
+def test_damaged_file_is_an_error_without_retries(hub: Hub, pauses: list[float]) -> None:
     name = "en/c4-train.00003-of-00004.json.gz"
     hub.add("allenai/c4", {**c4(), name: c4()[name][:-20]})
     with pytest.raises(DataError, match=r"cannot go on reading .* at file 3 of 4, document \d+: EOFError"):
@@ -193,16 +193,16 @@ def test_a_damaged_file_is_told_at_once(hub: Hub, pauses: list[float]) -> None:
     assert pauses == []
 
 
-def test_tokens_stay_with_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent_to_the_hub_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.add("allenai/c4", c4())
     take(make_loader(LAYOUTS["c4"][1]), 2)
-    there = {request.authorized for request in hub.requests if request.path.startswith("/files/")}
+    file_host = {request.authorized for request in hub.requests if request.path.startswith("/files/")}
     api = {request.authorized for request in hub.requests if "/resolve/" in request.path and request.range}
-    assert (there, api) == ({False}, {True})
+    assert (file_host, api) == ({False}, {True})
 
 
-def test_of_parquet_the_text_alone_is_fetched(hub: Hub) -> None:
+def test_only_the_text_column_of_parquet_is_fetched(hub: Hub) -> None:
     documents = [f"document {n} " * 20 for n in range(400)]
     content = io.BytesIO()
     table = pyarrow.table({"text": documents, "image": [torch.randn(9000).numpy().tobytes() for _ in documents]})
@@ -217,7 +217,7 @@ def test_of_parquet_the_text_alone_is_fetched(hub: Hub) -> None:
     assert fetched < len(content.getvalue()) / 10
 
 
-def test_a_resume_inside_a_packed_file_says_how_long_it_reads(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_inside_a_compressed_file_logs_its_progress(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("torchtrain")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
@@ -225,15 +225,15 @@ def test_a_resume_inside_a_packed_file_says_how_long_it_reads(hub: Hub, caplog: 
     loader = make_loader(LAYOUTS["c4"][1])
     take(loader, 2)
     assert "where the run goes on" not in caplog.text
-    again = make_loader(LAYOUTS["c4"][1])
-    again.load_state_dict(loader.state_dict())
-    take(again, 1)
+    resumed = make_loader(LAYOUTS["c4"][1])
+    resumed.load_state_dict(loader.state_dict())
+    take(resumed, 1)
     assert "reading file " in caplog.text
     assert " of 4 up to document " in caplog.text
     assert ": reached it after " in caplog.text
 
 
-def test_revisions(hub: Hub) -> None:
+def test_revision_of_the_checkpoint_is_kept_on_resume(hub: Hub) -> None:
     first = hub.add("org/a", fineweb())
     sources = (
         SourceConfig(name="org/a", subset="sample"),
@@ -246,8 +246,8 @@ def test_revisions(hub: Hub) -> None:
     saved = DataConfig(name="org/a", subset="sample", revision=first)
     now = DataConfig(name="org/a", subset="sample")
     assert with_revisions(now, saved, "data") == saved
-    assert with_revisions(now, DataConfig(name="org/a"), "data").revision == second  # of another subset
-    # A checkpoint from before this option is not another run for it.
+    assert with_revisions(now, DataConfig(name="org/a"), "data").revision == second  # it has another subset
+    # A checkpoint without revisions, from before this option, is compatible.
     old, new = JobConfig(data=DataConfig(sources=sources[:2])), JobConfig(data=DataConfig(sources=pinned.sources[:2]))
     assert differences(to_toml(old), to_toml(new)) == []
 
@@ -261,7 +261,7 @@ def open_streamed(source: SourceConfig) -> text.StreamedText:
 
 
 @pytest.mark.parametrize("open_it", [open_downloaded, open_streamed])
-def test_a_local_folder_is_known_by_its_content(
+def test_identity_of_a_local_folder_is_that_of_its_content(
     open_it: Callable[[SourceConfig], text.TextSource], tmp_path: Path
 ) -> None:
     def identity(folder: str, documents: list[str]) -> str:
@@ -274,8 +274,8 @@ def test_a_local_folder_is_known_by_its_content(
     assert identity("other", ["aaa", "bbc"]) != first
 
 
-class _OfAnotherNode:
-    """What names files that do not lie here."""
+class _FilesOfAnotherNode:
+    """Unpickles by opening a file that does not exist on this node."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, ("/there/is/no/such/file",)
@@ -289,8 +289,8 @@ def test_one_rank_downloads_for_all(hub: Hub) -> None:
     hub.requests.clear()
     second = client.open_downloaded(source, "it", pickled)
     assert hub.requests == []
-    of_another_node = client.open_downloaded(source, "it", pickle.dumps(_OfAnotherNode()))
-    for other in (second, of_another_node):
+    on_another_node = client.open_downloaded(source, "it", pickle.dumps(_FilesOfAnotherNode()))
+    for other in (second, on_another_node):
         assert other.identity() == first.identity()
         assert list(other.read_all(range(other.units))) == list(first.read_all(range(first.units)))
 
@@ -300,31 +300,31 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_one_rank_asks_and_a_run_keeps_to_its_revision(hub: Hub, tmp_path: Path) -> None:
+def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp_path: Path) -> None:
     documents = [f"{text} {n}" for n in range(4) for text in DOCUMENTS]
     revision = hub.add("allenai/c4", c4(documents))
     make_loader(DataConfig(name="allenai/c4", subset="en", streams=4, prefetch=0, revision=revision))
-    asked = [request.path for request in hub.requests if "/tree/" in request.path or "paths-info" in request.path]
+    listings = [request.path for request in hub.requests if "/tree/" in request.path or "paths-info" in request.path]
     hub.requests.clear()
     local = ["--data.name", local_copy(tmp_path / "data", c4(documents)), "--data.streams", "4"]
     finish(tmp_path / "local", *local, "--training.steps", "8", ranks=1)
     options = ["--data.name", "allenai/c4", "--data.subset", "en", "--data.streams", "4", "--training.steps"]
     finish(tmp_path / "hub", *options, "4", ranks=4)
-    assert [r.path for r in hub.requests if "/tree/" in r.path or "paths-info" in r.path] == asked
+    assert [r.path for r in hub.requests if "/tree/" in r.path or "paths-info" in r.path] == listings
     assert f'revision = "{revision}"' in (tmp_path / "hub/checkpoint/step-4/config.toml").read_text()
     hub.add("allenai/c4", c4(documents[::-1]))
     assert "resumed from" in finish(tmp_path / "hub", *options, "8", ranks=2)
     assert losses(tmp_path / "hub") == pytest.approx(losses(tmp_path / "local"), rel=1e-4)
 
 
-def impatient() -> Any:
+def use_short_retry_delays() -> Any:
     text.RETRY_SECONDS = (0.1, 0.1)
 
 
-def test_a_run_without_network_ends_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:
+def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:
     hub.faults.append(Fault("/", 503, times=10**9))
     started = time.monotonic()
-    run = ForkedRun(tmp_path, "--data.name", "allenai/c4", "--data.subset", "en", hook=impatient)
+    run = ForkedRun(tmp_path, "--data.name", "allenai/c4", "--data.subset", "en", hook=use_short_retry_delays)
     assert run.wait() == [74, 74], run.output()
     assert time.monotonic() - started < 60
     assert "next attempt in 0.1 s: " in run.output()
@@ -333,45 +333,45 @@ def test_a_run_without_network_ends_with_74_on_all_ranks(hub: Hub, tmp_path: Pat
 
 
 @pytest.mark.parametrize("download", [False, True])
-def test_another_revision_is_other_data(hub: Hub, download: bool) -> None:
+def test_another_revision_has_another_identity(hub: Hub, download: bool) -> None:
     config = replace(LAYOUTS["fineweb"][1], download=download, prefetch=0)
     first, second = (hub.add(config.name, fineweb(d)) for d in (DOCUMENTS, DOCUMENTS[::-1]))
-    a, b, again = (make_loader(replace(config, revision=r)).identity for r in (first, second, first))
-    assert a == again != b
+    a, b, repeated = (make_loader(replace(config, revision=r)).identity for r in (first, second, first))
+    assert a == repeated != b
 
 
-def downloaded(source: SourceConfig) -> list[str | None]:
+def download_documents(source: SourceConfig) -> list[str | None]:
     opened = open_downloaded(source)
     return list(opened.read_all(range(opened.units)))
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_damaged_copy_of_what_was_downloaded_is_rejected(
+def test_damaged_file_of_a_downloaded_dataset_is_rejected(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     source = SourceConfig(name="org/damaged", subset="sample", revision=hub.add("org/damaged", fineweb()))
     if local:
         source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
-    whole = downloaded(source)
-    (copy,) = (tmp_path / "cache").rglob("*.arrow")
-    content = copy.read_bytes()
-    copy.write_bytes(content.replace(b"document 41 ", b"document 14 "))
-    with pytest.raises(DataError, match=rf"{copy}, into which it was converted, is damaged: .*; remove the folder"):
-        downloaded(source)
+    expected = download_documents(source)
+    (file,) = (tmp_path / "cache").rglob("*.arrow")
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"document 41 ", b"document 14 "))
+    with pytest.raises(DataError, match=rf"{file}, into which it was converted, is damaged: .*; remove the folder"):
+        download_documents(source)
     unverified = open_downloaded(source, len(content) - 1)
-    assert list(unverified.read_all(range(unverified.units))) != whole
-    copy.write_bytes(content + b"more")
+    assert list(unverified.read_all(range(unverified.units))) != expected
+    file.write_bytes(content + b"more")
     with pytest.raises(DataError, match="is damaged: its size or hash"):
         open_downloaded(source, verify_bytes=0)
-    copy.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"If {copy.parent}, into which it was converted, is damaged, remove it"):
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"If {file.parent}, into which it was converted, is damaged, remove it"):
         open_downloaded(source, verify_bytes=0)
-    shutil.rmtree(copy.parent)
-    assert downloaded(source) == whole
+    shutil.rmtree(file.parent)
+    assert download_documents(source) == expected
 
 
-def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: Path) -> None:
+def test_rewritten_local_folder_of_the_same_size_and_time_is_detected(tmp_path: Path) -> None:
     source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
     (file,) = Path(source.name).rglob("*.jsonl")
     before = file.stat()
@@ -381,18 +381,18 @@ def test_a_local_folder_that_is_rewritten_with_its_old_size_and_time(tmp_path: P
     file.write_bytes(lines_of(changed))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    assert downloaded(source) == changed
-    assert old.identity() == identity  # of what is read
+    assert download_documents(source) == changed
+    assert old.identity() == identity  # the identity of what was opened
     assert open_downloaded(source).identity() != identity
 
 
-def test_a_binary_column_of_what_was_downloaded_is_text(tmp_path: Path) -> None:
-    for name, values, told in (("good", [b"caf\xc3\xa9", None], ""), ("bad", [b"caf\xe9"], "is not UTF-8 at byte 3")):
+def test_binary_column_of_a_downloaded_dataset_is_read_as_utf8(tmp_path: Path) -> None:
+    for name, values, error in (("good", [b"caf\xc3\xa9", None], ""), ("bad", [b"caf\xe9"], "is not UTF-8 at byte 3")):
         content = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())}), content)
         source = SourceConfig(name=local_copy(tmp_path / name, {"train.parquet": content.getvalue()}))
-        if told:
-            with pytest.raises(DataError, match=told):
-                downloaded(source)
+        if error:
+            with pytest.raises(DataError, match=error):
+                download_documents(source)
         else:
-            assert downloaded(source) == ["caf\xe9", None]
+            assert download_documents(source) == ["caf\xe9", None]

@@ -1,4 +1,4 @@
-"""Initial weights are a function of (seed, name, shape) alone."""
+"""Initial weights are a function of (seed, name, shape) alone, on any layout."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ def filled(seed: int, rows: int = 300, columns: int = 500, name: str = "weight")
     return matrix
 
 
-def test_streams_differ_by_seed_name_and_shape() -> None:
+def test_values_differ_by_seed_name_and_shape() -> None:
     base = filled(0).flatten()
     for other in (filled(1), filled(0, name="other"), filled(0, 500, 300)):
         correlation = (base * other.flatten()).mean()
@@ -35,21 +35,21 @@ def test_streams_differ_by_seed_name_and_shape() -> None:
     assert torch.equal(base, filled(0).flatten())
 
 
-def test_blocks_of_one_parameter_differ() -> None:
+def test_blocks_of_a_parameter_are_uncorrelated() -> None:
     blocks = filled(0, 4, BLOCK)
     assert (torch.corrcoef(blocks) - torch.eye(4)).abs().max() < 5 / math.sqrt(BLOCK)
 
 
-def test_the_distributions_are_those_asked_for() -> None:
+def test_distributions_are_those_of_torch_init() -> None:
     model = OneMatrix(1000, 1000)
     n = model.weight.numel()
 
-    def share_below(bound: float) -> float:
+    def fraction_below(bound: float) -> float:
         return (model.weight < bound).double().mean().item()
 
     def check(cdf_at: dict[float, float]) -> None:
-        for bound, share in cdf_at.items():
-            assert abs(share_below(bound) - share) < 5 * math.sqrt(share * (1 - share) / n) + 1e-9
+        for bound, fraction in cdf_at.items():
+            assert abs(fraction_below(bound) - fraction) < 5 * math.sqrt(fraction * (1 - fraction) / n) + 1e-9
 
     with layout_independent_init([model], seed=3):
         nn.init.normal_(model.weight, mean=1.0, std=2.0)
@@ -64,16 +64,16 @@ def test_the_distributions_are_those_asked_for() -> None:
         assert (model.weight == 1).all()
 
 
-def test_the_last_bits_of_uniform_values_stay_inside() -> None:
+def test_extreme_uniform_values_give_finite_normal_values() -> None:
     extremes = torch.tensor([0.5, 2.0**23 - 0.5]) * 2.0**-23
     assert normal_quantile(extremes).isfinite().all()
 
 
-def test_other_random_functions_are_refused() -> None:
+def test_other_init_functions_are_rejected() -> None:
     model = OneMatrix(4, 4)
     with layout_independent_init([model], 0), pytest.raises(NotImplementedError, match="layout"):
         nn.init.xavier_uniform_(model.weight)
-    nn.init.xavier_uniform_(model.weight)  # as before, outside
+    nn.init.xavier_uniform_(model.weight)  # works outside of the context
 
 
 def _filled_sharded(dims: tuple[int, ...], placements: list[Shard], rows: int, columns: int) -> Tensor:
@@ -87,36 +87,36 @@ def _filled_sharded(dims: tuple[int, ...], placements: list[Shard], rows: int, c
     ("dims", "placements"),
     [((2,), [Shard(0)]), ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)])],
 )
-def test_any_placement_has_the_values_of_one_rank(
+def test_sharded_parameter_has_the_values_of_one_rank(
     gloo: GlooPool, dims: tuple[int, ...], placements: list[Shard]
 ) -> None:
-    rows, columns = 2 * BLOCK // 1000 + 7, 1001  # odd in every way: blocks end within rows, shards are uneven
+    rows, columns = 2 * BLOCK // 1000 + 7, 1001  # blocks end within rows, and shards are uneven
     expected = filled(7, rows, columns, "layers.0.w")
     for full in gloo.run(math.prod(dims), _filled_sharded, dims, placements, rows, columns):
         assert torch.equal(full, expected)
 
 
-def test_depth_and_residual_outputs_set_the_standard_deviation() -> None:
+def test_standard_deviation_depends_on_depth_for_residual_outputs() -> None:
     config = replace(flavor_config("llama3", "debugmodel"), vocab_size=512, max_seq_len=16)
     model = Transformer(config)
     with layout_independent_init([model], seed=0):
         model.init_weights()
-    cut = 0.98658  # standard deviation of a standard normal cut at 3
+    truncated = 0.98658  # standard deviation of a standard normal truncated at 3
     for layer_id, block in model.layers.items():
         depth = int(layer_id) + 1
         for name, std in (("attention.wq", 0.02), ("attention.wo", 0.02 / math.sqrt(2 * depth))):
             weight = block.get_submodule(name).weight
-            assert weight.std().item() == pytest.approx(cut * std, rel=0.02)
+            assert weight.std().item() == pytest.approx(truncated * std, rel=0.02)
     assert model.output is not None
-    assert model.output.weight.std().item() == pytest.approx(cut / math.sqrt(config.dim), rel=0.02)
+    assert model.output.weight.std().item() == pytest.approx(truncated / math.sqrt(config.dim), rel=0.02)
 
 
-def test_a_parameter_that_is_filled_piece_by_piece_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = filled(0)
-    monkeypatch.setattr("torchtrain.models.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at once
-    assert torch.equal(filled(0), whole)
+def test_values_do_not_depend_on_the_blocks_filled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = filled(0)
+    monkeypatch.setattr("torchtrain.models.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at a time
+    assert torch.equal(filled(0), expected)
 
 
-def test_blocks_share_no_values() -> None:
+def test_blocks_share_few_values() -> None:
     blocks = filled(0, 4, BLOCK)
-    assert len(blocks.unique()) > 0.95 * blocks.numel()  # of 2^23 that there are, a few come twice
+    assert len(blocks.unique()) > 0.95 * blocks.numel()  # there are 2^23 values, so that a few occur twice

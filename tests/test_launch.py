@@ -1,4 +1,4 @@
-"""The launcher ends as its ranks end."""
+"""The launcher's exit code, signals and errors, and the shell script that starts it."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node"
 
 
 def launch(folder: Path, script: str) -> tuple[BaseProcess, Path, Path]:
-    """Two ranks that run a line of bash: the launcher's process, and the files of its output and errors."""
+    """Start two ranks that run a line of bash; returns the launcher's process, and its stdout and stderr files."""
     [process], [output, errors] = start_command(folder, *LAUNCH, "2", "bash", "-c", script)
     return process, output, errors
 
@@ -37,7 +37,7 @@ def launch(folder: Path, script: str) -> tuple[BaseProcess, Path, Path]:
     [
         ("exit $((RANK == 1 ? 75 : 0))", 75),
         ("[ $RANK = 0 ] && sleep 60; kill -35 $BASHPID", 163),  # a signal without a name
-        # SIGUSR1 is inherited as ignored, by the ranks, too, until they have a handler.
+        # SIGUSR1 is ignored, also by the ranks, until they install a handler.
         ("kill -USR1 $BASHPID $PPID; exit", 0),
     ],
 )
@@ -49,14 +49,14 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert ("rank 1 was ended by signal 35" in errors.read_text()) == (code == 163)
 
 
-def test_ranks_of_one_node_meet_where_torchrun_listens_already(tmp_path: Path) -> None:
-    """A port that is chosen now and bound by a rank seconds later may be taken by then."""
+def test_ranks_use_the_store_of_torchrun(tmp_path: Path) -> None:
+    """A port that is chosen here and bound by a rank seconds later may be taken by then."""
     process, output, errors = launch(tmp_path, "echo $TORCHELASTIC_USE_AGENT_STORE")
     process.join(120)
     assert output.read_text() == "True\nTrue\n", errors.read_text()
 
 
-def test_sigterm_reaches_the_ranks_and_is_the_end(tmp_path: Path) -> None:
+def test_sigterm_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
     process, output, errors = launch(
         tmp_path, 'trap "echo rank $RANK stops; exit 0" TERM; echo ready; for i in $(seq 300); do sleep 0.2; done'
     )
@@ -70,7 +70,7 @@ def test_sigterm_reaches_the_ranks_and_is_the_end(tmp_path: Path) -> None:
     assert "Traceback" not in errors.read_text()
 
 
-def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
+def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
     script = "[ $RANK = 0 ] && kill -TERM $PPID; for i in $(seq 300); do sleep 0.2; done"
     with subprocess.Popen(
         [sys.executable, "-m", *LAUNCH, "8", "bash", "-c", script],
@@ -79,13 +79,13 @@ def test_sigterm_while_ranks_are_started_leaves_none_behind() -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        _, errors = process.communicate(timeout=40)  # a rank that is left behind holds the pipes for a minute
+        _, errors = process.communicate(timeout=40)  # a rank that is still running holds the pipes for a minute
     assert process.returncode == 143
     assert "Traceback" not in errors
 
 
 def interrupt_rendezvous() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in tests that a shell starts with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started the tests in the background
 
     def wait_for_nodes(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -93,7 +93,7 @@ def interrupt_rendezvous() -> None:
     torch.distributed.run.run = wait_for_nodes
 
 
-def test_ctrl_c_before_there_are_ranks() -> None:
+def test_ctrl_c_before_ranks_are_started_is_a_one_line_error() -> None:
     found = run_command(*LAUNCH, "2", "true", hook=interrupt_rendezvous)
     assert found.returncode == 130
     assert found.stderr.endswith("stopped by Ctrl-C\n")
@@ -101,7 +101,7 @@ def test_ctrl_c_before_there_are_ranks() -> None:
 
 
 @pytest.mark.parametrize("options", [["--nproc-per-node", "two"], ["--nproc-per-node", "0"], ["--nnodes", "1:a"]])
-def test_options_that_torchrun_cannot_take(options: list[str]) -> None:
+def test_options_that_torchrun_rejects_exit_with_2(options: list[str]) -> None:
     found = run_command("torchtrain.launch", *options, "-m", "torchtrain.train")
     assert found.returncode == 2
     assert "error: --nnodes 1" in found.stderr
@@ -115,31 +115,31 @@ def fill_tmp() -> None:
     tempfile.mkdtemp = fail  # type: ignore[assignment]
 
 
-def have_no_tmp() -> None:
+def remove_tmp() -> None:
     tempfile._candidate_tempdir_list = lambda: ["/proc"]  # type: ignore[attr-defined]
     tempfile.tempdir = None
 
 
-def test_folders_that_torchrun_cannot_use(tmp_path: Path) -> None:
+def test_unusable_folders_of_torchrun_exit_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for options, hook, told in (
+    for options, hook, message in (
         ([], fill_tmp, "[Errno 28] No space left on device: '/tmp/torchelastic_0'"),
-        ([], have_no_tmp, "[Errno 2] No usable temporary directory found in ['/proc']"),
+        ([], remove_tmp, "[Errno 2] No usable temporary directory found in ['/proc']"),
         (["--log-dir", str(tmp_path / "file")], fill_tmp, f"log_dir: {tmp_path}/file is a file"),
     ):
         found = run_command("torchtrain.launch", "--standalone", *options, "--no-python", "true", hook=hook)
         assert found.returncode == 2
-        assert found.stderr.endswith(f"error: {told}\n")
+        assert found.stderr.endswith(f"error: {message}\n")
         assert "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize("rank", [-1, 1])
-def test_an_error_before_the_ranks_meet_is_told_once_by_whoever_has_it(
+def test_error_before_process_group_initialization_is_printed_once(
     disk: DiskFaults, forked_ranks: dict[str, str], tmp_path: Path, rank: int
 ) -> None:
     file = tmp_path / "tokenizer.model"
     shutil.copy(tokenizer_file(), file)
-    disk.fail("open", file, errno.EACCES, rank=rank)  # -1: all
+    disk.fail("open", file, errno.EACCES, rank=rank)  # -1 means all ranks
     options = ("--model.tokenizer_path", str(file), "--job.dump_folder", str(tmp_path / "run"))
     train = ("--standalone", "--nproc-per-node", "2", "-m", "torchtrain.train", *options)
     found = run_command("torchtrain.launch", *train, environment=forked_ranks)
@@ -148,12 +148,12 @@ def test_an_error_before_the_ranks_meet_is_told_once_by_whoever_has_it(
     assert ("[rank 1] error: " in found.stderr) == (rank == 1)
 
 
-def test_shared_endings_are_those_of_the_trainer() -> None:
+def test_shared_exit_codes_are_those_of_the_trainer() -> None:
     assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code}
 
 
 @pytest.mark.parametrize("ranks", ["0", "two"])
-def test_the_script_refuses_what_is_no_number_of_ranks(ranks: str) -> None:
+def test_shell_script_rejects_an_invalid_number_of_ranks(ranks: str) -> None:
     command, environment = [str(ROOT / "run_llama_train.sh")], {**os.environ, "NGPU": ranks}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 2
@@ -161,9 +161,7 @@ def test_the_script_refuses_what_is_no_number_of_ranks(ranks: str) -> None:
 
 
 @pytest.mark.parametrize(("visible", "ranks"), [(None, 4), ("1,3", 2), ("GPU-8932f937", 1), ("", 1), ("-1", 1)])
-def test_the_script_starts_a_rank_for_each_gpu_that_cuda_may_use(
-    tmp_path: Path, visible: str | None, ranks: int
-) -> None:
+def test_shell_script_starts_one_rank_for_each_visible_gpu(tmp_path: Path, visible: str | None, ranks: int) -> None:
     for name, text in {"nvidia-smi": "printf 'GPU %s: NVIDIA H100\\n' 0 1 2 3", "python": 'echo "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -179,12 +177,12 @@ def test_the_script_starts_a_rank_for_each_gpu_that_cuda_may_use(
     ("system", "gpus", "ranks", "environment"),
     [
         ("Linux", 0, 2, "OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME="),
-        ("Linux", 4, 4, "OMP_NUM_THREADS=2 GLOO_SOCKET_IFNAME="),  # the host computes, too: initial weights, offloading
+        ("Linux", 4, 4, "OMP_NUM_THREADS=2 GLOO_SOCKET_IFNAME="),  # for initial weights and offloading
         ("Linux", 0, 16, "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="),
-        ("Darwin", 0, 2, "OMP_NUM_THREADS=3 GLOO_SOCKET_IFNAME=lo0"),  # of six fast cores
+        ("Darwin", 0, 2, "OMP_NUM_THREADS=3 GLOO_SOCKET_IFNAME=lo0"),  # six performance cores
     ],
 )
-def test_the_script_deals_out_cores_and_names_an_interface_on_a_mac(
+def test_shell_script_divides_cores_and_selects_the_loopback_interface_on_a_mac(
     tmp_path: Path, system: str, gpus: int, ranks: int, environment: str
 ) -> None:
     programs = {
@@ -201,9 +199,9 @@ def test_the_script_deals_out_cores_and_names_an_interface_on_a_mac(
     own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NGPU": str(ranks)}
     environ = {key: value for key, value in os.environ.items() if key not in unset} | own
     command = [str(ROOT / "run_llama_train.sh")]
-    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert told[0] == environment
-    assert "--local-addr localhost" in told[1]
+    output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert output[0] == environment
+    assert "--local-addr localhost" in output[1]
 
 
 SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
@@ -219,7 +217,7 @@ SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
         ({"PMI_SIZE": "3", "PMI_RANK": "1"}, "PMI_SIZE"),
     ],
 )
-def test_several_processes_without_ranks_are_rejected(
+def test_several_processes_without_rank_variables_are_rejected(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], variable: str
 ) -> None:
     for name, value in environment.items():
@@ -241,7 +239,9 @@ def test_several_processes_without_ranks_are_rejected(
         {**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
-def test_one_process_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+def test_one_process_in_a_job_of_several_tasks_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     require_one_process("convert")
@@ -249,7 +249,7 @@ def test_one_process_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "evaluate", "compare", "convert", "prepare"])
-def test_srun_of_a_command_without_ranks(trained_run: Path, tmp_path: Path, command: str) -> None:
+def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tmp_path: Path, command: str) -> None:
     if command == "evaluate":
         pytest.importorskip("lm_eval")
     run, new = str(trained_run), str(tmp_path / "new")

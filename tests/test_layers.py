@@ -1,4 +1,4 @@
-"""A file imports from lower layers, or from its own folder without a cycle: see docs/architecture.md."""
+"""A module imports only from lower layers, or from its own folder without a cycle; see docs/architecture.md."""
 
 import ast
 import graphlib
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 
-# From the top layer to the lowest: folders and modules of the package. docs/architecture.md explains them.
+# Folders and modules of the package, from the top layer to the lowest. docs/architecture.md explains them.
 LAYERS = {
     "commands": ("train", "prepare", "convert", "generate", "evaluate", "estimate", "compare", "launch"),
     "tools": ("planning", "comparison"),
@@ -26,11 +26,11 @@ LAYERS = {
 }
 LAYER_OF = {f"torchtrain.{name}": -number for number, names in enumerate(LAYERS.values()) for name in names}
 GROUND = min(LAYER_OF.values())
-# Models know neither the config nor ranks; the model file knows torch and its RoPE scaling alone.
+# Models import neither the config nor process groups; the model file imports only torch and its RoPE scaling.
 FORBIDDEN = {"torchtrain.models": {"torchtrain.config", "torchtrain.distributed"}}
 FORBIDDEN["torchtrain.models.llama.model"] = {"torchtrain", "torch.distributed"}
 FORBIDDEN["torchtrain.models.llama.rope_scaling"] = {"torchtrain", "torch.distributed"}
-BUT = {
+ALLOWED = {
     "torchtrain.models.llama.model": {"torchtrain.models.llama.rope_scaling"},
     "torchtrain.models.model_config": {"torchtrain.config.parse", "torchtrain.config.schema"},
 }
@@ -46,7 +46,7 @@ def module_name(path: Path) -> str:
 
 
 def folder_of(module: str) -> str:
-    """The folder of the package that a module is in, or the module itself."""
+    """The top-level folder or module of the package that a module is in."""
     return ".".join(module.split(".")[:2])
 
 
@@ -57,7 +57,7 @@ def layer_of(module: str) -> int:
 
 
 def imports_of(path: Path) -> set[str]:
-    """All modules that ``path`` imports, those inside functions too."""
+    """All modules that ``path`` imports, including those imported inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -65,7 +65,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by full name"
             assert node.module is not None
-            # "from package import module" names a module, "from module import thing" a thing.
+            # "from package import module" imports a module, "from module import name" a name of that module.
             package = ROOT / node.module.replace(".", "/")
             for alias in node.names:
                 is_module = (package / f"{alias.name}.py").exists() or (package / alias.name).is_dir()
@@ -74,19 +74,19 @@ def imports_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_go_down(path: Path) -> None:
+def test_imports_are_from_lower_layers(path: Path) -> None:
     module = module_name(path)
     if module == "torchtrain":
         return
     for imported in imports_of(path):
         for banned in FORBIDDEN.get(module, set()) | FORBIDDEN.get(folder_of(module), set()):
-            known = imported in BUT.get(module, ())
-            assert known or not is_within(imported, banned), f"{module} must not know {imported}"
+            allowed = imported in ALLOWED.get(module, ())
+            assert allowed or not is_within(imported, banned), f"{module} must not import {imported}"
         if imported.startswith("torchtrain.") and folder_of(imported) != folder_of(module):
             own, other = layer_of(module), layer_of(imported)
             assert other < own or other == GROUND, f"{module} imports {imported}, which is not in a lower layer"
 
 
-def test_no_cycles() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {module_name(path): {i for i in imports_of(path) if i.startswith("torchtrain.")} for path in FILES}
     graphlib.TopologicalSorter(graph).prepare()

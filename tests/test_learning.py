@@ -1,4 +1,4 @@
-"""What helps to learn more of each token, on every axis: z-loss, averaged weights, hyperparameters that transfer."""
+"""z-loss, averaged weights (EMA) and muP hyperparameter transfer, on every layout."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
-PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # initial weights and learning rates are those of muP
+PLAIN = replace(PLAIN, base_dim=8, base_layers=1)  # with muP's initial weights and learning rates
 MODELS = {"plain": PLAIN, "tied": replace(PLAIN, tied_embeddings=True), "deep": replace(PLAIN, n_layers=4)}
 STEPS = 4  # two updates of the averages
 CHANGES: dict[str, dict[str, Any]] = {
@@ -53,12 +53,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: floa
 
 @pytest.fixture(scope="module")
 def references(gloo: GlooPool) -> dict[tuple[str, str], Curve]:
-    """By model and optimizer: one rank, the whole batch at once, all logits at once."""
-    kinds = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
-    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m], STEPS)[0] for m, optimizer in kinds}
+    """By model and optimizer: runs of one rank with the full batch and all logits at a time."""
+    cases = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
+    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m], STEPS)[0] for m, optimizer in cases}
 
 
-# Ranks, model, rows of a rank, tokens of a chunk of the loss, optimizer, [parallelism].
+# Ranks, model, rows per rank, tokens per chunk of the loss, optimizer, [parallelism].
 LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
     "shard": (2, "plain", 4, 8, "adamw", {}),
     "shard, muon": (2, "tied", 4, 0, "muon", {}),
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
         2,
         "deep",
         8,
-        8 if torch.__version__ >= "2.13" else 0,  # torch 2.12 cannot: limits/layout.py
+        8 if torch.__version__ >= "2.13" else 0,  # not supported by torch 2.12
         "adamw",
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
     ),
@@ -92,7 +92,7 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_run_of_one_rank(
+def test_every_layout_trains_like_one_rank(
     gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
 ) -> None:
     ranks, model, rows, chunk_tokens, optimizer, parallelism = LAYOUTS[layout]
@@ -106,23 +106,23 @@ def test_every_layout_gives_the_run_of_one_rank(
         assert curve.averaged_loss == pytest.approx(reference.averaged_loss, rel=1e-5)
 
 
-def train_plainly(
+def train_with_plain_pytorch(
     config: JobConfig, shape: TransformerConfig
 ) -> tuple[list[float], list[float], dict[str, Tensor], float]:
-    """The same run with nothing of ours but the model and the schedule: losses, z-losses, averages and their loss."""
+    """The same run with only the model and schedule of torchtrain: losses, z-losses, averages and their loss."""
     model = Transformer(shape)
     initialize([model], config.training.seed, torch.device("cpu"))
-    own = config.optimizer
+    settings = config.optimizer
     groups = []
     for name, parameter in model.named_parameters():
-        decay, factor = own.weight_decay * (parameter.ndim > 1), 1.0
+        decay, factor = settings.weight_decay * (parameter.ndim > 1), 1.0
         if name == "norm.weight":
             factor = 1 / 4  # a width of 32 over one of 8
         elif name.startswith("layers.") and parameter.ndim > 1:
             factor = 1 / 4 / (2 if name.endswith(("wo.weight", "w2.weight")) else 1)  # 2 layers over 1
         groups.append({"params": [parameter], "weight_decay": decay / factor, "factor": factor})
-    optimizer = torch.optim.AdamW(groups, lr=own.lr, betas=(own.beta1, own.beta2), eps=own.eps)
-    schedule = LRSchedule(config.lr_scheduler, own.lr, STEPS)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps)
+    schedule = LRSchedule(config.lr_scheduler, settings.lr, STEPS)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses, z_losses = [], []
     for step in range(1, STEPS + 1):
@@ -151,20 +151,20 @@ def train_plainly(
 
 
 @pytest.mark.parametrize("model", ["plain", "tied"])
-def test_one_rank_does_what_plain_pytorch_does(references: dict[tuple[str, str], Curve], model: str) -> None:
+def test_one_rank_trains_like_plain_pytorch(references: dict[tuple[str, str], Curve], model: str) -> None:
     reference = references[model, "adamw"]
-    losses, z_losses, averages, averaged_loss = train_plainly(config_with(), MODELS[model])
+    losses, z_losses, averages, averaged_loss = train_with_plain_pytorch(config_with(), MODELS[model])
     torch.testing.assert_close(reference.losses, losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(reference.z_losses, z_losses, rtol=1e-5, atol=0)
     assert reference.averaged_loss == pytest.approx(averaged_loss, rel=1e-5)
-    # Weights differ by more than losses do: where a gradient is near nothing, AdamW makes much of how it was rounded.
+    # Weights differ by more than losses do: AdamW amplifies the rounding of gradients that are near zero.
     assert_same(reference.averages, averages, rel=1e-4)
     last = reference.last["tok_embeddings.weight"]
     assert (averages["tok_embeddings.weight"] - last).norm() > 0.003 * last.norm()
 
 
-def joined(config: JobConfig) -> dict[str, Any]:
-    """What the joinery makes of options that the runs above give to the parts themselves."""
+def built_options(config: JobConfig) -> dict[str, Any]:
+    """The options of the components that the trainer builds; the runs above build the components themselves."""
     with use_existing_process_group(TINY):
         trainer = Trainer(config)
     step: Any = trainer.train_step
@@ -185,7 +185,7 @@ def joined(config: JobConfig) -> dict[str, Any]:
     return found
 
 
-def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Path) -> None:
+def test_trainer_passes_options_to_its_components(gloo: GlooPool, tmp_path: Path) -> None:
     config = config_of(
         job={"dump_folder": str(tmp_path)},
         data={"document_mask": True, "prefetch": 0},
@@ -194,7 +194,7 @@ def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Pa
         metrics={"enable_tensorboard": False},
         training={"max_norm": 0.3, "z_loss_weight": 0.05, "global_batch_size": 4, "steps": 7, "loss_chunk_tokens": 8},
     )
-    assert gloo.run(1, joined, config)[0] == {
+    assert gloo.run(1, built_options, config)[0] == {
         "rates": {("embeddings", 1.0), ("matrices", 1 / 4), ("matrices", 1 / 8), ("vectors", 1.0), ("vectors", 1 / 4)},
         "mup_ratios": (4.0, 2.0),
         "max_norm": 0.3,
@@ -209,27 +209,27 @@ def test_the_joinery_passes_on_what_the_config_says(gloo: GlooPool, tmp_path: Pa
 
 
 def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
-    """How far each block's output, and the logits, have come in five steps: root mean square."""
-    # Beside what AdamW makes of the embedding, Muon's changes would not be seen.
-    still = ParameterGroupConfig(lr_factor=0.0)
-    others = {"embeddings": still, "vectors": still} if name == "muon" else {}
+    """Root mean square of the change of each block's output, and of the logits, in five steps."""
+    # AdamW's changes of the embedding would hide those of Muon.
+    frozen = ParameterGroupConfig(lr_factor=0.0)
+    others = {"embeddings": frozen, "vectors": frozen} if name == "muon" else {}
     config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
     (part,) = model.parts
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     for number, block in part.layers.items():
-        block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out.detach()}))
+        block.register_forward_hook(lambda _, __, out, number=number: outputs.update({number: out.detach()}))
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
     tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
     before: dict[str, Tensor] = {}
     for _ in range(6):
         logits = part(tokens)
-        seen["logits"] = logits.detach()
-        before = before or dict(seen)
+        outputs["logits"] = logits.detach()
+        before = before or dict(outputs)
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {key: (value - before[key]).square().mean().sqrt().item() for key, value in seen.items()}
+    return {key: (value - before[key]).square().mean().sqrt().item() for key, value in outputs.items()}
 
 
 WIDTHS = (32, 64, 128, 256)
@@ -241,18 +241,18 @@ def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, flo
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_coordinate_check(gloo: GlooPool, name: str) -> None:
-    """Activations change as much at every width with muP; without, the more the wider the model is."""
+def test_activation_changes_do_not_depend_on_width_with_mup(gloo: GlooPool, name: str) -> None:
+    """The coordinate check: without muP, activations change more in wider models."""
     found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))
     for key in ("0", "1", "logits"):
         sizes = [of_width[key] for of_width in found]
-        # What the first weights of the output make of a change vanishes with the width: logits come down to a limit.
+        # The contribution of the initial output weights vanishes with the width, so that logits decrease to a limit.
         assert max(sizes) < (1.2 if key != "logits" else 1.7) * min(sizes), (key, sizes)
     assert plain[-1]["1"] > {"adamw": 10, "muon": 2}[name] * plain[0]["1"], plain
 
 
-def test_coordinate_check_over_depths(gloo: GlooPool) -> None:
-    """Of CompleteP: the change of the last block's output over depths."""
+def test_activation_changes_do_not_depend_on_depth_with_mup(gloo: GlooPool) -> None:
+    """The coordinate check of CompleteP: the change of the last block's output over depths."""
     sizes = {}
     for base in (2, None):
         shapes = [TransformerConfig(32, n, 2, 2, 64, 64, 16, base_layers=base) for n in (2, 8, 16)]
@@ -262,12 +262,12 @@ def test_coordinate_check_over_depths(gloo: GlooPool) -> None:
     assert sizes[None][-1] > 5 * sizes[None][0], sizes
 
 
-def updates(ema: EMAConfig, refused: list[float]) -> list[bool]:
-    """Whether each update of averages, after parameters have moved, has changed any bit of them."""
+def updates(ema: EMAConfig, found_inf: list[float]) -> list[bool]:
+    """Whether each update, after parameters have changed, has changed any bit of the averages."""
     model = build(config_of())
     averages = EMA(model.parts, ema)
     changed = []
-    for step, flag in enumerate(refused, start=1):
+    for step, flag in enumerate(found_inf, start=1):
         for parameter in averages.parameters.values():
             parameter.data.add_(0.1)
         before = {name: average.clone() for name, average in averages.averages.items()}
@@ -277,7 +277,7 @@ def updates(ema: EMAConfig, refused: list[float]) -> list[bool]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_refused_update_and_steps_between_leave_averages_alone(gloo: GlooPool, offload: bool) -> None:
+def test_averages_change_only_at_the_interval_and_not_for_skipped_updates(gloo: GlooPool, offload: bool) -> None:
     ema = EMAConfig(enable=True, interval=2, offload=offload)
     assert gloo.run(1, updates, ema, [0, 0, 0, 1, 0, 0])[0] == [False, True, False, False, False, True]
 
@@ -287,7 +287,7 @@ EMA_OPTIONS = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks, validated with both kinds of weights while it goes on."""
+    """A run on two ranks that validates with trained and averaged weights."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("def f(x):\n    return x\n" * 40)
@@ -296,21 +296,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_averages_resume_bitwise_and_validation_changes_nothing(run: Path, tmp_path: Path) -> None:
+def test_averages_resume_bitwise_and_validation_does_not_change_them(run: Path, tmp_path: Path) -> None:
     finish(tmp_path, *EMA_OPTIONS, "--training.steps", "6")
     finish(tmp_path, *EMA_OPTIONS)
-    whole = saved_tensors(run, 8)
-    assert {name for name in whole if name.startswith("ema.")} == {
-        name.replace("model.", "ema.") for name in whole if name.startswith("model.")
+    uninterrupted = saved_tensors(run, 8)
+    assert {name for name in uninterrupted if name.startswith("ema.")} == {
+        name.replace("model.", "ema.") for name in uninterrupted if name.startswith("model.")
     }
-    assert same_tensors(saved_tensors(tmp_path, 8), whole)
+    assert same_tensors(saved_tensors(tmp_path, 8), uninterrupted)
 
 
-# Step 7 is no multiple of the interval: the averages are those that were loaded.
+# Step 7 is not a multiple of the interval, so that the averages are those that were loaded.
 SEVEN = (*EMA_OPTIONS, "--training.steps", "7", "--ema.interval", "4", "--checkpoint.allow_changes", "ema.interval")
 
 
-def test_averages_go_on_with_other_ranks(tmp_path: Path) -> None:
+def test_averages_are_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
     finish(tmp_path, *EMA_OPTIONS, "--training.steps", "6", "--checkpoint.interval", "6")
     finish(tmp_path, *SEVEN, ranks=1)
     before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
@@ -320,7 +320,7 @@ def test_averages_go_on_with_other_ranks(tmp_path: Path) -> None:
             assert not torch.equal(after[name], before[name.replace("ema.", "model.")])
 
 
-def test_averages_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
+def test_averages_may_be_enabled_on_resume(tmp_path: Path) -> None:
     finish(tmp_path, "--training.steps", "6", "--checkpoint.interval", "6")
     assert "ema.enable = True" in finish(tmp_path, *SEVEN, "ema.enable", "ema.decay", ranks=1)
     before, after = saved_tensors(tmp_path, 6), saved_tensors(tmp_path, 7)
@@ -339,7 +339,7 @@ def flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint that ``convert`` has written."""
+    """The weights of a checkpoint that ``convert`` has written, by name."""
     dcp_to_torch_save(folder, folder.with_suffix(".pt"))
     tensors = torch.load(folder.with_suffix(".pt"), weights_only=True)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -372,7 +372,7 @@ def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, t
         ("plain", ("--weights", "ema"), "error: .*step-2 has no averaged .* take the trained weights$"),
     ],
 )
-def test_convert_says_what_it_cannot_average(
+def test_convert_rejects_averages_that_do_not_exist(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: tuple[str, ...], message: str
 ) -> None:
     folder = run / source
@@ -386,7 +386,7 @@ def test_convert_says_what_it_cannot_average(
 
 
 @pytest.mark.usefixtures("flavor")
-def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, tmp_path: Path) -> None:
+def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "validation_loss" in line][-1]
     tokenizer = load_tokenizer("")
@@ -408,14 +408,14 @@ def test_averaged_weights_are_validated_generated_from_and_exported(run: Path, t
 
 
 @pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("checkpoint", "export_weights")])
-def test_averaged_weights_that_are_not_there_are_refused(section: str, key: str) -> None:
+def test_averaged_weights_without_ema_are_rejected(section: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
         config_of(**{section: {key: "ema"}})
 
 
-def test_a_cooldown_goes_on_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
-    """As docs/recipes.md has it: the copy of a checkpoint, in a folder of its own, with a schedule that decays."""
-    stable, cooldown, whole = (tmp_path / name for name in ("stable", "cooldown", "whole"))
+def test_cooldown_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
+    """As in docs/recipes.md: a copy of a checkpoint, in a separate folder, with a schedule that decays."""
+    stable, cooldown, uninterrupted = (tmp_path / name for name in ("stable", "cooldown", "uninterrupted"))
     finish(stable, "--training.steps", "8")
     (cooldown / "checkpoint").mkdir(parents=True)
     shutil.copytree(stable / "checkpoint/step-6", cooldown / "checkpoint/step-6")
@@ -425,8 +425,8 @@ def test_a_cooldown_goes_on_from_a_checkpoint_of_a_stable_run(tmp_path: Path) ->
     assert "lr_scheduler.decay_type = 'linear' (checkpoint: 'constant')" in finish(
         cooldown, *options, "--training.steps", "10", *allowed
     )
-    finish(whole, *options, "--training.steps", "10")
-    assert same_tensors(saved_tensors(cooldown, 10), saved_tensors(whole, 10))
+    finish(uninterrupted, *options, "--training.steps", "10")
+    assert same_tensors(saved_tensors(cooldown, 10), saved_tensors(uninterrupted, 10))
     assert (stable / "checkpoint/step-8").is_dir()
-    finish(stable, "--training.steps", "10")  # the stable run goes on, and is another one
-    assert not same_tensors(saved_tensors(stable, 10), saved_tensors(whole, 10))
+    finish(stable, "--training.steps", "10")  # the stable run continues, and differs
+    assert not same_tensors(saved_tensors(stable, 10), saved_tensors(uninterrupted, 10))

@@ -1,4 +1,4 @@
-"""What a user meets in the first week, where options and commands meet."""
+"""Interactions of options and commands: resuming, exporting, converting, and changed data, tokenizers or weights."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ from torchtrain.planning.request import resolve_model_config
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_run_resumes_when_the_weights_that_it_started_from_are_gone(tmp_path: Path) -> None:
+def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     finish(first, "--training.steps", "2", ranks=1)
     start = ("--checkpoint.initial_load_path", str(first))
@@ -50,21 +50,21 @@ def test_a_run_resumes_when_the_weights_that_it_started_from_are_gone(tmp_path: 
     assert "resumed from" in finish(second, *start, "--training.steps", "4", ranks=1)
 
 
-def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.checkpoint.hf.FILE_BYTES", 20_000)  # three files
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     target, shapes = tmp_path / "target", parameter_shapes(TINY)
-    begun, go_on, errors = threading.Event(), threading.Event(), []
+    other_started, finish_other, errors = threading.Event(), threading.Event(), []
 
     def zeros(name: str) -> torch.Tensor:
         if not other.ident:
             other.start()
-            assert begun.wait(30)
+            assert other_started.wait(30)
         return torch.zeros_like(shapes[name], device="cpu")
 
     def ones(name: str) -> torch.Tensor:
-        begun.set()
-        assert go_on.wait(30)
+        other_started.set()
+        assert finish_other.wait(30)
         return torch.ones_like(shapes[name], device="cpu")
 
     def run_other() -> None:
@@ -78,7 +78,7 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
     try:
         found = find_tensors(target, TINY)
     finally:
-        go_on.set()
+        finish_other.set()
         other.join()
         dist.destroy_process_group()
     for path, name in found.values():
@@ -89,26 +89,24 @@ def test_two_commands_that_write_one_folder_do_not_mix(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_target_that_another_process_has_made_meanwhile_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     run, target = tmp_path / "run", tmp_path / "target"
     finish(run, "--training.steps", "2", ranks=1)
 
-    def made_meanwhile(tensor: torch.Tensor, _: str) -> torch.Tensor:
+    def make_target(tensor: torch.Tensor, _: str) -> torch.Tensor:
         target.mkdir(exist_ok=True)
         (target / "theirs").write_text("theirs")
         return tensor
 
-    monkeypatch.setattr("torchtrain.checkpoint.conversion.finite", made_meanwhile)
+    monkeypatch.setattr("torchtrain.checkpoint.conversion.finite", make_target)
     with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
         convert(run, target, "torchtrain", "float32")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}
     assert [path.name for path in target.iterdir()] == ["theirs"]
 
 
-def test_an_export_is_not_that_of_an_earlier_run_with_checkpoints(tmp_path: Path) -> None:
+def test_run_without_checkpoints_replaces_an_earlier_export(tmp_path: Path) -> None:
     options = ("--training.steps", "2", "--checkpoint.last_save_in_hf")
     finish(tmp_path, *options, ranks=1)
     (file,) = (tmp_path / "hf").glob("*.safetensors")
@@ -117,9 +115,7 @@ def test_an_export_is_not_that_of_an_earlier_run_with_checkpoints(tmp_path: Path
     assert file.read_bytes() != before
 
 
-def test_a_tokenizer_that_changed_is_noticed_by_convert_and_generate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_tokenizer_is_an_error_in_convert_and_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     file, run = tmp_path / "tokenizer.model", tmp_path / "run"
     content = (ROOT / "torchtrain/assets/tokenizer.model").read_bytes()
@@ -134,7 +130,7 @@ def test_a_tokenizer_that_changed_is_noticed_by_convert_and_generate(
     convert(run, tmp_path / "hf", "hf", "float32", str(file))
 
 
-def test_the_same_data_in_another_folder_are_the_same_run() -> None:
+def test_same_data_in_another_folder_are_a_harmless_change() -> None:
     before, now = toml(data={"path": "a"}), toml(data={"path": "/elsewhere/a"})
     assert check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "1 file"}) == [
         "config differs from the checkpoint's (harmless): data.path = '/elsewhere/a' (checkpoint: 'a')"
@@ -143,8 +139,8 @@ def test_the_same_data_in_another_folder_are_the_same_run() -> None:
         check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
     key = "model.tokenizer_path"
     same = {"data.name": "1 file"}
-    (told,) = check_resume_compatibility(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
-    assert "(harmless): data.name" in told
+    (line,) = check_resume_compatibility(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
+    assert "(harmless): data.name" in line
     assert (
         len(check_resume_compatibility(toml(), toml(model={"tokenizer_path": "x"}), (), {key: "same"}, {key: "same"}))
         == 1
@@ -153,14 +149,14 @@ def test_the_same_data_in_another_folder_are_the_same_run() -> None:
         check_resume_compatibility(toml(), toml(model={"tokenizer_path": "x"}), ())
 
 
-def test_validation_sources_are_told_apart_by_subset_and_whole_name() -> None:
-    two = [SourceConfig(name="org/web", subset=subset) for subset in ("deu", "fra")]
-    two += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
-    labels = [source.label for source in ValidationConfig(enable=True, sources=tuple(two)).all]
+def test_labels_of_validation_sources_are_distinct() -> None:
+    sources = [SourceConfig(name="org/web", subset=subset) for subset in ("deu", "fra")]
+    sources += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
+    labels = [source.label for source in ValidationConfig(enable=True, sources=tuple(sources)).all]
     assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]
 
 
-def test_a_picture_leaves_out_steps_that_the_run_has_left(tmp_path: Path) -> None:
+def test_plot_leaves_out_steps_before_a_restart_from_scratch(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -169,19 +165,19 @@ def test_a_picture_leaves_out_steps_that_the_run_has_left(tmp_path: Path) -> Non
     assert [(line["step"], line["loss"]) for line in script.read_run(run).lines] == [(1, 9.0)]
 
 
-def test_a_part_of_a_gpu_has_no_known_peak() -> None:
+def test_mig_slice_has_no_known_peak_flops() -> None:
     assert peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
 
 
-def test_an_estimate_needs_no_tokenizer_in_the_folder(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    given = parse(["--model.hf_folder", str(tmp_path)])
-    assert resolve_model_config(replace(given, model=resolve_model_section(given.model))).vocab_size == 512
+def test_estimate_needs_no_tokenizer_in_the_hf_folder(tmp_path: Path) -> None:
+    content = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    content |= {"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = parse(["--model.hf_folder", str(tmp_path)])
+    assert resolve_model_config(replace(config, model=resolve_model_section(config.model))).vocab_size == 512
 
 
-def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:
+def test_prepare_rejects_an_output_inside_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 50}) + "\n")
     output = tmp_path / "prepared"
     found = run_command("torchtrain.prepare", "--data.path", str(tmp_path), "--prepare.output", str(output))
@@ -190,7 +186,7 @@ def test_prepared_data_do_not_go_into_the_data(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_a_run_and_its_checkpoints_have_one_config(tmp_path: Path) -> None:
+def test_run_and_checkpoints_have_the_same_resolved_config(tmp_path: Path) -> None:
     options = ("--training.global_batch_size", "-1", "--training.local_batch_size", "3", "--training.steps", "2")
     finish(tmp_path, *options, "--metrics.enable_tensorboard", ranks=2)
     config = (tmp_path / "config.toml").read_text()
@@ -214,7 +210,7 @@ def test_a_run_and_its_checkpoints_have_one_config(tmp_path: Path) -> None:
         (compare_command, ["run", "run", "--picture", "s3://b/p.png"]),
     ],
 )
-def test_the_other_commands_refuse_urls(
+def test_other_commands_reject_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Any, arguments: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -223,7 +219,7 @@ def test_the_other_commands_refuse_urls(
     assert not list(tmp_path.iterdir())
 
 
-def slow_steps_from_the_first(seconds: float) -> Any:
+def slow_steps(seconds: float) -> Any:
     def sleep(_: int, loss: Any) -> Any:
         time.sleep(seconds)
         return loss
@@ -231,22 +227,22 @@ def slow_steps_from_the_first(seconds: float) -> Any:
     return patched_loss(sleep)
 
 
-def test_a_cpu_whose_steps_are_slow_from_the_first_on_does_not_hang(tmp_path: Path) -> None:
+def test_slow_steps_from_the_start_are_not_reported_as_a_hang(tmp_path: Path) -> None:
     options = ("--comm.train_timeout_seconds", "1", "--training.steps", "3", "--training.global_batch_size", "1")
-    output = finish(tmp_path, *options, ranks=1, hook=partial(slow_steps_from_the_first, 1.3))
+    output = finish(tmp_path, *options, ranks=1, hook=partial(slow_steps, 1.3))
     assert "takes more than" not in output
     assert not (tmp_path / "hangs").exists()
     assert "training begins with step 1 of 3" in output
 
 
-def test_steps_that_would_change_nothing_are_told(tmp_path: Path) -> None:
+def test_steps_with_a_learning_rate_of_zero_are_warned_of(tmp_path: Path) -> None:
     options = ("--lr_scheduler.decay_type", "linear", "--lr_scheduler.total_steps", "4", "--training.steps")
     assert "the learning rate is 0" not in finish(tmp_path, *options, "4", ranks=1)
     output = finish(tmp_path, *options, "6", ranks=1)
     assert "after step 4 (lr_scheduler.total_steps) the learning rate is 0: later steps" in output
 
 
-def test_the_last_step_of_a_run_whose_data_end_is_logged(tmp_path: Path) -> None:
+def test_last_step_before_the_data_end_is_logged(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("some words and more\n" * 150)
     prepared = str(tmp_path / "prepared")
@@ -259,34 +255,34 @@ def test_the_last_step_of_a_run_whose_data_end_is_logged(tmp_path: Path) -> None
     assert [line["step"] for line in lines if "loss" in line] == [1, int(end)]
 
 
-def test_a_special_token_beyond_the_models_rows_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_special_token_beyond_the_vocabulary_size_is_allowed(tmp_path: Path) -> None:
     write_hf_config(tmp_path, TINY, "float32", "")
     file = tmp_path / "tokenizer.json"
     library = Tokenizer.from_file(str(file))
     library.add_special_tokens(["<pad>"])
     library.save(str(file))
-    given = resolve_model_section(ModelConfig(hf_folder=str(tmp_path)))
-    tokenizer = load_tokenizer(given.tokenizer_path)
-    assert (tokenizer.vocab_size, build_model_config(given, tokenizer, 32).vocab_size) == (4097, 4096)
+    section = resolve_model_section(ModelConfig(hf_folder=str(tmp_path)))
+    tokenizer = load_tokenizer(section.tokenizer_path)
+    assert (tokenizer.vocab_size, build_model_config(section, tokenizer, 32).vocab_size) == (4097, 4096)
     library.add_tokens(["one more word"])
     library.save(str(file))
     with pytest.raises(ConfigError, match=r"vocab_size = 4096 must be at least 4098"):
-        build_model_config(given, load_tokenizer(given.tokenizer_path), 32)
+        build_model_config(section, load_tokenizer(section.tokenizer_path), 32)
 
 
-def test_the_config_for_continued_pretraining_needs_a_model_and_data_of_ones_own(tmp_path: Path) -> None:
+def test_config_for_continued_pretraining_needs_model_and_data_options(tmp_path: Path) -> None:
     config = ("torchtrain.train", "--job.config_file", "train_configs/continue_hf.toml")
     folder = tmp_path / "run"
-    refused = run_command(*config, "--job.dump_folder", str(folder))
-    assert (refused.returncode, "YOUR_MODEL" in refused.stderr) == (2, True)
+    rejected = run_command(*config, "--job.dump_folder", str(folder))
+    assert (rejected.returncode, "YOUR_MODEL" in rejected.stderr) == (2, True)
     finish(tmp_path / "first", "--training.steps", "1", "--checkpoint.last_save_in_hf", ranks=1)
     hf = str(tmp_path / "first/hf")
     small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
     start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
     start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1")
-    refused = run_command(*start)
-    assert (refused.returncode, "data.path = 'YOUR_TEXTS' does not exist" in refused.stderr) == (2, True), (
-        refused.stderr
+    rejected = run_command(*start)
+    assert (rejected.returncode, "data.path = 'YOUR_TEXTS' does not exist" in rejected.stderr) == (2, True), (
+        rejected.stderr
     )
     assert not folder.exists()
     text = tmp_path / "mine.txt"
@@ -299,12 +295,12 @@ def test_the_config_for_continued_pretraining_needs_a_model_and_data_of_ones_own
     assert (folder / "hf/config.json").exists()
 
 
-def test_a_shorter_context_than_that_of_the_initial_weights_is_told(tmp_path: Path) -> None:
+def test_shorter_sequences_than_those_of_the_initial_weights_are_warned_of(tmp_path: Path) -> None:
     first = tmp_path / "first"
     finish(first, "--training.steps", "2", "--checkpoint.last_save_in_hf", ranks=1)
     config = json.loads((first / "hf/config.json").read_text())
     (first / "hf/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     start = ("--checkpoint.initial_load_path", str(first / "hf"), "--training.steps", "1")
-    told = "has weights for sequences of 64 tokens, and training.seq_len is 32"
-    assert told in finish(tmp_path / "short", *start, "--training.seq_len", "32", ranks=1)
+    warning = "has weights for sequences of 64 tokens, and training.seq_len is 32"
+    assert warning in finish(tmp_path / "short", *start, "--training.seq_len", "32", ranks=1)
     assert "has weights for" not in finish(tmp_path / "long", *start, "--training.seq_len", "64", ranks=1)

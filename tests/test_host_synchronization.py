@@ -1,4 +1,4 @@
-"""Between two lines of the log the host waits for nothing: the device always has its next work queued."""
+"""The host does not synchronize with the device between two log lines, so that the device always has queued work."""
 
 import json
 import os
@@ -22,17 +22,18 @@ from torchtrain.metrics.profiler import Profiler
 
 ROOT = Path(__file__).parent.parent
 
-# A rank alone has nobody to wait for, the loader neither: these count in what is excused below, too.
+# Operations that wait for the device. All-reduces are counted, too, also in the guard and the loader: on one rank
+# they wait for nobody.
 WAITING_OPS = {"aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select", "aten.unique_dim"}
 
 
 class CountWaits(TorchDispatchMode):
-    """Of each step, what would wait for the device, and the all-reduces."""
+    """Counts device synchronizations and all-reduces by step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits = self.all_reduces = 0
-        self.of_steps: list[int] = []
+        self.counts_by_step: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.waits += str(func).rsplit(".", 1)[0] in WAITING_OPS
@@ -46,7 +47,7 @@ class CountWaits(TorchDispatchMode):
 
         return counted
 
-    def excused(self, function: Any) -> Any:
+    def without_counting(self, function: Any) -> Any:
         def uncounted(*args: Any, **kwargs: Any) -> Any:
             before = self.waits
             result = function(*args, **kwargs)
@@ -56,30 +57,30 @@ class CountWaits(TorchDispatchMode):
         return uncounted
 
     def end_step(self) -> None:
-        self.of_steps.append(self.waits + self.all_reduces)
+        self.counts_by_step.append(self.waits + self.all_reduces)
         self.waits = self.all_reduces = 0
 
 
 @contextmanager
 def count_waits() -> Iterator[None]:
-    """Within, the trainer's waits are counted by step; the counts are the last line of its output."""
+    """Count synchronizations of the trainer by step, and print the counts as the last line of the output."""
     counts = CountWaits()
     with (
         patch.object(torch.Tensor, "tolist", counts.counting(torch.Tensor.tolist)),
         patch.object(torch.Tensor, "numpy", counts.counting(torch.Tensor.numpy)),
         patch.object(torch.Tensor, "cpu", counts.counting(torch.Tensor.cpu)),
-        # What the guard reads is of a step ago, and there by now; what the loader reads was never on the device.
-        patch.object(NonFiniteGuard, "wait", counts.excused(NonFiniteGuard.wait)),
-        patch.object(DataLoader, "__next__", counts.excused(DataLoader.__next__)),
+        # The guard reads the ready result of the previous step; what the loader reads was never on the device.
+        patch.object(NonFiniteGuard, "wait", counts.without_counting(NonFiniteGuard.wait)),
+        patch.object(DataLoader, "__next__", counts.without_counting(DataLoader.__next__)),
         patch.object(Profiler, "step", lambda *_: counts.end_step()),
         counts,
     ):
         yield
-    os.write(1, f"{json.dumps(counts.of_steps)}\n".encode())
+    os.write(1, f"{json.dumps(counts.counts_by_step)}\n".encode())
 
 
-# On a GPU torch itself knows what waits.
-REFUSE_WAITS = """
+# On a GPU, torch itself detects synchronizations.
+REJECT_SYNCHRONIZATION = """
 import sys
 import zlib
 from unittest.mock import patch
@@ -105,51 +106,51 @@ OPTIONS = [
 ]
 
 
-def test_host_waits_only_to_log_and_to_save(tmp_path: Path) -> None:
+def test_host_synchronizes_only_to_log_and_to_save(tmp_path: Path) -> None:
     output = finish(tmp_path, *OPTIONS, ranks=1, hook=count_waits)
     by_step = dict(enumerate(json.loads(output.splitlines()[-1]), start=1))
-    assert by_step[10] > 0  # it does count
+    assert by_step[10] > 0  # synchronizations are counted
     assert {by_step[step] for step in range(2, 10)} == {0}
 
 
 @pytest.mark.gpu
-def test_cuda_sees_no_synchronization_between_logs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REFUSE_WAITS, "--job.dump_folder", str(tmp_path), *OPTIONS]
+def test_cuda_detects_no_synchronization_between_logs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REJECT_SYNCHRONIZATION, "--job.dump_folder", str(tmp_path), *OPTIONS]
     result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
 class Trace(TorchDispatchMode):
-    """By step a hash of the operations, in their order."""
+    """Hashes of the sequence of operations, by step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[str] = []
-        self.of_steps: list[int] = []
+        self.counts_by_step: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations.append(str(func))
         return func(*args, **(kwargs or {}))
 
     def end_step(self) -> None:
-        self.of_steps.append(zlib.crc32(" ".join(self.operations).encode()))
+        self.counts_by_step.append(zlib.crc32(" ".join(self.operations).encode()))
         self.operations.clear()
 
 
 @contextmanager
 def trace_operations() -> Iterator[None]:
-    """Within, operations are traced by step; the hashes are the last line of the output."""
+    """Trace operations by step, and print their hashes as the last line of the output."""
     trace = Trace()
     with patch.object(Profiler, "step", lambda *_: trace.end_step()), trace:
         yield
-    os.write(1, f"{json.dumps(trace.of_steps)}\n".encode())
+    os.write(1, f"{json.dumps(trace.counts_by_step)}\n".encode())
 
 
-def test_fingerprints_cost_nothing_in_other_steps(tmp_path: Path) -> None:
+def test_fingerprints_add_no_operations_to_other_steps(tmp_path: Path) -> None:
     traces = []
     for folder, option in (("without", ()), ("with", ("--debug.fingerprint_steps", "4"))):
         output = finish(tmp_path / folder, *OPTIONS[:-2], *option, ranks=1, hook=trace_operations)
         traces.append(json.loads(output.splitlines()[-1]))
     without, with_one = traces
-    # The first has what is made before it.
+    # The first step includes operations from before it.
     assert [step for step in range(2, 13) if without[step - 1] != with_one[step - 1]] == [4]
