@@ -125,9 +125,15 @@ def _restore_logger() -> Iterator[None]:
     logger.propagate = propagate
 
 
+@pytest.fixture
+def process_group() -> None:
+    """A gloo process group with only this process; ``_destroy_process_group`` destroys it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
 @pytest.fixture(autouse=True)
 def _destroy_process_group() -> Iterator[None]:
-    """Destroy the process group that a command called in this process leaves behind when it raises."""
+    """Destroy the process group of a test, or that of a command that raised in this process."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

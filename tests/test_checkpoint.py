@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from logging import ERROR
 from pathlib import Path
@@ -35,11 +34,7 @@ from torchtrain.logging import logger
 SOME_CONFIG = "[optimizer]\nlr = 0.1\n"
 
 
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Tied(nn.Module):

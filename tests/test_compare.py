@@ -44,7 +44,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "T2": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
     "C2": (2, {"parallelism": {"context_parallel_degree": 2}}),
     "P2": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}}),
-    "T2 whole": (2, {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}}),
+    "T2 without sequence parallel": (
+        2,
+        {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}},
+    ),
     "Z2": (
         2,
         {

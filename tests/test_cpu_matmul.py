@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.library import _scoped_library
 
@@ -116,13 +115,6 @@ def test_slow_dtypes_are_those_that_onednn_does_not_support() -> None:
             assert cpu_matmul.slow_dtypes() == (torch.float16,)
     finally:
         cpu_matmul.slow_dtypes.cache_clear()
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

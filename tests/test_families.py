@@ -1,14 +1,12 @@
 """Each model family computes the same as its implementation in transformers, and is exported for it without loss."""
 
 import typing
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from gloo_pool import GlooPool
 from parity import TINY
@@ -66,13 +64,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied Qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def random_model(name: str) -> Any:

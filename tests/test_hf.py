@@ -64,13 +64,6 @@ SHAPES = {
 TOKENS = torch.randint(0, VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def random_model(shape: TransformerConfig) -> Transformer:
     torch.manual_seed(1)
     model = Transformer(shape)

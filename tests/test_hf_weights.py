@@ -26,12 +26,7 @@ EMBEDDING = "model.embed_tokens.weight"
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def process_group() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def save_model(folder: Path, tied: bool, shard: str = "1GB", seed: int = 1, cls: str = "LlamaForCausalLM") -> None:
