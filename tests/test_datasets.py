@@ -124,9 +124,9 @@ def test_streamed_dataset_is_read_once_and_from_any_document(tmp_path, kind):
         assert sorted(all_texts(config, readers)) == sorted(DOCUMENTS)
         source = opened_text(config, readers)
         for unit in range(source.units):  # from any document, as after a resume
-            whole = list(source.read(unit, 0))
+            documents = list(source.read(unit, 0))
             for start in (1, 5, 8, 30):
-                assert list(source.read(unit, start)) == [pair for pair in whole if pair[0] >= start]
+                assert list(source.read(unit, start)) == [pair for pair in documents if pair[0] >= start]
     with pytest.raises(DataError, match=r"no column 'body' .text_column.; its columns are text"):
         loader(DataConfig(name=config.name, text_column="body"))
     assert all_texts(DataConfig(name=config.name, download=True)) == DOCUMENTS[0::3] + DOCUMENTS[1::3] + DOCUMENTS[2::3]

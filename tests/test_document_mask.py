@@ -103,7 +103,7 @@ def test_masked_documents_train_identically_with_activation_checkpointing(
     assert_same_run(gloo.run(1, train, config_of(activation_checkpoint=checkpoint), MODEL, STEPS, 7), reference)
 
 
-def test_the_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
+def test_document_mask_changes_the_run(gloo: GlooPool, reference: Curve) -> None:
     unmasked = gloo.run(1, train, config_of(training={"local_batch_size": 8}), MODEL, 1)[0]
     assert abs(unmasked.losses[0] - reference.losses[0]) > 1e-4
 
