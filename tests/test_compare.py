@@ -228,7 +228,7 @@ def run(folder: Path, *options: str, ranks: int = 1, hook: Any = None) -> Path:
 
 
 def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """Exit code and what was printed."""
+    """Run the command; returns its exit code and its JSON output."""
     with redirect_stdout(io.StringIO()) as output:
         code = main([*map(str, arguments), "--json"])
     assert code in (0, 1)
@@ -333,7 +333,7 @@ def add_lines(folder: Path, *lines: dict[str, Any]) -> None:
 
 
 def test_line_with_only_a_validation_loss_is_not_a_step_of_the_curve(tmp_path: Path) -> None:
-    a, b = fake_run(tmp_path / "a", [1.0] * 12), fake_run(tmp_path / "b", [1.0] * 9)  # as with another log_freq
+    a, b = fake_run(tmp_path / "a", [1.0] * 12), fake_run(tmp_path / "b", [1.0] * 9)  # as if with another log_freq
     for folder in (a, b):
         add_lines(folder, {"step": 10, "validation_loss": 2.0}, {"step": 20, "validation_loss": 2.0})
     code, report = compare(a, b)

@@ -504,7 +504,7 @@ def test_hanging_save_is_reported_and_a_stop_ends_the_wait(disk: DiskFaults, tmp
         assert json.loads(report.split("\n", 1)[0])["doing"].startswith("step-4: ")
     run.kill(number=signal.SIGTERM)
     assert run.wait() == [75, 75], run.output()
-    assert "asked to stop, and the save of step 4 " in run.output()  # does not end, or another rank has left before
+    assert "asked to stop, and the save of step 4 " in run.output()  # the save does not end, or another rank has ended
     assert "it is given up; the last good checkpoint stays" in run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2]
     disk.heal()

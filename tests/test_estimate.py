@@ -231,7 +231,7 @@ def test_fsdp_traffic_of_a_step() -> None:
     # One all-gather for each block and the root in forward; again for all but the last block and the root in backward.
     assert gathers[0] == (blocks + 1) + (blocks - 1)
     assert reductions[0] == blocks + 1
-    assert reductions[1] == 4 * record.parameter_bytes  # float32, of four ranks
+    assert reductions[1] == 4 * record.parameter_bytes  # in float32, on four ranks
 
 
 def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
@@ -397,7 +397,7 @@ def test_compiled_blocks_save_less_memory_and_compute_as_much() -> None:
 
 def test_compiled_blocks_are_recomputed_under_tensor_parallelism() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
-    can_count = not "2.12" <= torch.__version__ < "2.13"  # limits/layout.py
+    can_count = not "2.12" <= torch.__version__ < "2.13"  # not supported by torch 2.12
     for mode in ("full", "memory_budget")[: 1 + can_count]:
         assert flops(simulated(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0, mode
 

@@ -83,7 +83,7 @@ def assert_bitwise_identical(curve: Curve, reference: Curve) -> None:
 
 @pytest.fixture(scope="module")
 def reference(gloo: GlooPool) -> Curve:
-    """One rank, twelve microbatches."""
+    """A run of one rank with twelve microbatches per step."""
     return run(gloo, 1, config_with())
 
 

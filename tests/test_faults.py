@@ -563,7 +563,7 @@ def test_run_with_a_bad_last_step_is_not_complete(tmp_path: Path) -> None:
 
 
 def spike_in_step_7() -> Any:
-    """Fifty times the loss, on both ranks."""
+    """Multiply the loss of step 7 by 50, on both ranks."""
     return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 6 else loss)
 
 
