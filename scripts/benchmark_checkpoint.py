@@ -26,10 +26,11 @@ from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume_point import find_resume_point
-from torchtrain.checkpoint.states import ModelState, OptimizerState, TensorSavePlanner, flatten
-from torchtrain.config.schema import CheckpointConfig
+from torchtrain.checkpoint.states import ModelState, TensorSavePlanner, flatten
+from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import init_process_group
+from torchtrain.optimizers.groups import build_optimizer
 
 STEPS_AFTER = 10
 
@@ -42,9 +43,9 @@ class Benchmark:
         self.folder = folder
         self.model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=self.device) for _ in range(layers)))
         fully_shard(self.model, mesh=init_device_mesh(self.device.type, (dist.get_world_size(),)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.optimizer = build_optimizer([self.model], OptimizerConfig())
         self.input = torch.randn(16, width, device=self.device)
-        self.states = {"model": ModelState([self.model]), "optimizer": OptimizerState([self.model], self.optimizer)}
+        self.states = {"model": ModelState([self.model]), "optimizer": self.optimizer}
         self.managers = {mode: self.manager(mode) for mode in ("disabled", "async")}
         self.step()
         self.saves = 0

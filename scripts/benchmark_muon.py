@@ -21,11 +21,13 @@ from benchmark_sums import in_processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtrain.config.registry import OPTIMIZERS
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.optimizers.muon import Muon, block_of, orthogonalize
+from torchtrain.optimizers.muon import Muon, orthogonalize, shard_of
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.trainer import initialize
 
@@ -34,21 +36,21 @@ class Repeated(Muon):
     """Every rank gathers every matrix, and iterates."""
 
     @torch.no_grad()
-    def step(self) -> None:
-        for matrix in self.options:
+    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        for matrix in self.group_of:
             parameter: Any = matrix
             options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
             momentum = DTensor.from_local(
-                self._accumulate(parameter), parameter.device_mesh, parameter.placements, **options
+                self._accumulate(parameter, skip), parameter.device_mesh, parameter.placements, **options
             )
             whole = orthogonalize(momentum.full_tensor(), self.config.muon_iterations)
-            self._apply([[parameter]], whole[block_of(parameter, self.degrees, self.rank)].flatten)
+            self._apply([[parameter]], whole[shard_of(parameter, self.degrees, self.rank)].flatten, skip)
 
 
 WAYS = {"owners": Muon, "repeated": Repeated}
 
 
-def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int]:
+def make(way: str, args: argparse.Namespace) -> tuple[OptimizerContainer, int]:
     """The optimizer of a model with gradients, and the elements of the matrices."""
     config = JobConfig(
         training=TrainingConfig(mixed_precision_param="float32"),
@@ -64,14 +66,14 @@ def make(way: str, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, int
         config,
     )
     initialize(model.parts, 0, device)
-    with patch("torchtrain.optimizers.groups.Muon", WAYS[way]):
+    with patch.dict(OPTIMIZERS._entries, muon=WAYS[way]):
         optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
     torch.manual_seed(0)
     for part in model.parts:
         for parameter in part.parameters():
             parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).normal_()
-    (matrices,) = (group["params"] for group in optimizer.param_groups if group["rule"] == "muon")
+    (matrices,) = (group["params"] for group in optimizer.param_groups if group["name"] == "hidden")
     return optimizer, sum(parameter.numel() for parameter in matrices)
 
 

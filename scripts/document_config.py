@@ -17,6 +17,7 @@ import tomli
 
 from torchtrain.config import schema
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
+from torchtrain.config.registry import Registry
 from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig, key_of
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +61,9 @@ does not load torchtitan's distributed checkpoints.
 
 
 def choices(hint: Any) -> list[Any]:
-    """The values of the Literal in the type ``hint``; an empty list without one."""
+    """The values of the Literal, or the entries of the registry, in the type ``hint``; an empty list without one."""
+    if isinstance(hint, Registry):
+        return list(hint)
     if typing.get_origin(hint) is Literal:
         return list(typing.get_args(hint))
     return [choice for argument in typing.get_args(hint) for choice in choices(argument)]
@@ -160,12 +163,14 @@ TITLES = {  # headings of nested tables by the name of their class; a new class 
     "ModelOverrides": "Shape",
     "RopeScalingConfig": "RopeScaling",
     "ParameterGroupConfig": "ParameterGroup",
+    "ParameterPatternConfig": "ParameterPattern",
     "SourceConfig": "Source",
 }
 TABLES = {
     "Shape": "The table `[model.shape]`.",
     "RopeScaling": "The table `[model.shape.rope_scaling]`.",
-    "ParameterGroup": "The tables `[optimizer.matrices]`, `[optimizer.embeddings]` and `[optimizer.vectors]`.",
+    "ParameterGroup": "The tables `[optimizer.hidden]`, `[optimizer.embedding]` and `[optimizer.no_decay]`.",
+    "ParameterPattern": "Each table `[[optimizer.groups]]`.",
     "Source": "`[data]`, `[validation]`, and each table `[[data.sources]]` and `[[validation.sources]]`.",
 }
 

@@ -25,11 +25,12 @@ from torchtrain.checkpoint.history import saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
 from torchtrain.checkpoint.resume_point import find_resume_point
-from torchtrain.checkpoint.states import ModelState, OptimizerState, load_tensors, save_tensors
+from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
-from torchtrain.config.schema import CheckpointConfig
+from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
+from torchtrain.optimizers.groups import build_optimizer
 
 SOME_CONFIG = "[optimizer]\nlr = 0.1\n"
 
@@ -66,13 +67,13 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = build_optimizer([self.model], OptimizerConfig(lr=0.1))
         self.loader = LoaderState(seed)
         config = CheckpointConfig(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
         folder = folder / "checkpoint"
         states = {
             "model": ModelState([self.model]),
-            "optimizer": OptimizerState([self.model], self.optimizer),
+            "optimizer": self.optimizer,
             "data": self.loader,
         }
         start = find_resume_point(config, folder, config_toml)
@@ -95,9 +96,7 @@ class Run:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         model = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        state = self.optimizer.state_dict()["state"]
-        optimizer = {f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()}
-        return {**model, **optimizer, "row": torch.tensor(self.loader.row)}
+        return {**model, **self.optimizer.state_dict(), "row": torch.tensor(self.loader.row)}
 
 
 def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -109,15 +108,12 @@ def assert_bitwise_equal(first: dict[str, torch.Tensor], second: dict[str, torch
 def test_optimizer_state_before_the_first_update_has_step_zero() -> None:
     """As in a checkpoint after steps whose updates were all skipped."""
     model = Tied()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    saved = OptimizerState([model], optimizer).state_dict()
-    assert {name: value.item() for name, value in saved.items() if name.endswith(".step")} == {
-        f"{name}.step": 0 for name, _ in model.named_parameters()
-    }
-    assert all(not optimizer.state[parameter]["step"] for parameter in model.parameters())
+    optimizer = build_optimizer([model], OptimizerConfig(lr=0.1))
+    steps = {name: value.item() for name, value in optimizer.state_dict().items() if name.endswith(".step")}
+    assert steps == {f"{name}.step": 0 for name, _ in model.named_parameters()}
     model.norm.weight.grad = torch.ones(4)
     optimizer.step()
-    assert OptimizerState([model], optimizer).state_dict()["norm.weight.step"].item() == 1
+    assert optimizer.state_dict()["norm.weight.step"].item() == 1
 
 
 def only_file(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume_point import find_resume_point
-from torchtrain.checkpoint.states import ModelState, OptimizerState, flatten
+from torchtrain.checkpoint.states import ModelState, flatten
 from torchtrain.config.schema import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -68,7 +68,7 @@ class Run:
         self.optimizer = build_optimizer([self.model], OptimizerConfig(lr=1e-2))
         self.states = {
             "model": ModelState([self.model]),
-            "optimizer": OptimizerState([self.model], self.optimizer),
+            "optimizer": self.optimizer,
         }
         checkpoint = CheckpointConfig(enable=True, interval=3)
         self.manager = CheckpointManager(checkpoint, folder, self.states, "", find_resume_point(checkpoint, folder, ""))

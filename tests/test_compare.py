@@ -171,8 +171,8 @@ FAULTS = {
     ),
     "weight decay on norms": Fault(
         "optimizers/groups.py",
-        '"vectors": 0.0}',
-        '"vectors": config.weight_decay}',
+        'decay = 0.0 if group == "no_decay" else config.weight_decay',
+        "decay = config.weight_decay",
         "step 1, layers.0.attention_norm.weight update: ",
     ),
     "rate off by one step": Fault(
@@ -592,7 +592,7 @@ def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:
     a = run(tmp_path / "a", *options)
     code, report = compare(a, run(tmp_path / "b", *options, "--parallelism.tensor_parallel_degree", "2", ranks=2))
     assert code == 0, report
-    code, report = compare(a, run(tmp_path / "other", *options, "--optimizer.matrices.lr_factor", "2"))
+    code, report = compare(a, run(tmp_path / "other", *options, "--optimizer.hidden.lr_factor", "2"))
     assert code == 1
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
     code, report = compare(a, run(tmp_path / "decay", *options, "--ema.decay", "0.1"))

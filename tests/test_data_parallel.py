@@ -24,7 +24,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.optimizers.clipping import clip_grad_norm
-from torchtrain.optimizers.groups import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
@@ -183,7 +183,7 @@ def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[st
             gradient = torch.sin(plain[name].detach() * 100 + step)
             plain[name].grad = gradient
             parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        update(optimizer, torch.zeros(()))
+        optimizer.step(torch.zeros(()))
         reference.step()
     return full_weights([model]), {name: tensor.detach() for name, tensor in plain.items()}
 

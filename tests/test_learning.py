@@ -195,7 +195,7 @@ def test_trainer_passes_options_to_its_components(gloo: GlooPool, tmp_path: Path
         training={"max_norm": 0.3, "z_loss_weight": 0.05, "global_batch_size": 4, "steps": 7, "loss_chunk_tokens": 8},
     )
     assert gloo.run(1, built_options, config)[0] == {
-        "rates": {("embeddings", 1.0), ("matrices", 1 / 4), ("matrices", 1 / 8), ("vectors", 1.0), ("vectors", 1 / 4)},
+        "rates": {("embedding", 1.0), ("hidden", 1 / 4), ("hidden", 1 / 8), ("no_decay", 1.0), ("no_decay", 1 / 4)},
         "mup_ratios": (4.0, 2.0),
         "max_norm": 0.3,
         "z_weight": 0.05,
@@ -212,7 +212,7 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
     """Root mean square of the change of each block's output, and of the logits, in five steps."""
     # AdamW's changes of the embedding would hide those of Muon.
     frozen = ParameterGroupConfig(lr_factor=0.0)
-    others = {"embeddings": frozen, "vectors": frozen} if name == "muon" else {}
+    others = {"embedding": frozen, "no_decay": frozen} if name == "muon" else {}
     config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
     (part,) = model.parts

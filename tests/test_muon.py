@@ -25,8 +25,8 @@ from torch import Tensor
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
-from torchtrain.optimizers.groups import build_optimizer, group_of, update
-from torchtrain.optimizers.muon import BUCKET_BYTES, deal, work
+from torchtrain.optimizers.groups import build_optimizer, group_of
+from torchtrain.optimizers.muon import BUCKET_BYTES, assign_owners, iteration_cost
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # The ranks do not divide the rows of these matrices: one of eight ranks has no row of wk and wv.
@@ -59,7 +59,7 @@ def test_every_layout_matches_one_rank(
     expected, curves = reference(model), run(gloo, text, MODELS.get(model, ODD), **MUON)
     assert_same_run(curves, expected)
     for name, weights in chain.from_iterable(curve.last.items() for curve in curves):
-        if group_of(name, weights) == "matrices":
+        if group_of(name, weights) == "hidden":
             moved = (expected.last[name] - expected.first[name]).norm()
             assert (weights - expected.last[name]).norm() <= 1e-4 * moved, name
 
@@ -89,11 +89,9 @@ def test_updates_equal_torch_muon(dtype: Any) -> None:
     shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer key/value heads than query heads
     model = Transformer(shape)
     half = ParameterGroupConfig(lr_factor=0.5)
-    config = OptimizerConfig(
-        name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, matrices=half
-    )
+    config = OptimizerConfig(name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, hidden=half)
     optimizer = build_optimizer([model], config)
-    matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "matrices"}
+    matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "hidden"}
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
     reference = torch.optim.Muon(
         plain.values(), lr=5e-3, weight_decay=0.1, momentum=0.8, ns_steps=4, adjust_lr_fn="match_rms_adamw"
@@ -108,7 +106,7 @@ def test_updates_equal_torch_muon(dtype: Any) -> None:
                         parameter.zero_()  # so that no bits of the update are lost; step 4 includes the weight decay
                     plain[name].copy_(parameter)
                 plain[name].grad = parameter.grad.clone()
-        update(optimizer, torch.tensor(0.0))
+        optimizer.step(torch.tensor(0.0))
         with as_float32 if dtype == "float32" else nullcontext():
             reference.step()
         for name, parameter in matrices.items():
@@ -146,7 +144,7 @@ def sent_bytes(config: JobConfig, steps: int) -> int:
             for part in model.parts:
                 for parameter in part.parameters():
                     parameter.grad = torch.zeros_like(parameter)
-            update(optimizer, torch.tensor(0.0))
+            optimizer.step(torch.tensor(0.0))
     return sent
 
 
@@ -166,10 +164,10 @@ def test_work_is_balanced_over_ranks() -> None:
     blocks += [torch.empty(shape, device="meta") for shape in [(14336, 4096)] * 2 + [(4096, 14336)]]
     matrices = [block.clone() for block in blocks * 32]
     for ranks in (1, 2, 8, 24, 32):
-        buckets = deal(matrices, ranks, itemsize=2)
+        buckets = assign_owners(matrices, ranks, itemsize=2)
         owned = [list(chain.from_iterable(bucket[rank] for bucket in buckets)) for rank in range(ranks)]
         assert len({id(matrix) for matrix in chain.from_iterable(owned)}) == len(matrices)
-        work_of_ranks = [sum(map(work, some)) for some in owned]
+        work_of_ranks = [sum(map(iteration_cost, some)) for some in owned]
         assert max(work_of_ranks) < 1.1 * sum(work_of_ranks) / ranks, ranks
         for some in chain.from_iterable(buckets):
             assert len(some) <= 1 or 2 * sum(matrix.numel() for matrix in some) <= BUCKET_BYTES

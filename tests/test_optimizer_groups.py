@@ -1,29 +1,33 @@
 """Parameter groups by name, each with its weight decay and learning-rate factor."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from parity import TINY
 from torch import nn
 
-from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig
+from torchtrain.config.parse import from_toml
+from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig, ParameterPatternConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
-from torchtrain.optimizers.groups import build_optimizer, group_of, update
+from torchtrain.optimizers.adamw import ShardedAdamW
+from torchtrain.optimizers.groups import build_optimizer, check_optimizer, group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.muon import Muon
 
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 
 
 def test_parameters_are_grouped_by_name() -> None:
-    groups: dict[str, set[str]] = {"matrices": set(), "embeddings": set(), "vectors": set()}
+    groups: dict[str, set[str]] = {"hidden": set(), "embedding": set(), "no_decay": set()}
     for name, parameter in Transformer(MODEL).named_parameters():
         groups[group_of(name, parameter)].add(name.removeprefix("layers.0.").removesuffix(".weight"))
-    assert groups["embeddings"] == {"tok_embeddings", "output"}
-    assert groups["matrices"] == {f"attention.w{x}" for x in "qkvo"} | {f"feed_forward.w{x}" for x in "123"}
+    assert groups["embedding"] == {"tok_embeddings", "output"}
+    assert groups["hidden"] == {f"attention.w{x}" for x in "qkvo"} | {f"feed_forward.w{x}" for x in "123"}
     norms = {"norm", "attention_norm", "ffn_norm", "attention.q_norm", "attention.k_norm"}
-    assert groups["vectors"] == norms | {f"attention.w{x}.bias" for x in "qkv"}
+    assert groups["no_decay"] == norms | {f"attention.w{x}.bias" for x in "qkv"}
 
 
 def test_weight_decay_and_learning_rate_of_each_group_equal_torch_adamw() -> None:
@@ -33,11 +37,11 @@ def test_weight_decay_and_learning_rate_of_each_group_equal_torch_adamw() -> Non
     config = OptimizerConfig(
         lr=1e-2,
         weight_decay=0.2,
-        matrices=ParameterGroupConfig(lr_factor=0.5),
-        embeddings=ParameterGroupConfig(lr_factor=3.0, weight_decay=0.0),
-        vectors=ParameterGroupConfig(weight_decay=0.3),
+        hidden=ParameterGroupConfig(lr_factor=0.5),
+        embedding=ParameterGroupConfig(lr_factor=3.0, weight_decay=0.0),
+        no_decay=ParameterGroupConfig(weight_decay=0.3),
     )
-    expected = {"matrices": (0.5, 0.2), "embeddings": (3.0, 0.0), "vectors": (1.0, 0.3)}
+    expected = {"hidden": (0.5, 0.2), "embedding": (3.0, 0.0), "no_decay": (1.0, 0.3)}
     optimizer = build_optimizer([model], config)
     reference = torch.optim.AdamW(
         [
@@ -59,15 +63,15 @@ def test_weight_decay_and_learning_rate_of_each_group_equal_torch_adamw() -> Non
         schedule.apply(optimizer, step)
         for group, (factor, _) in zip(reference.param_groups, expected.values(), strict=True):
             group["lr"] = 1e-2 * (1 - (step - 1) / 4) * factor
-        update(optimizer, torch.tensor(0.0))
+        optimizer.step(torch.tensor(0.0))
         reference.step()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7, msg=name)
 
 
 def test_negative_lr_factor_raises_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.vectors.lr_factor = -1.0 must be at least 0"):
-        OptimizerConfig(vectors=ParameterGroupConfig(lr_factor=-1.0))
+    with pytest.raises(ConfigError, match=r"optimizer.no_decay.lr_factor = -1.0 must be at least 0"):
+        OptimizerConfig(no_decay=ParameterGroupConfig(lr_factor=-1.0))
 
 
 def test_betas_and_epsilon_equal_torch_adamw() -> None:
@@ -79,6 +83,109 @@ def test_betas_and_epsilon_equal_torch_adamw() -> None:
     for _ in range(3):
         model.weight.grad = torch.randn(8, 8)
         plain.grad = model.weight.grad.clone()
-        update(optimizer, torch.tensor(0.0))
+        optimizer.step(torch.tensor(0.0))
         reference.step()
     torch.testing.assert_close(model.weight, plain, rtol=0, atol=1e-6)
+
+
+PATTERNS = (
+    ParameterPatternConfig(params="layers.*.attention.wq.*", lr_factor=0.5, optimizer="adamw"),
+    ParameterPatternConfig(params="layers.?.attention.w[qk].*", weight_decay=0.3, lr_factor=4.0),
+    ParameterPatternConfig(params="*norm.weight", optimizer="adamw", weight_decay=0.7),
+    ParameterPatternConfig(params="output.weight", optimizer="muon"),
+)
+
+
+def test_the_first_pattern_that_matches_sets_optimizer_rate_and_decay_of_a_parameter() -> None:
+    config = OptimizerConfig(
+        name="muon", lr=1e-2, weight_decay=0.2, hidden=ParameterGroupConfig(lr_factor=2.0), groups=PATTERNS
+    )
+    container = build_optimizer([Transformer(MODEL)], config)
+    found = {}
+    for optimizer in container.optimizers:
+        for group in optimizer.param_groups:
+            for name in group["param_names"]:
+                kind = "muon" if isinstance(optimizer, Muon) else "adamw"
+                found[name.removeprefix("layers.0.")] = kind, group["lr"], group["weight_decay"]
+    assert {"attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "norm.weight"} <= found.keys()
+    expected = {
+        "attention.wq.weight": ("adamw", 0.5e-2, 0.2),  # the first of two patterns, the decay of its group
+        "attention.wk.weight": ("muon", 4e-2, 0.3),  # the optimizer of its group
+        "attention.wv.weight": ("muon", 2e-2, 0.2),  # in no pattern
+        "attention.wq.bias": ("adamw", 0.5e-2, 0.0),
+        "attention.q_norm.weight": ("adamw", 1e-2, 0.7),
+        "output.weight": ("muon", 1e-2, 0.2),
+        "tok_embeddings.weight": ("adamw", 1e-2, 0.2),
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_model_with_patterns_has_the_updates_of_plain_adamw() -> None:
+    torch.manual_seed(0)
+    model = Transformer(MODEL)
+    patterns = (ParameterPatternConfig(params="*.wq.weight", lr_factor=0.5, weight_decay=0.3),)
+    optimizer = build_optimizer([model], OptimizerConfig(lr=1e-2, groups=patterns))
+    parameter = model.layers["0"].get_parameter("attention.wq.weight")
+    plain = nn.Parameter(parameter.detach().clone())
+    reference = torch.optim.AdamW([plain], lr=0.5e-2, betas=(0.9, 0.95), weight_decay=0.3)
+    for _ in range(3):
+        parameter.grad = torch.randn_like(parameter)
+        plain.grad = parameter.grad.clone()
+        optimizer.step(torch.tensor(0.0))
+        reference.step()
+    torch.testing.assert_close(parameter.detach(), plain.detach(), rtol=0, atol=1e-6)
+
+
+def test_optimizer_states_are_named_by_parameter() -> None:
+    model = Transformer(MODEL)
+    optimizer = build_optimizer([model], OptimizerConfig(name="muon", groups=PATTERNS))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = optimizer.state_dict()
+    entries = {
+        name: {key[len(name) + 1 :] for key in states if key.startswith(f"{name}.")}
+        for name in ("layers.0.attention.wq.weight", "layers.0.attention.wk.weight")
+    }
+    assert entries == {
+        "layers.0.attention.wq.weight": {"step", "exp_avg", "exp_avg_sq"},
+        "layers.0.attention.wk.weight": {"momentum_buffer"},
+    }
+    assert optimizer.state_dict()["norm.weight.exp_avg"] is states["norm.weight.exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"groups": [{"params": "layers.*.wq.wait"}]},
+            r"optimizer.groups\[0\].params = 'layers.\*.wq.wait' matches no parameter; did you mean 'layers.0",
+        ),
+        ({"groups": [{"params": ""}]}, r"optimizer.groups\[0\].params = '' must name parameters"),
+        ({"groups": [{"params": "*", "lr_factor": -1}]}, r"optimizer.groups\[0\].lr_factor = -1.0 must be at least 0"),
+        ({"groups": [{"params": "*", "optimizer": "moun"}]}, r"groups\[0\].optimizer = 'moun' .*did you mean 'muon'"),
+        (
+            {"groups": [{"params": "*norm.weight", "optimizer": "muon"}]},
+            "muon cannot update .*norm.weight, whose shape",
+        ),
+        ({"options": {"lion": {"beta1": 0.9}}}, r"optimizer.options.lion is for an optimizer that no parameter group"),
+        ({"options": {"adamw": {"beta1": 0.9}}}, r"optimizer.options.adamw.beta1 is no key"),
+        ({"options": {"adamw": 1}}, r"optimizer.options.adamw = 1 must be a table"),
+    ],
+)
+def test_invalid_groups_and_options_are_rejected(table: dict[str, Any], message: str) -> None:
+    parameters = dict(Transformer(MODEL).named_parameters())
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(from_toml(OptimizerConfig, table, "optimizer."), parameters, MODEL)
+
+
+def test_muon_rejects_a_parameter_of_three_dimensions_by_name() -> None:
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    with pytest.raises(
+        ConfigError, match=r"muon cannot update experts, whose shape is 2 x 3 x 4: .*optimizer = 'adamw'"
+    ):
+        build_optimizer([model], OptimizerConfig(name="muon"))
+    by_adamw = (ParameterPatternConfig(params="experts", optimizer="adamw"),)
+    (optimizer,) = build_optimizer([model], OptimizerConfig(name="muon", groups=by_adamw)).optimizers
+    assert isinstance(optimizer, ShardedAdamW)

@@ -12,7 +12,7 @@ import tomli_w
 
 from torchtrain.checkpoint.resume_compatibility import KINDS, Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_dict, to_toml
-from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of
+from torchtrain.config.schema import CheckpointConfig, JobConfig, ParameterGroupConfig, key_of
 from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # every option, by kind and section
@@ -56,8 +56,8 @@ FROZEN = {  # every option, by kind and section
         "model": "tokenizer_path",
         "optimizer": (
             "lr beta1 beta2 eps weight_decay state_dtype muon_momentum muon_iterations muon_dtype "
-            "matrices.lr_factor matrices.weight_decay embeddings.lr_factor embeddings.weight_decay "
-            "vectors.lr_factor vectors.weight_decay"
+            "hidden.lr_factor hidden.weight_decay embedding.lr_factor embedding.weight_decay "
+            "no_decay.lr_factor no_decay.weight_decay groups options"
         ),
         "ema": "enable decay interval",
         "mup": "base_dim base_layers",
@@ -179,7 +179,7 @@ def test_error_for_more_steps_names_the_option_and_two_solutions() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["optimizer.rate", "optimizer", "optimizer.matrices", "optimizer.matrices.rate", "data.all", "lr", ""]
+    "name", ["optimizer.rate", "optimizer", "optimizer.hidden", "optimizer.hidden.rate", "data.all", "lr", ""]
 )
 def test_allow_changes_accepts_only_names_of_options(name: str) -> None:
     with pytest.raises(ConfigError, match=f"allow_changes names '{name}', which is not an option"):
@@ -227,9 +227,27 @@ def test_kind_of_each_option_is_the_frozen_one() -> None:
     assert {name: observed_kind(name) for name in options_of(JobConfig())} == frozen
 
 
+def test_options_of_older_checkpoints_are_compared_under_their_new_names() -> None:
+    table = tomli.loads(toml(optimizer={"hidden": ParameterGroupConfig(lr_factor=0.5)}))
+    table["faults"]["on_bad_numbers"] = table["faults"].pop("on_nonfinite")
+    for old, new in {"matrices": "hidden", "embeddings": "embedding", "vectors": "no_decay"}.items():
+        table["optimizer"][old] = table["optimizer"].pop(new)
+    saved = tomli_w.dumps(table)
+    assert check_resume_compatibility(saved, toml(optimizer={"hidden": ParameterGroupConfig(lr_factor=0.5)}), ()) == []
+    with pytest.raises(CheckpointError, match=r"optimizer.hidden.lr_factor = 1.0 \(checkpoint: 0.5\)"):
+        check_resume_compatibility(saved, toml(), ())
+
+
+def test_changed_options_of_a_registered_optimizer_must_be_allowed() -> None:
+    saved, current = (toml(optimizer={"options": {"lion": {"beta1": value}}}) for value in (0.9, 0.95))
+    with pytest.raises(CheckpointError, match=r"optimizer.options.lion.beta1 = 0.95 \(checkpoint: 0.9\)"):
+        check_resume_compatibility(saved, current, ())
+    assert len(check_resume_compatibility(saved, current, ["optimizer.options.lion.beta1"])) == 1
+
+
 def test_every_option_that_changes_the_run_can_be_allowed() -> None:
     names = [name for name in options_of(JobConfig()) if kind_of(name) is Kind.CHANGES]
-    assert {"optimizer.lr", "optimizer.vectors.weight_decay", "mup.base_dim", "lr_scheduler.total_steps"} <= set(names)
+    assert {"optimizer.lr", "optimizer.no_decay.weight_decay", "mup.base_dim", "lr_scheduler.total_steps"} <= set(names)
     JobConfig(checkpoint=CheckpointConfig(allow_changes=tuple(names)))
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.optim.adamw import adamw
 
 import torchtrain.torch_internals as internals
 
@@ -95,17 +96,21 @@ def test_no_unlisted_private_name_is_used() -> None:
 
 
 def test_fused_adamw_reads_found_inf() -> None:
-    parameter = nn.Parameter(torch.ones(64))
-    parameter.grad = torch.ones(64)
-    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
+    parameter, gradient, mean, square_mean = torch.ones(64), torch.ones(64), torch.zeros(64), torch.zeros(64)
+    step = torch.zeros(())
+
+    def update(found_inf: float) -> None:
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        tensors = [parameter], [gradient], [mean], [square_mean], [], [step]
+        found = torch.tensor(found_inf)
+        adamw(*tensors, found_inf=found, fused=True, foreach=False, amsgrad=False, maximize=False, **options)
+
+    update(1.0)
     assert torch.equal(parameter, torch.ones(64))
-    assert optimizer.state[parameter]["step"] == 0
-    optimizer.found_inf = torch.zeros(())
-    optimizer.step()
+    assert step == 0
+    update(0.0)
     assert (parameter < 1).all()
-    assert optimizer.state[parameter]["step"] == 1
+    assert step == 1
 
 
 def test_fsdp_allocates_the_reduce_scatter_input_before_the_output(mesh: DeviceMesh) -> None:

@@ -47,8 +47,7 @@ NAMES = {
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
 }
 
-# Members that are used, replaced or set where they are: what for. One is not listed, being set on objects: found_inf of
-# a fused AdamW (skip an update on the device).
+# Members that are used, replaced or set where they are: what for.
 MEMBERS = {
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",

@@ -21,7 +21,7 @@ from torchtrain.checkpoint.hf import check_same_shape
 from torchtrain.checkpoint.history import newest_config, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume_point import find_resume_point
-from torchtrain.checkpoint.states import LoaderState, ModelState, OptimizerState
+from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
@@ -66,8 +66,9 @@ from torchtrain.models.model_config import (
     resolve_model_section,
 )
 from torchtrain.optimizers.clipping import clip_grad_norm
+from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.ema import EMA
-from torchtrain.optimizers.groups import build_optimizer, update
+from torchtrain.optimizers.groups import build_optimizer, check_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
@@ -199,14 +200,13 @@ class Trainer:
         model_state = ModelState(model.parts, self.model_config.tied_embeddings)
         if gathers_float8(config.float8, self.parallel_dims.fsdp):
             rescale = partial(compute_scales, model.parts)
-            self.optimizer.register_step_post_hook(rescale)
-            # The hook is not enough: DCP runs an optimizer step before it loads the weights.
+            self.optimizer.after_step = rescale
             model_state.after_load = rescale
             if self.ema is not None:
                 self.ema.after_swap = rescale
         states: dict[str, Stateful | None] = {
             "model": model_state,
-            "optimizer": OptimizerState(model.parts, self.optimizer),
+            "optimizer": self.optimizer,
             "ema": self.ema,
             "sums": model.sums,
             "spikes": self.spikes if config.faults.spike_threshold > 0 else None,
@@ -418,7 +418,7 @@ class TrainStep:
 
     model: ParallelModel
     microbatches: Microbatches
-    optimizer: torch.optim.Optimizer
+    optimizer: OptimizerContainer
     schedule: LRSchedule
     guard: NonFiniteGuard
     _: KW_ONLY
@@ -482,7 +482,7 @@ class TrainStep:
         skip = self.guard.check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
         self.before_update()
-        update(self.optimizer, skip)
+        self.optimizer.step(skip)
         if self.ema is not None:
             self.ema.update(step, skip)
         for hook in self.hooks:
@@ -508,6 +508,7 @@ def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model:
     if initial and not (config.checkpoint.enable and saved_steps(own)):  # a resumed run does not read it
         find_weights(Path(initial))
     check_layout(config, device, dims, model)
+    check_optimizer(config.optimizer, parameter_shapes(model), model)
     check_export(config, model)
 
 

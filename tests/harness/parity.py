@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain import trainer as trainer_module
-from torchtrain.checkpoint.states import OptimizerState
 from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtrain.datasets.loader import Batch
@@ -133,8 +132,8 @@ def train(
             z_losses.append(global_mean(loss._replace(total=loss.z), model.mesh))
     moments = {}
     if model.sums is not None:
-        state = OptimizerState(model.parts, optimizer).state_dict()
-        moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+        states = optimizer.state_dict()
+        moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in states.items()}
     last = full_weights(model.parts)
     averaged_loss, averaged = 0.0, {}
     if averages is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli
 
-from torchtrain.config.parse import to_dict
+from torchtrain.config.parse import renamed_to, to_dict
 from torchtrain.config.schema import JobConfig, flat
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
@@ -88,7 +88,8 @@ def differences(saved_toml: str, current_toml: str) -> list[Difference]:
 
 def options_in(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with defaults, also those that depend on other options."""
-    options = {**flat(to_dict(JobConfig())), **flat(tomli.loads(text))}  # an older config lacks newer options
+    saved = {renamed_to(key) or key: value for key, value in flat(tomli.loads(text)).items()}
+    options = {**flat(to_dict(JobConfig())), **saved}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
     total = options.setdefault(TOTAL_STEPS, options["training.steps"])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -81,35 +81,6 @@ def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
     """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
     with torch.device("meta"):
         return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
-
-
-class OptimizerState(Stateful):
-    """The optimizer's tensors for each parameter, as ``<parameter>.<entry>``, such as ``norm.weight.exp_avg``.
-
-    Hyperparameters are not in it: the config and the step give them.
-    """
-
-    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        # One optimizer for all parts, but torch takes one module: it puts the part's number before each name.
-        self.parts = nn.ModuleList(parts)
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        tensors: dict[str, Any] = {}
-        made_here = not self.optimizer.state
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        for key, value in get_optimizer_state_dict(self.parts, self.optimizer, options=options).items():
-            section, name = key.split(".", 1)
-            if section == "state":
-                parameter, entry = name.split(".", 1)[1].rsplit(".", 1)
-                tensors[f"{parameter}.{entry}"] = value
-                if made_here and entry == "step":
-                    assert isinstance(value, Tensor)
-                    value.zero_()  # torch made the states by a step without gradients, and counted it
-        return tensors
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do: the tensors of ``state_dict`` are the optimizer's own."""
 
 
 def flatten(states: Mapping[str, Stateful]) -> dict[str, Tensor]:

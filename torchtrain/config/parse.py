@@ -32,7 +32,12 @@ FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
 )
 """torchtitan's key: (torchtrain's key, torchtitan's default as TOML, a note); an empty string where there is none."""
 
-RENAMED_KEYS = {"faults.on_bad_numbers": "faults.on_nonfinite"}
+RENAMED_KEYS = {
+    "faults.on_bad_numbers": "faults.on_nonfinite",
+    "optimizer.matrices": "optimizer.hidden",
+    "optimizer.embeddings": "optimizer.embedding",
+    "optimizer.vectors": "optimizer.no_decay",
+}
 """New names of renamed options by their old names, for the error message about an old name."""
 
 

@@ -70,6 +70,13 @@ class Registry:
             )
 
 
+OPTIMIZERS = Registry(
+    "optimizer.name",
+    {"adamw": "torchtrain.optimizers.adamw:ShardedAdamW", "muon": "torchtrain.optimizers.muon:Muon"},
+)
+"""Subclasses of ``optimizers.base.ShardedOptimizer``."""
+
+
 def _origin(entry: Any) -> str:
     """Module and name of an entry."""
     return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import Registry
+from torchtrain.config.registry import OPTIMIZERS, Registry
 from torchtrain.errors import ConfigError
 
 
@@ -59,6 +59,13 @@ def rules_of(hint: Any) -> list[Rule]:
     return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
 
 
+def registries_of(hint: Any) -> list[Registry]:
+    """The registries in a type, such as ``Annotated[str, OPTIMIZERS] | None``."""
+    parts = get_args(hint)
+    own = [part for part in parts if isinstance(part, Registry)]
+    return own + [registry for part in parts for registry in registries_of(part)]
+
+
 def key_of(field_name: str) -> str:
     """The TOML key of a field: its name without the trailing underscore of a Python keyword (``import_``)."""
     return field_name.rstrip("_")
@@ -72,11 +79,14 @@ def check_values(options: Any, prefix: str) -> None:
     """
     for option in fields(options):
         value, name = getattr(options, option.name), f"{prefix}{key_of(option.name)}"
-        for registry in get_args(option.type):
-            if isinstance(registry, Registry):
+        for registry in registries_of(option.type):
+            if value is not None:
                 registry.check(value, name)
         if is_dataclass(value):
             check_values(value, f"{name}.")
+        for number, item in enumerate(value if isinstance(value, tuple) else ()):
+            if is_dataclass(item):
+                check_values(item, f"{name}[{number}].")
         for rule, holds in rules_of(option.type):
             for one in value if isinstance(value, tuple) else (value,):
                 require(one is None or holds(one), f"{name} = {one!r} must {rule}")
@@ -205,13 +215,27 @@ class ParameterGroupConfig:
     lr_factor: NotNegative = 1.0
     """Factor of the learning rate of these parameters."""
     weight_decay: NotNegative | None = None
-    """Their decoupled weight decay. None: optimizer.weight_decay; for vectors 0."""
+    """Their decoupled weight decay. None: optimizer.weight_decay; for no_decay 0."""
+
+
+@dataclass(frozen=True)
+class ParameterPatternConfig:
+    params: Annotated[str, ("name parameters, such as 'layers.*.attention.wq.weight'", bool)] = ""
+    """Names of parameters, as in a checkpoint; * matches any characters, ? one, [abc] one of these. A parameter belongs
+    to the first table whose pattern matches its name."""
+    lr_factor: NotNegative | None = None
+    """Factor of the learning rate of these parameters. None: that of their group: hidden, embedding or no_decay."""
+    weight_decay: NotNegative | None = None
+    """Their decoupled weight decay. None: that of their group."""
+    optimizer: Annotated[str, OPTIMIZERS] | None = None
+    """Their optimizer. None: that of their group."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):
-    name: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the blocks' matrices; other parameters always use AdamW (docs/optimizers.md)."""
+    name: Annotated[str, OPTIMIZERS] = "adamw"
+    """Optimizer of the blocks' matrices: adamw, muon, or one that a module in job.import registers. Other parameters
+    use AdamW, unless [[optimizer.groups]] says otherwise (docs/optimizers.md)."""
     lr: NotNegative = 3e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -221,24 +245,29 @@ class OptimizerConfig(Section, name="optimizer"):
     eps: Epsilon = 1e-8
     """AdamW's epsilon."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of matrices and embeddings; vectors (norms, biases) have none."""
+    """Decoupled weight decay of the blocks' matrices and the embeddings; norms and biases have none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How AdamW computes its update: in one kernel, one operation at a time, or one parameter at a time."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which AdamW's two means and Muon's one are kept between steps. bfloat16 halves them; the update is
-    computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
+    """dtype in which optimizer states, AdamW's two means and Muon's one, are stored between steps. bfloat16 halves
+    them; the update is computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
     muon_momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
     muon_iterations: Count = 5
-    """Newton-Schulz iterations by which Muon makes a matrix orthogonal."""
+    """Newton-Schulz iterations by which Muon orthogonalizes a matrix."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
-    matrices: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
-    """[optimizer.matrices]: the blocks' matrices."""
-    embeddings: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
-    """[optimizer.embeddings]: embedding and output."""
-    vectors: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
-    """[optimizer.vectors]: norms and biases."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """[optimizer.options.NAME]: options of an optimizer that a module in job.import registers under NAME
+    (docs/extending.md). Set them in a TOML file."""
+    hidden: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
+    """[optimizer.hidden]: the blocks' matrices."""
+    embedding: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
+    """[optimizer.embedding]: embedding and output."""
+    no_decay: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
+    """[optimizer.no_decay]: norms and biases."""
+    groups: tuple[ParameterPatternConfig, ...] = ()
+    """Parameters selected by name, each pattern a table [[optimizer.groups]]."""
 
 
 @dataclass(frozen=True)
@@ -745,6 +774,6 @@ class JobConfig:
         )
         for name in self.checkpoint.allow_changes:
             require(
-                name in flat(asdict(self)),
+                name in flat(asdict(self)) or f"{name}.".startswith("optimizer.options."),
                 f"checkpoint.allow_changes names {name!r}, which is not an option; options look like 'optimizer.lr'",
             )

@@ -1,30 +1,42 @@
-"""One optimizer for the model: its parameters in groups by name, each with a rule, a decay and a learning rate."""
+"""Parameter groups: the optimizer, weight decay and learning rate of each parameter, selected by its name."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from torchtrain.config.schema import OptimizerConfig
+from torchtrain.config.parse import did_you_mean, from_toml
+from torchtrain.config.registry import OPTIMIZERS
+from torchtrain.config.schema import OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.errors import ConfigError
 from torchtrain.models.initialization import full_name
 from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.optimizers.adamw import ShardedAdamW
-from torchtrain.optimizers.muon import Muon
+from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer
+from torchtrain.optimizers.container import OptimizerContainer
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
 
 
+class GroupSettings(NamedTuple):
+    """What the parameters of one group have in common."""
+
+    name: str
+    optimizer: str
+    lr_factor: float
+    weight_decay: float
+
+
 def group_of(name: str, parameter: Tensor) -> str:
-    """The group of a Transformer's parameter: "matrices" (of blocks), "embeddings" (and the output) or "vectors"."""
+    """The group of a parameter: "hidden" (matrices of blocks), "embedding" (also the output) or "no_decay"."""
     if parameter.ndim < 2:
-        return "vectors"
-    return "embeddings" if full_name(name) in EMBEDDINGS else "matrices"
+        return "no_decay"
+    return "embedding" if full_name(name) in EMBEDDINGS else "hidden"
 
 
-def mup_lr_scale(name: str, group: str, rule: str, model: TransformerConfig) -> float:
+def mup_lr_scale(name: str, group: str, optimizer: str, model: TransformerConfig) -> float:
     """Factor on a parameter's learning rate, by width and depth over the base model's; its decay is divided by it.
 
     muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rates of the blocks' matrices are divided by width, Muon's
@@ -36,10 +48,69 @@ def mup_lr_scale(name: str, group: str, rule: str, model: TransformerConfig) -> 
     width, depth = model.mup_ratios
     if name == "norm.weight":
         return 1 / width
-    if group != "matrices":
+    if group != "hidden":
         return 1.0
-    writes = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-    return 1 / ((depth if writes else 1.0) * (math.sqrt(width) if rule == "muon" else width))
+    writes_to_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    return 1 / ((depth if writes_to_residual else 1.0) * (math.sqrt(width) if optimizer == "muon" else width))
+
+
+def settings_of(
+    name: str, parameter: Tensor, config: OptimizerConfig, model: TransformerConfig | None
+) -> GroupSettings:
+    """The settings of the parameter with this full name. ``model``: for ``mup_lr_scale``; None: no factors."""
+    group = group_of(name, parameter)
+    of_group: ParameterGroupConfig = getattr(config, group)
+    optimizer = config.name if group == "hidden" else "adamw"
+    decay, lr_factor = of_group.weight_decay, of_group.lr_factor
+    if decay is None:
+        decay = 0.0 if group == "no_decay" else config.weight_decay
+    pattern = next((pattern for pattern in config.groups if fnmatchcase(name, pattern.params)), None)
+    if pattern is not None:
+        optimizer = optimizer if pattern.optimizer is None else pattern.optimizer
+        decay = decay if pattern.weight_decay is None else pattern.weight_decay
+        lr_factor = lr_factor if pattern.lr_factor is None else pattern.lr_factor
+    scale = mup_lr_scale(name, group, optimizer, model) if model is not None else 1.0
+    return GroupSettings(group if pattern is None else pattern.params, optimizer, lr_factor * scale, decay / scale)
+
+
+def optimizers_of(config: OptimizerConfig) -> dict[str, type[ShardedOptimizer]]:
+    """The classes of all optimizers that ``config`` names, by name."""
+    names = (config.name, "adamw", *(pattern.optimizer for pattern in config.groups if pattern.optimizer))
+    return {name: OPTIMIZERS[name] for name in names}
+
+
+def own_options(name: str, config: OptimizerConfig) -> Any:
+    """[optimizer.options.NAME] as the optimizer's dataclass. Raises ConfigError for unknown keys and wrong types."""
+    table, prefix = config.options.get(name, {}), f"optimizer.options.{name}"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{prefix} = {table!r} must be a table, [{prefix}]")
+    return from_toml(OPTIMIZERS[name].Options, table, f"{prefix}.")
+
+
+def check_optimizer(
+    config: OptimizerConfig, parameters: Mapping[str, Tensor], model: TransformerConfig | None = None
+) -> None:
+    """Check ``config`` against all ``parameters`` of a model, by full name; they may be on the meta device.
+
+    Raises:
+        ConfigError: options of an optimizer are invalid, a pattern selects no parameter, or an optimizer cannot update
+            one of its parameters.
+    """
+    used = optimizers_of(config)
+    for name in config.options:
+        if name not in used:
+            near = did_you_mean(name, used)
+            raise ConfigError(f"optimizer.options.{name} is for an optimizer that no parameter group selects{near}")
+    for name in used:
+        own_options(name, config)
+    for number, pattern in enumerate(config.groups):
+        if not any(fnmatchcase(name, pattern.params) for name in parameters):
+            raise ConfigError(
+                f"optimizer.groups[{number}].params = {pattern.params!r} matches no parameter"
+                f"{did_you_mean(pattern.params, parameters)}"
+            )
+    for name, parameter in parameters.items():
+        used[settings_of(name, parameter, config, model).optimizer].check_parameter(name, parameter)
 
 
 def build_optimizer(
@@ -47,17 +118,12 @@ def build_optimizer(
     config: OptimizerConfig,
     mesh: Mesh | None = None,
     model: TransformerConfig | None = None,
-) -> torch.optim.Optimizer:
-    """One optimizer over the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
+) -> OptimizerContainer:
+    """Build the optimizers of the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
 
     ``model``: their config, for ``mup_lr_scale``; None: no factors.
-
-    Each of its ``param_groups`` has a ``name`` (see ``group_of``), a ``rule``, a ``weight_decay`` and a ``lr_factor``,
-    by which the schedule's rate is multiplied: ``LRSchedule.apply`` sets ``lr``, a plain float, anew each step.
     """
-    rules = {"matrices": config.name, "embeddings": "adamw", "vectors": "adamw"}
-    decays = {"matrices": config.weight_decay, "embeddings": config.weight_decay, "vectors": 0.0}
-    members: dict[tuple[str, float], list[Tensor]] = {}  # by group and ``mup_lr_scale``
+    groups: dict[GroupSettings, list[tuple[str, Tensor]]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
@@ -66,39 +132,23 @@ def build_optimizer(
                     "to_empty replaces meta parameters, and the optimizer would go on updating the old ones"
                 )
             if parameter.requires_grad:
-                group = group_of(name, parameter)
-                factor = mup_lr_scale(full_name(name), group, rules[group], model) if model is not None else 1.0
-                members.setdefault((group, factor), []).append(parameter)
-    groups: list[dict[str, Any]] = []
-    for (name, factor), parameters in members.items():
-        own = getattr(config, name)
-        rate, decay = own.lr_factor * factor, decays[name] if own.weight_decay is None else own.weight_decay
-        options = {"rule": rules[name], "weight_decay": decay / factor, "lr_factor": rate, "lr": config.lr * rate}
-        groups.append({"params": parameters, "name": name, **options})
-    optimizer = ShardedAdamW(
-        groups,
-        getattr(torch, config.state_dtype),
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
-    if config.name == "muon":
-        optimizer.step_of_other_rules = Muon(optimizer, config, mesh).step
-    return optimizer
-
-
-def update(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
-    """Run ``optimizer.step()``, unless ``refused``, a float32 scalar identical on all ranks, is 1.
-
-    A skipped update leaves parameters and optimizer state bitwise unchanged, even if gradients are infinite or NaN. The
-    fused implementation always runs the step, and the optimizer honors ``optimizer.found_inf``, set to ``refused``, on
-    the device, so that the host does not wait. (Gradient scaling uses the same attribute to report infinities to
-    torch's fused kernel.) With other implementations the host waits for ``refused`` and does not run a skipped step.
-    """
-    group = optimizer.param_groups[0]
-    if group["fused"]:
-        optimizer.found_inf = refused.to(group["params"][0].device)  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not refused.item():
-        optimizer.step()
+                settings = settings_of(full_name(name), parameter, config, model)
+                groups.setdefault(settings, []).append((full_name(name), parameter))
+    optimizers = []
+    for name, optimizer in optimizers_of(config).items():
+        if mesh is not None:
+            optimizer.create_process_groups(mesh)
+        own: list[ParameterGroup] = [
+            {
+                "params": parameters,
+                "name": settings.name,
+                "lr": config.lr * settings.lr_factor,
+                "lr_factor": settings.lr_factor,
+                "weight_decay": settings.weight_decay,
+            }
+            for settings, parameters in groups.items()
+            if settings.optimizer == name
+        ]
+        if own:  # a pipeline stage may have no parameter for this optimizer
+            optimizers.append(optimizer(own, config, own_options(name, config), mesh))
+    return OptimizerContainer(optimizers)

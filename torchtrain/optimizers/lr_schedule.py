@@ -2,9 +2,8 @@
 
 import math
 
-import torch
-
 from torchtrain.config.schema import LRSchedulerConfig
+from torchtrain.optimizers.container import OptimizerContainer
 
 
 class LRSchedule:
@@ -38,7 +37,7 @@ class LRSchedule:
         }[self.shape]
         return self.peak * (self.floor + (1 - self.floor) * remaining)
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def apply(self, optimizer: OptimizerContainer, step: int) -> None:
         """Set the rate of ``step`` in ``optimizer``, times each group's ``lr_factor``."""
         rate = self.rate(step)
         for group in optimizer.param_groups:

@@ -228,7 +228,7 @@ def simulate_steps(
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
     if gathers_float8(config.float8, mesh.degrees.fsdp):
-        optimizer.register_step_post_hook(partial(compute_scales, model.parts))
+        optimizer.after_step = partial(compute_scales, model.parts)
     # An offloaded EMA only uses memory and time of the host.
     ema = EMA(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A real StopRequest would install signal handlers in this process.
@@ -253,9 +253,7 @@ def simulate_steps(
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)
             train_step(step, Batch(tokens, tokens.clone()))
             del tokens
-            recorder.categorize(
-                [local(value) for state in optimizer.state.values() for value in state.values()], "optimizer"
-            )
+            recorder.categorize([local(value) for value in optimizer.state_dict().values()], "optimizer")
             recorder.end_step()
     count = config.parallelism.pipeline_parallel_microbatches if model.pipeline is not None else 0
     size = sum(parameter.nbytes for parameter in parameters)
