@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume_point import find_resume_point
+from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, TensorSavePlanner, flatten
 from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.distributed.mesh import local

@@ -43,8 +43,8 @@ import torch
 from disk_faults import DiskFaults
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.format import read_manifest, verify
+from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.files import PARTIAL_SUFFIX
 
 RANKS = 2

@@ -16,7 +16,7 @@ from parity import TINY
 from rank_functions import export
 
 from torchtrain import files
-from torchtrain.checkpoint.storage import HashingFileSystem
+from torchtrain.checkpoint.format import HashingFileSystem
 from torchtrain.comparison.fingerprint_findings import FILE, Step
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.tokenize_dataset import prepare
@@ -132,15 +132,15 @@ def test_partial_folder_on_a_file_system_without_locks(tmp_path: Path, monkeypat
 
 
 def hang_while_converting() -> None:
-    from torchtrain.checkpoint import conversion
+    from torchtrain.checkpoint.hf import conversion
 
     def wait(*_: object) -> None:
         time.sleep(600)
 
     conversion.finite = wait  # type: ignore[assignment]
-    from torchtrain.checkpoint import hf
+    from torchtrain.checkpoint.hf import weights
 
-    hf.finite = wait  # type: ignore[assignment]
+    weights.finite = wait  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
@@ -171,7 +171,7 @@ def test_old_export_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        from torchtrain.checkpoint.hf import save_hf
+        from torchtrain.checkpoint.hf.weights import save_hf
         from torchtrain.checkpoint.states import ModelState
 
         model = Transformer(TINY)

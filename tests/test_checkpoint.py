@@ -20,13 +20,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtrain import files
-from torchtrain.checkpoint import storage
-from torchtrain.checkpoint.history import saved_steps
+from torchtrain.checkpoint import format as checkpoint_format
+from torchtrain.checkpoint.format import (
+    MANIFEST,
+    FileRecord,
+    VerifiedReader,
+    VerifiedWriter,
+    read_manifest,
+    write_manifest,
+)
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, read_manifest, write_manifest
-from torchtrain.checkpoint.resume_point import find_resume_point
+from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
@@ -539,7 +545,7 @@ def test_checkpoint_is_renamed_after_all_its_files_are_flushed(tmp_path: Path, m
 
 
 def test_files_larger_than_a_block_are_hashed_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(checkpoint_format, "BLOCK_BYTES", 7)
     monkeypatch.setattr(files, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
@@ -641,7 +647,7 @@ def interrupt(*_: object) -> None:
 
 def test_ctrl_c_in_a_load_or_save_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Run(tmp_path).train(1, 2)
-    monkeypatch.setattr(storage.VerifiedReader, "read_data", interrupt)
+    monkeypatch.setattr(checkpoint_format.VerifiedReader, "read_data", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Run(tmp_path).manager.load(2)
     monkeypatch.setattr(VerifiedWriter, "write_data", interrupt)

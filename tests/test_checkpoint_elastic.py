@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume_point import find_resume_point
+from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, flatten
 from torchtrain.config.schema import (
     ActivationCheckpointConfig,

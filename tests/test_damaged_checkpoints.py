@@ -19,7 +19,7 @@ import xxhash
 from test_checkpoint import Run, assert_bitwise_equal, only_file, replace_metadata
 
 from torchtrain import convert, generate
-from torchtrain.checkpoint.manifest import MANIFEST, FileRecord, _manifest_text, read_manifest, write_manifest
+from torchtrain.checkpoint.format import MANIFEST, FileRecord, _manifest_text, read_manifest, write_manifest
 from torchtrain.errors import CheckpointError
 from torchtrain.logging import logger
 

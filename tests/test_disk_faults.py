@@ -31,9 +31,9 @@ from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
 from torchtrain import convert, files, generate
-from torchtrain.checkpoint.history import saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT, ResumePoint, find_resume_point
+from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
+from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
@@ -444,7 +444,7 @@ def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults,
 def test_unreadable_hugging_face_weights_are_not_reported_as_missing(disk: DiskFaults, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from torchtrain.checkpoint.hf import write_hf_config
+    from torchtrain.checkpoint.hf.weights import write_hf_config
 
     write_hf_config(tmp_path, TINY, "float32", "")
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")

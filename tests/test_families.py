@@ -14,7 +14,7 @@ from rank_functions import build_without_tensor_parallel_plan, generate_greedily
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.checkpoint.hf import check_same_shape, save_hf
+from torchtrain.checkpoint.hf.weights import check_same_shape, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import schema

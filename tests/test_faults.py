@@ -23,8 +23,8 @@ from disk_faults import DiskFaults
 from forked_command import start_command
 from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
 
-from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.format import read_manifest, verify
+from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import StoppedError
@@ -122,7 +122,7 @@ def die_at(owner: Any, name: str) -> None:
 
 
 def die_in_data() -> None:
-    from torchtrain.checkpoint.storage import HashingFileSystem
+    from torchtrain.checkpoint.format import HashingFileSystem
 
     original = HashingFileSystem.create_stream
 
@@ -136,15 +136,15 @@ def die_in_data() -> None:
 
 
 def die_before_manifest() -> None:
-    import torchtrain.checkpoint.storage as storage
+    from torchtrain.checkpoint import format
 
-    die_at(storage, "write_manifest")
+    die_at(format, "write_manifest")
 
 
 def die_before_rename() -> None:
-    import torchtrain.checkpoint.storage as storage
+    from torchtrain.checkpoint import format
 
-    die_at(storage, "fsync_folder")
+    die_at(format, "fsync_folder")
 
 
 def test_signals_save_the_step_at_which_they_stop(tmp_path: Path, uninterrupted: Path) -> None:
@@ -293,7 +293,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
 @contextmanager
 def slow_export() -> Any:
     """Rank 0's export takes until the file ``end_export`` is in the dump folder."""
-    from torchtrain.checkpoint import export
+    from torchtrain.checkpoint.hf import export
 
     save = export.save_hf
 

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_command
 from torchtrain import generate
-from torchtrain.checkpoint.conversion import Weights, convert
-from torchtrain.checkpoint.export import NOTE, _origin, check_export, needs_export
-from torchtrain.checkpoint.hf import check_same_shape, files_by_size, write_hf_config
-from torchtrain.checkpoint.manifest import MANIFEST
+from torchtrain.checkpoint.format import MANIFEST
+from torchtrain.checkpoint.hf.conversion import Weights, convert
+from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
+from torchtrain.checkpoint.hf.weights import check_same_shape, files_by_size, write_hf_config
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
@@ -145,7 +145,7 @@ def test_weights_survive_a_round_trip_through_a_sharded_model(
 
 
 def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig) -> None:
-    with patch("torchtrain.checkpoint.hf.FILE_BYTES", 300_000):
+    with patch("torchtrain.checkpoint.hf.weights.FILE_BYTES", 300_000):
         load_and_export_sharded(source, target, shape, parallelism)
 
 
@@ -294,7 +294,8 @@ def test_field_unknown_to_the_export_is_an_error(
     )
     for change in changes:
         monkeypatch.setattr(
-            "torchtrain.checkpoint.conversion.read_hf_config", lambda _, c=change: replace(read(tmp_path / "in"), **c)
+            "torchtrain.checkpoint.hf.conversion.read_hf_config",
+            lambda _, c=change: replace(read(tmp_path / "in"), **c),
         )
         assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
         (name,) = change
@@ -305,7 +306,7 @@ def test_field_unknown_to_the_export_is_an_error(
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             check_export(config, replace(read(tmp_path / "in"), **change))
         check_export(replace(config, checkpoint=CheckpointConfig()), replace(read(tmp_path / "in"), **change))
-    monkeypatch.setattr("torchtrain.checkpoint.conversion.read_hf_config", read)
+    monkeypatch.setattr("torchtrain.checkpoint.hf.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
 
@@ -792,7 +793,7 @@ def test_damaged_hf_folder_is_rejected_by_every_command(
 def test_non_finite_weights_are_rejected(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
-    with patch("torchtrain.checkpoint.hf.finite", lambda tensor, _: tensor):
+    with patch("torchtrain.checkpoint.hf.weights.finite", lambda tensor, _: tensor):
         export(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
@@ -824,7 +825,7 @@ def test_converted_checkpoint_has_the_sequence_length() -> None:
 
 
 def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.checkpoint.export.broadcast_from_rank0", lambda ask, _: ask())
+    monkeypatch.setattr("torchtrain.checkpoint.hf.export.broadcast_from_rank0", lambda ask, _: ask())
     saving = CheckpointConfig(enable=True, last_save_in_hf=True)
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)
     for step in (2, 4):

@@ -21,7 +21,7 @@ from gloo_pool import GlooPool
 from parity import use_existing_process_group
 
 from torchtrain import cli
-from torchtrain.checkpoint.resume_point import GROUP_TIMEOUT
+from torchtrain.checkpoint.resume import GROUP_TIMEOUT
 from torchtrain.config.schema import (
     CheckpointConfig,
     CommConfig,

@@ -14,7 +14,7 @@ from parity import TINY, default_guard, global_mean, use_existing_process_group
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume_point import find_resume_point
+from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtrain import generate
-from torchtrain.checkpoint.hf import write_hf_config
+from torchtrain.checkpoint.hf.weights import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
 from torchtrain.inference.trained_model import load_model

@@ -17,7 +17,7 @@ from forked_command import run_command
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
-from torchtrain.checkpoint.manifest import FileRecord, read_manifest, write_manifest
+from torchtrain.checkpoint.format import FileRecord, read_manifest, write_manifest
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError

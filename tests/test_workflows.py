@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from torchtrain import compare as compare_command
 from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
-from torchtrain.checkpoint.conversion import convert
-from torchtrain.checkpoint.hf import find_tensors, save_hf, write_hf_config
+from torchtrain.checkpoint.hf.conversion import convert
+from torchtrain.checkpoint.hf.weights import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.config.parse import parse
@@ -51,7 +51,7 @@ def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> N
 
 
 def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.checkpoint.hf.FILE_BYTES", 20_000)  # three files
+    monkeypatch.setattr("torchtrain.checkpoint.hf.weights.FILE_BYTES", 20_000)  # three files
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     target, shapes = tmp_path / "target", parameter_shapes(TINY)
     other_started, finish_other, errors = threading.Event(), threading.Event(), []
@@ -99,7 +99,7 @@ def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkey
         (target / "theirs").write_text("theirs")
         return tensor
 
-    monkeypatch.setattr("torchtrain.checkpoint.conversion.finite", make_target)
+    monkeypatch.setattr("torchtrain.checkpoint.hf.conversion.finite", make_target)
     with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
         convert(run, target, "torchtrain", "float32")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 from test_checkpoint import Run
 
-from torchtrain.checkpoint.history import saved_steps, step_folder
-from torchtrain.checkpoint.manifest import read_manifest, verify
+from torchtrain.checkpoint.format import read_manifest, verify
+from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.errors import CheckpointError, SupersededError
 
 OPERATIONS = {"os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}

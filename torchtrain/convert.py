@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Convert; returns the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
     # Not above: --help needs no torch.
-    from torchtrain.checkpoint.conversion import convert
+    from torchtrain.checkpoint.hf.conversion import convert
 
     source, target = Path(options.source), Path(options.target)
     convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)

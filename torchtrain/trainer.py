@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.export import check_export, export_hf, needs_export
-from torchtrain.checkpoint.hf import check_same_shape
-from torchtrain.checkpoint.history import newest_config, saved_steps
+from torchtrain.checkpoint.hf.export import check_export, export_hf, needs_export
+from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume_point import find_resume_point
+from torchtrain.checkpoint.resume import find_resume_point, newest_config
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
+from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig

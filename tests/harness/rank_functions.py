@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity import build, config_of, train
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import save_hf
+from torchtrain.checkpoint.hf.weights import save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig

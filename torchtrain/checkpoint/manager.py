@@ -15,12 +15,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.history import History, quarantine, saved_steps, step_folder, withdraw
-from torchtrain.checkpoint.manifest import MANIFEST, Manifest
-from torchtrain.checkpoint.resume_point import ResumePoint, check_resume
-from torchtrain.checkpoint.staging import Stager
-from torchtrain.checkpoint.states import flatten, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import MANIFEST, Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
+from torchtrain.checkpoint.states import Stager, flatten, load_tensors, save_tensors
+from torchtrain.checkpoint.storage import quarantine, saved_steps, step_folder, withdraw
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError

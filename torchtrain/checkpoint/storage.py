@@ -1,489 +1,233 @@
-"""Verified storage for distributed checkpoints (DCP): a ``step-N`` folder that exists is complete, and can prove it.
+"""The checkpoints in a folder: their names, and the lease of the run that writes them."""
 
-A checkpoint is written into ``step-N.ID.partial``. Every file is hashed while it is written; the manifest, with size
-and hash of each file, comes last; when all of them are flushed to disk, the folder is renamed. The data is in DCP's own
-format, so that PyTorch's tools read it too, but nothing here ever unpickles more than the few types of DCP's metadata.
-"""
-
-import io
+import contextlib
+import json
 import os
-import pickle
-import pickletools
-import shutil
-import struct
-import sys
+import re
+import socket
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial
-from itertools import chain
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
 
-import torch
-import xxhash
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
+from torchtrain.errors import CheckpointError, StorageError, SupersededError
+from torchtrain.files import (
+    MISSING,
+    NO_SPACE,
+    PARTIAL_SUFFIX,
+    TRANSIENT_ERRNOS,
+    atomic_write,
+    dangling,
+    discard,
+    names_in,
+    read_file,
+    with_retries,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from torch.serialization import skip_data
+from torchtrain.logging import logger
 
-from torchtrain.checkpoint.manifest import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    changed,
-    found,
-    read_manifest,
-    read_verified,
-    verify,
-    verify_sizes,
-    write_manifest,
-)
-from torchtrain.errors import CheckpointError, DamagedError
-from torchtrain.files import BLOCK_BYTES, PARTIAL_SUFFIX, fsync_folder, printable, with_retries
-
-METADATA = ".metadata"
-CONFIG = "config.toml"
-MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+# Temporary name of a checkpoint that is being renamed: see ``withdraw``.
+MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
+# Names of checkpoints: complete, found to be damaged, or superseded after a rollback.
+ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
+LEASE_FILE = "generation.json"
+BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
 
 
-class _HashingFile(io.BufferedWriter):
-    """A new file that hashes what is written to it, piece by piece; writes only go forward."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "x"))  # which follows no link
-        self.hash = xxhash.xxh3_128()  # of the piece
-        self.size_bytes = 0
-        self._piece_start = 0
-        self._pieces: list[tuple[int, str]] | None = None
-        self._size_sent_bytes = 0
-
-    def begin_piece(self) -> None:
-        """What is written from here on, up to the next call, is read at once."""
-        if self._pieces is None:
-            self._pieces = []
-        else:
-            self._end_piece(self._pieces)
-
-    def _end_piece(self, pieces: list[tuple[int, str]]) -> None:
-        pieces.append((self.size_bytes - self._piece_start, self.hash.hexdigest()))
-        self._piece_start = self.size_bytes
-        self.hash.reset()
-
-    def record(self, name: str) -> FileRecord:
-        """The file's entry in the manifest, when all is written."""
-        if self._pieces is None:
-            return FileRecord(name, self.size_bytes, self.hash.hexdigest())
-        self._end_piece(self._pieces)
-        return FileRecord(name, self.size_bytes, pieces=self._pieces)
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data)
-        for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            self.hash.update(block)
-            self.size_bytes += super().write(block)
-            if self.size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
-                self._send()
-        return len(data)
-
-    def _send(self) -> None:
-        """Let the disk begin with what was written since the last call, so that it does not idle until the fsync."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            length = self.size_bytes - self._size_sent_bytes
-            # To drop pages, Linux first starts writing them, and does not wait for that.
-            os.posix_fadvise(super().fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
-            self._size_sent_bytes = self.size_bytes
-
-    def fileno(self) -> int:
-        # Whoever asks for the descriptor is about to fsync: Python's own buffer must be empty before that.
-        self.flush()
-        return super().fileno()
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
 
 
-class HashingFileSystem(FileSystem):
-    """DCP's local file system, keeping a record of each file written through it."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        assert mode == "wb"
-        with _HashingFile(path) as stream:
-            try:
-                yield stream
-            except RuntimeError as error:
-                # Of "No space left on device" torch.save makes "unexpected pos 704 vs 598".
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
-        name = Path(path).name
-        self.records[name] = stream.record(name)
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        name = Path(new_path).name
-        self.records[name] = replace(self.records.pop(Path(path).name), name=name)
-
-
-class _PieceMarker:
-    """Tells a file where each tensor begins; else as DCP's own ``transforms``."""
-
-    def __init__(self, transforms: Any) -> None:
-        self.transforms = transforms
-
-    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> Any:
-        raw_stream.begin_piece()
-        return self.transforms.transform_save_stream(write_item, raw_stream)
-
-
-class VerifiedWriter(FileSystemWriter):
-    """Writes one checkpoint as ``folder`` (``.../step-N``), which appears complete or not at all.
-
-    Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
-    commits in ``finish``, after all ranks have written.
-
-    Args:
-        config_toml: kept beside the tensors.
-        partial: the temporary folder, the same on all ranks. Two starts of a run never write into the same one.
-        manifest: lacks the files.
-        commit: is given the function that renames the folder; runs on the first rank after the last byte.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        config_toml: str,
-        *,
-        partial: Path | None = None,
-        manifest: Manifest | None = None,
-        commit: Callable[[Callable[[], None]], None] = lambda rename: rename(),
-    ) -> None:
-        self.partial = partial or folder.with_name(f"{folder.name}.0{PARTIAL_SUFFIX}")
-        # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
-        super().__init__(self.partial, per_thread_copy_ahead=0)
-        self.fs: HashingFileSystem = HashingFileSystem()
-        self.transforms: Any = _PieceMarker(self.transforms)
-        self.folder = folder
-        self.config_toml = config_toml
-        self.manifest = manifest or Manifest()
-        self.commit = commit
-        self._now("prepares to write")
-
-    def _now(self, doing: str) -> None:
-        """Note what this rank is doing, for a report on a save that takes too long."""
-        self.doing, self.since = doing, time.time()
-
-    def storage_meta(self) -> StorageMeta:
-        # DCP would put the temporary path here.
-        return StorageMeta(save_id=self.save_id)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # This runs on one rank while the others wait for their plans: the moment to clear what a failed save left.
-        self.remove()
-        self.partial.mkdir(parents=True)
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._now("writes its part")
-        results: list[Any] = []
-        if plan.items:
-            self.partial.mkdir(exist_ok=True)
-            # DCP takes what each rank returns to the first one: the records of its files, too.
-            results = [*super().write_data(plan, planner).wait(), *self.fs.records.values()]
-        self._now("has written its part, and waits for the others")
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        self._now("writes the manifest")
-        self.sync_files = False  # tensors are flushed; the rest is, all at once, below
-        super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
-        with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
-            config_file.write(self.config_toml.encode())
-        records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
-        for name in records:
-            file = self.partial / name
-            if not file.exists():
-                raise CheckpointError(
-                    f"{file} was written by another rank but is not seen by this one: the dump folder must lie on a "
-                    "file system that all nodes share"
-                )
-        write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
-        fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        self.commit(self._rename)
-        fsync_folder(self.folder.parent)
-
-    def _rename(self) -> None:
-        # Who takes this run for dead may have removed some.
-        verify_sizes(self.partial, read_manifest(self.partial).files)
-        self.partial.rename(self.folder)
-
-    def remove(self) -> None:
-        """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-
-_DCP = "torch.distributed.checkpoint"
-_METADATA_TYPES = {
-    f"{_DCP}.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
-    },
-    f"{_DCP}.filesystem": {"_StorageInfo"},
-    # Makes a torch.layout from its name, by looking it up in a table.
-    "torch.serialization": {"_get_layout"},
-}
-
-
-def _shape(sizes: tuple[int, ...]) -> torch.Size:
-    if len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"a shape of {len(sizes)} dimensions")
-    return torch.Size(sizes)
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's ``.metadata``: an unpickler that can make DCP's metadata types and nothing else, so runs no code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return _shape
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _METADATA_TYPES.get(module, ()):
-            return super().find_class(module, name)
-        raise DamagedError(
-            f"the checkpoint's {METADATA} asks for {printable(f'{module}.{name}')}, which no checkpoint needs: not "
-            "loaded, because reading it could run code"
-        )
-
-
-def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
-    """DCP's metadata in ``content``, of a checkpoint with ``files``, whose tensors lie in them in full.
+def saved_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoints have their final names in ``folder``, ascending.
 
     Raises:
-        DamagedError: ``content`` asks for more than metadata need.
-        Exception: of any kind, where it is not metadata, or not of these files.
+        CheckpointError: ``folder`` is a dangling link.
     """
-    # A few bytes can ask Python's unpickler for any amount of memory: a bytearray, or a place far away in its memo.
-    # pickletools compares the former with what there is.
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise ValueError("it takes more memory than it has bytes")
-    metadata: Metadata = MetadataUnpickler(io.BytesIO(content)).load()
-    stored: Mapping[MetadataIndex, Any] = metadata.storage_data
-    for index, info in stored.items():
-        record = files.get(info.relative_path)
-        if record is None:
-            raise ValueError(f"names {info.relative_path!r}, which the manifest does not")
-        integers = type(info.offset) is int and type(info.length) is int
-        if not (integers and 0 <= info.offset < info.offset + info.length <= record.size_bytes):
-            raise ValueError(f"{index.fqn!r} does not lie in {info.relative_path!r}")
-        if not index.fqn.isprintable() or index.fqn not in metadata.state_dict_metadata:
-            raise ValueError(f"{index.fqn!r} is no tensor of it")
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            continue
-        chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
-        if not _tile(chunks, entry.size):
-            raise ValueError(f"it does not hold all of these tensors: {printable(name)}")
-        for chunk in chunks:
-            if (
-                chunk.sizes.numel() * entry.properties.dtype.itemsize
-                > stored[MetadataIndex(name, chunk.offsets)].length
-            ):
-                raise ValueError(f"{name!r} has fewer bytes than it should")
-    return metadata
+    names = names_in(folder)
+    if not names and (problem := dangling(folder)):
+        raise CheckpointError(problem)
+    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
 
 
-def _tile(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether ``chunks`` are all of a tensor of ``size``, and none overlaps another."""
-    spans = [[(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    for box in spans:
-        if not all(0 <= start < end <= most for (start, end), most in zip(box, size, strict=True)):
-            return False
-    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
-        return False
-    if len(chunks) < 2:
-        return True
-    # Along the dimension with the most cuts few of them are beside each other.
-    along = max(range(len(size)), key=lambda d: len({box[d] for box in spans}))
-    beside: list[list[tuple[int, int]]] = []
-    for box in sorted(spans, key=lambda box: box[along]):
-        beside = [other for other in beside if other[along][1] > box[along][0]]
-        if any(all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)) for other in beside):
-            return False
-        beside.append(box)
-    return True
+def versions(folder: Path) -> dict[int, tuple[int, int]]:
+    """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
+    found = {}
+    for step in saved_steps(folder):
+        path = step_folder(folder, step)
+        with contextlib.suppress(*MISSING):
+            status = with_retries(lambda: os.stat(path), path)  # noqa: B023
+            found[step] = (status.st_ino, status.st_mtime_ns)
+    return found
 
 
-class VerifiedReader(FileSystemReader):
-    """Reads a checkpoint that ``VerifiedWriter`` wrote, without trusting it.
+def withdraw(folder: Path, check: Callable[[], None]) -> Path:
+    """Rename the checkpoint ``folder`` to the temporary name ``<name>.ID.moving`` and return the new path.
 
-    The bytes of each tensor are compared with their hash in the manifest before they are used, and no code in the
-    checkpoint is run. A tensor's bytes are read once, and one piece is in memory at a time.
+    ``check`` raises SupersededError if a newer start has acquired the writer lease. It is called before the rename and
+    again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint under this
+    name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile, the next
+    start restores the name (``restore``). Therefore rename a withdrawn checkpoint again before removing any of its
+    files.
     """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.folder = folder
-        self._verified: set[str] = set()
-
-    @cached_property
-    def _files(self) -> dict[str, FileRecord]:
-        return {record.name: record for record in read_manifest(self.folder).files}
-
-    @cached_property
-    def _hashes(self) -> dict[str, dict[tuple[int, int], str]]:
-        """By file, the hash of each piece by its place, offset and length. Nothing for files of older checkpoints."""
-        hashes: dict[str, dict[tuple[int, int], str]] = {}
-        for name, record in self._files.items():
-            start, hashes[name] = 0, {}
-            for length, expected in record.pieces:
-                hashes[name][start, length] = expected
-                start += length
-        return hashes
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        return self._metadata
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        content = read_verified(self.folder, METADATA)
-        try:
-            return parse_metadata(content, self._files)
-        except DamagedError:
-            raise
-        except Exception as error:  # whatever is in it
-            raise DamagedError(f"{self.folder / METADATA} cannot be read ({printable(str(error))})") from error
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        pieces: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            pieces.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
-        for name, items in sorted(pieces.items()):
-            path = self.folder / name
-            verify_sizes(self.folder, [self._files[name]])
-            if not self._hashes[name] and name not in self._verified:
-                verify(self.folder, [self._files[name]])
-                self._verified.add(name)
-            # A file system that fails is asked again for what is still missing.
-            found(path, lambda: with_retries(partial(self._read, path, items, planner), path))  # noqa: B023
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, path: Path, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
-        """Read ``pieces`` of the file, by offset and length, and take from ``pieces`` what is done."""
-        memory = torch.empty(max(length for _, length in pieces), dtype=torch.uint8)  # for one after the other
-        with path.open("rb") as file:
-            for place in sorted(pieces):
-                tensor = _load_tensor(path, self._content(path, file, place, memory))
-                for item in pieces[place]:
-                    spans = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = tensor[tuple(slice(start, start + length) for start, length in spans)]
-                    target = planner.resolve_tensor(item).detach()
-                    if part.shape != target.shape:
-                        raise DamagedError(f"{path}: {item.storage_index.fqn!r} has shape {tuple(tensor.shape)}")
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
-                del pieces[place]
-
-    def _content(self, path: Path, file: io.BufferedReader, place: tuple[int, int], memory: Tensor) -> Tensor:
-        """The bytes at a place of the file, offset and length, with the hash that the manifest names, in ``memory``."""
-        offset, length = place
-        content = memory[:length]
-        _read_into(content, file, offset)
-        hashes = self._hashes[path.name]
-        if hashes and xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
-            # What has changed on the way from the disk, or in memory, is no damage: read what the disk has.
-            with path.open("rb") as again:
-                if hasattr(os, "posix_fadvise"):  # not on macOS
-                    os.posix_fadvise(again.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
-                _read_into(content, again, offset)
-            if xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
-                raise changed(path)
-        return content
-
-
-def _bytes_of(content: Tensor) -> memoryview:
-    array: Any = content.numpy()
-    return memoryview(array)
-
-
-def _read_into(content: Tensor, file: io.BufferedReader, offset: int) -> None:
-    file.seek(offset)
-    count = file.readinto(_bytes_of(content))
-    content[count:] = 0  # of a file that has become shorter
-
-
-class _MemoryFile(io.RawIOBase):
-    """Bytes in memory as a file, without a copy."""
-
-    def __init__(self, content: memoryview) -> None:
-        self.content, self.position = content, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: len(self.content)}[whence]
-        return self.position
-
-    def readinto(self, target: Any) -> int:
-        found = self.content[self.position : self.position + len(target)]
-        target[: len(found)] = found
-        self.position += len(found)
-        return len(found)
-
-
-def _load_tensor(path: Path, content: Tensor) -> Tensor:
-    """The tensor that ``torch.save`` has written as ``content``, in the same memory. DamagedError if it is none.
-
-    ``torch.load`` makes its shape and strides, without its numbers.
-    """
-    view = _bytes_of(content)
+    check()
+    moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
+    folder.rename(moving)
     try:
-        with skip_data():
-            tensor = torch.load(cast(Any, _MemoryFile(view)), map_location="cpu", weights_only=True)
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            raise TypeError(f"a {type(tensor).__name__}")
-        if not tensor.numel():
-            return tensor
-        with zipfile.ZipFile(cast(Any, _MemoryFile(view))) as archive:
-            (byte_order,) = (
-                archive.read(entry) for entry in archive.infolist() if entry.filename.endswith("/byteorder")
+        check()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            moving.rename(folder)
+        raise
+    return moving
+
+
+def restore(folder: Path) -> None:
+    """Restore the names of checkpoints in ``folder`` that a process was renaming when it was killed.
+
+    If that process is still alive, its next rename fails, and is retried at its next save.
+    """
+    for match in filter(None, map(MOVING.fullmatch, names_in(folder))):
+        moving, final = folder / match[0], folder / match[1]
+        try:
+            moving.rename(final)
+            logger.info(f"{moving} was being renamed when its process was killed: it is {final.name} again")
+        except FileNotFoundError:
+            continue  # the process is still alive, and has renamed it
+        except OSError:  # another checkpoint has this name
+            with contextlib.suppress(OSError):
+                quarantine(moving, final, "superseded")
+
+
+def quarantine(moving: Path, folder: Path, why: str) -> Path:
+    """Rename ``moving``, the withdrawn checkpoint ``folder``, to ``<folder>.<why>`` and return the new path.
+
+    If that name exists, ``<folder>.<why>-2``, ``<folder>.<why>-3``, ... are tried.
+    """
+    aside = folder.with_name(f"{folder.name}.{why}")
+    count = 1
+    while os.path.lexists(aside):
+        count += 1
+        aside = folder.with_name(f"{folder.name}.{why}-{count}")
+    return moving.rename(aside)
+
+
+@dataclass(frozen=True)
+class WriterLease:
+    """The exclusive right to write the checkpoints of a run, and the process that holds it.
+
+    ``take`` acquires it, on one rank. The default values are an empty lease, which no process holds.
+    """
+
+    generation: int = 0
+    id: str = ""
+    """Unique id of the lease. Two starts at the same time may take the same generation: the last to write holds it."""
+    run: str = ""
+    """Id of the run, the same for all its starts."""
+    host: str = "?"
+    process: int | str = "?"
+    since: str = "?"
+
+    @classmethod
+    def take(cls, folder: Path, run: str | None) -> "WriterLease":
+        """Acquire the writer lease of ``folder``.
+
+        Args:
+            folder: the folder of checkpoints.
+            run: id of the run, as read from its checkpoints; None if they have none.
+
+        Raises:
+            CheckpointError: the lease file cannot be written.
+            StorageError: the file system fails.
+        """
+        before = read_lease(folder)
+        claim = cls(
+            before.generation + 1,
+            uuid.uuid4().hex,
+            run or before.run or uuid.uuid4().hex,
+            socket.gethostname(),
+            os.getpid(),
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+        )
+        try:
+            claim._write(folder)
+        except CheckpointError as error:
+            if getattr(error.__cause__, "errno", None) not in NO_SPACE:
+                raise
+            _remove_left_overs(folder, lambda: None)  # leftovers may be filling the disk
+            claim._write(folder)
+        _remove_left_overs(folder, lambda: claim.check(folder))
+        return claim
+
+    def check(self, folder: Path) -> None:
+        """Check that this start still holds the lease.
+
+        Raises:
+            SupersededError: another start has acquired the lease since.
+            StorageError: the lease file cannot be read.
+        """
+        newest = read_lease(folder)
+        if not newest.id:
+            self._write(folder)  # the file was lost, and no other start has acquired the lease since
+        elif newest.id != self.id:
+            raise SupersededError(
+                f"generation {newest.generation} of this run, on {newest.host} (process {newest.process}) since "
+                f"{newest.since}, now saves in {folder}; this one, generation {self.generation}, stops. To train "
+                "beside it, take another job.dump_folder"
             )
-            (numbers,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-        if byte_order.decode() != sys.byteorder or numbers.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed, or of another byte order")
-        # Before the numbers: 30 bytes, a name and a field for alignment.
-        start = numbers.header_offset + 30 + sum(struct.unpack_from("<HH", view, numbers.header_offset + 26))
-        if start + numbers.file_size > len(content) or numbers.file_size != tensor.untyped_storage().nbytes():
-            raise ValueError("of another size")
-        storage = content[start : start + numbers.file_size].view(tensor.dtype)
-        return storage.as_strided(tensor.shape, tensor.stride(), storage.storage_offset() + tensor.storage_offset())
-    except Exception as error:
-        raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error
+
+    def _write(self, folder: Path) -> None:
+        file = folder / LEASE_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(file) as written:
+                written.write(json.dumps(asdict(self)).encode())
+        except OSError as error:
+            # The temporary file is missing if another start has removed it as a leftover.
+            if error.errno in TRANSIENT_ERRNOS or isinstance(error, FileNotFoundError):
+                raise StorageError(
+                    f"{file} cannot be written: {error.strerror}. Start again when the file system answers"
+                ) from error
+            raise CheckpointError(
+                f"{file} cannot be written ({error.strerror}), and so no checkpoint: make room or let this "
+                "user write there, or take another job.dump_folder"
+            ) from error
+
+
+def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
+    """Remove the temporary files of earlier starts, which these were writing when they were killed.
+
+    ``check`` is called before each temporary folder is removed. If an earlier start is still alive and writing, its
+    save fails, without further effects.
+
+    Raises:
+        StorageError: the file system fails.
+    """
+    for name in names_in(folder):
+        path = folder / name
+        if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
+            check()
+            try:
+                discard(path, folder / name.split(".", 1)[0])
+            except OSError as error:
+                if error.errno in TRANSIENT_ERRNOS:
+                    raise StorageError(
+                        f"{path}, which an earlier start has left, cannot be renamed: {error.strerror}. Start again "
+                        "when the file system answers"
+                    ) from error
+                logger.warning(f"{path}, which an earlier start has left, cannot be removed: {error.strerror}")
+        elif name.startswith(f"{LEASE_FILE}."):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > BEING_WRITTEN_SECONDS:
+                    path.unlink()
+
+
+def read_lease(folder: Path) -> WriterLease:
+    """Read the current lease of ``folder``; an empty lease if the file is missing or has another content."""
+    try:
+        claim = WriterLease(**json.loads(read_file(folder / LEASE_FILE)))
+    except (*MISSING, ValueError, TypeError):
+        return WriterLease()
+    return claim if isinstance(claim.generation, int) else WriterLease()

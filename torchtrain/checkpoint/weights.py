@@ -5,11 +5,10 @@ from pathlib import Path
 
 from torch import nn
 
-from torchtrain.checkpoint.hf import find_tensors, is_hf_folder, read_into
-from torchtrain.checkpoint.history import STEP, saved_steps, step_folder
-from torchtrain.checkpoint.manifest import MANIFEST, read_manifest
+from torchtrain.checkpoint.format import CONFIG, MANIFEST, VerifiedReader, read_manifest
+from torchtrain.checkpoint.hf.weights import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
-from torchtrain.checkpoint.storage import CONFIG, VerifiedReader
+from torchtrain.checkpoint.storage import STEP, saved_steps, step_folder
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local

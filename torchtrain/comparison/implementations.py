@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtrain.checkpoint.hf import check_same_shape
+from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.comparison.fingerprint_findings import Step, walk
 from torchtrain.comparison.fingerprint_recorder import Fingerprints
 from torchtrain.comparison.runs import Finding, RunFolder, summed_up

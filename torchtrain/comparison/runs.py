@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.history import saved_steps, step_folder
+from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
-from torchtrain.checkpoint.storage import VerifiedReader
+from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.comparison.fingerprint_findings import Step, read, walk
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
-from torchtrain.checkpoint.hf import is_hf_folder
-from torchtrain.checkpoint.hf_tokenizer import find_eos_ids
-from torchtrain.checkpoint.history import newest_config, read_config, saved_steps
+from torchtrain.checkpoint.format import CONFIG
+from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
+from torchtrain.checkpoint.hf.weights import is_hf_folder
+from torchtrain.checkpoint.resume import newest_config, read_config
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig, TrainingConfig

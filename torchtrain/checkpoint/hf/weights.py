@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from torchtrain.checkpoint.hf_tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
+from torchtrain.checkpoint.hf.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.agreement import broadcast_from_rank0

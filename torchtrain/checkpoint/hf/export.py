@@ -6,11 +6,11 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
-from torchtrain.checkpoint.hf import require_exportable, save_hf
-from torchtrain.checkpoint.history import step_folder
+from torchtrain.checkpoint.format import MANIFEST
+from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.manifest import MANIFEST
 from torchtrain.checkpoint.states import STATES
+from torchtrain.checkpoint.storage import step_folder
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.process_group import set_timeout

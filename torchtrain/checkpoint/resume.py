@@ -1,57 +1,54 @@
-"""List and verify the checkpoints in a run's folder, and rename damaged ones."""
+"""Select the checkpoint to resume from and acquire the writer lease.
+
+Only the newest start of a run may write its checkpoints. If a network splits, or a job is started twice, two starts of
+one run are alive at once, and any file operation of the older one may be delayed for hours and then take effect.
+Therefore a start
+
+1. acquires the writer lease, with the next generation number, once it has verified that it can resume;
+2. then removes the temporary folders of older starts (``files.discard``), so that these can no longer complete a
+   checkpoint;
+3. then lists the checkpoints again: from now on, no other start adds any.
+
+It checks its lease before each checkpoint gets its final name, and before and after it renames an existing checkpoint
+(``history.withdraw``).
+"""
 
 import contextlib
 import itertools
-import os
-import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manifest import read_manifest, read_verified, verify_sizes
-from torchtrain.checkpoint.resume_compatibility import options_in
-from torchtrain.checkpoint.storage import CONFIG
+from torchtrain.checkpoint.format import CONFIG, read_manifest, read_verified, verify_sizes
+from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility, options_in
+from torchtrain.checkpoint.storage import (
+    ONCE_A_CHECKPOINT,
+    WriterLease,
+    quarantine,
+    read_lease,
+    restore,
+    saved_steps,
+    step_folder,
+    versions,
+    withdraw,
+)
 from torchtrain.config.parse import from_text
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import CheckpointConfig, JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
+from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import MISSING, dangling, names_in, printable, with_retries
+from torchtrain.files import (
+    names_in,
+    printable,
+)
 from torchtrain.logging import logger
 
-STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# Temporary name of a checkpoint that is being renamed: see ``withdraw``.
-MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
-# Names of checkpoints: complete, found to be damaged, or superseded after a rollback.
-ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps whose checkpoints have their final names in ``folder``, ascending.
-
-    Raises:
-        CheckpointError: ``folder`` is a dangling link.
-    """
-    names = names_in(folder)
-    if not names and (problem := dangling(folder)):
-        raise CheckpointError(problem)
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
-
-
-def versions(folder: Path) -> dict[int, tuple[int, int]]:
-    """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
-    found = {}
-    for step in saved_steps(folder):
-        path = step_folder(folder, step)
-        with contextlib.suppress(*MISSING):
-            status = with_retries(lambda: os.stat(path), path)  # noqa: B023
-            found[step] = (status.st_ino, status.st_mtime_ns)
-    return found
+# The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
+GROUP_TIMEOUT = timedelta(hours=1)
 
 
 def newest_config(folder: Path, load_step: int) -> JobConfig | None:
@@ -198,52 +195,102 @@ class History:
         broadcast_from_rank0(rename, self.group)
 
 
-def withdraw(folder: Path, check: Callable[[], None]) -> Path:
-    """Rename the checkpoint ``folder`` to the temporary name ``<name>.ID.moving`` and return the new path.
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from and the writer lease; identical on all ranks except for ``group``."""
 
-    ``check`` raises SupersededError if a newer start has acquired the writer lease. It is called before the rename and
-    again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint under this
-    name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile, the next
-    start restores the name (``restore``). Therefore rename a withdrawn checkpoint again before removing any of its
-    files.
+    group: dist.ProcessGroup
+    """Process group of all ranks over gloo, used only for checkpoints."""
+    step: int | None = None
+    """Step of the newest complete checkpoint; None for a new run. Its tensors are verified only when it is loaded."""
+    candidates: Sequence[int] = ()
+    """Steps to try to load, best first: if one is damaged, the next is loaded."""
+    claim: WriterLease = field(default_factory=WriterLease)
+    """The writer lease; without checkpoints, a lease that no process holds, with a new id of the run."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Identity of the run's data and tokenizer, by option name."""
+    found: Collection[int] = ()
+    """Steps of the checkpoints that existed right after the lease was acquired."""
+
+
+def find_resume_point(
+    config: CheckpointConfig, folder: Path, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
+) -> ResumePoint:
+    """Select the checkpoint in ``folder`` to resume from, and acquire the writer lease. Collective.
+
+    All ranks share ``folder``. The selected step is the newest complete checkpoint; or, if ``config.load_step`` is set,
+    that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable`` is
+    false, no checkpoint is looked for and no lease acquired. Tensors are not read here: ``CheckpointManager.resume``
+    loads them.
+
+    Args:
+        config_toml: the resolved config of this start.
+        data: returns the identity of the run's data and tokenizer by option name; called on rank 0 only.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
+            damaged; or the config is incompatible with the checkpoint.
+        StorageError: the file system fails.
     """
-    check()
-    moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
-    folder.rename(moving)
-    try:
-        check()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            moving.rename(folder)
-        raise
-    return moving
+    group = new_gloo_group(GROUP_TIMEOUT)
+    if not config.enable:
+        return ResumePoint(group, claim=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
+    identity = broadcast_from_rank0(data, group)
+    broadcast_from_rank0(lambda: restore(folder), group)
+
+    def choose() -> tuple[list[int], int | None, str | None]:
+        """The candidates to resume from, best first; the first complete one, and the id of its run."""
+        history = History(folder, group, broadcast_from_rank0(lambda: read_lease(folder).run, group))
+        candidates = history.candidates(config.load_step)
+        step, damaged = history.first_good(
+            candidates, lambda step: check_resume(history, step, config, config_toml, identity)
+        )
+        if step is None:
+            history.require_none(config.load_step, damaged)
+            return candidates, None, None
+        found = step_folder(folder, step)
+        return candidates, step, broadcast_from_rank0(lambda: read_manifest(found).run, group)
+
+    def choose_before_claim() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
+        """The ``versions`` of the checkpoints and the result of ``choose``.
+
+        Retries if the checkpoints change meanwhile: another start that still saves here may delete the ones being read.
+        """
+        for attempt in range(3):
+            there = broadcast_from_rank0(lambda: versions(folder), group)
+            try:
+                return there, *choose()
+            except CheckpointError:
+                if attempt == 2 or there == broadcast_from_rank0(lambda: versions(folder), group):
+                    raise
+        raise AssertionError
+
+    # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
+    before, candidates, step, run = choose_before_claim()
+    claim = broadcast_from_rank0(lambda: WriterLease.take(folder, run), group)
+    there = broadcast_from_rank0(lambda: versions(folder), group)
+    if there != before:
+        candidates, step, _ = choose()
+    if config.load_step not in (-1, step):
+        logger.info(
+            f"checkpoint.load_step = {config.load_step}: goes on from step {step}, which a run with this load_step has "
+            f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
+        )
+    return ResumePoint(group, step, candidates, claim, identity, tuple(there))
 
 
-def restore(folder: Path) -> None:
-    """Restore the names of checkpoints in ``folder`` that a process was renaming when it was killed.
+def check_resume(
+    history: History, step: int, config: CheckpointConfig, config_toml: str, identity: Mapping[str, str]
+) -> None:
+    """Check that the run can resume from the checkpoint of ``step`` and log the differences of its config. Collective.
 
-    If that process is still alive, its next rename fails, and is retried at its next save.
+    Raises:
+        DamagedError: the checkpoint has no config, or a damaged one.
+        CheckpointError: the config is incompatible with the checkpoint.
     """
-    for match in filter(None, map(MOVING.fullmatch, names_in(folder))):
-        moving, final = folder / match[0], folder / match[1]
-        try:
-            moving.rename(final)
-            logger.info(f"{moving} was being renamed when its process was killed: it is {final.name} again")
-        except FileNotFoundError:
-            continue  # the process is still alive, and has renamed it
-        except OSError:  # another checkpoint has this name
-            with contextlib.suppress(OSError):
-                quarantine(moving, final, "superseded")
-
-
-def quarantine(moving: Path, folder: Path, why: str) -> Path:
-    """Rename ``moving``, the withdrawn checkpoint ``folder``, to ``<folder>.<why>`` and return the new path.
-
-    If that name exists, ``<folder>.<why>-2``, ``<folder>.<why>-3``, ... are tried.
-    """
-    aside = folder.with_name(f"{folder.name}.{why}")
-    count = 1
-    while os.path.lexists(aside):
-        count += 1
-        aside = folder.with_name(f"{folder.name}.{why}-{count}")
-    return moving.rename(aside)
+    folder = step_folder(history.folder, step)
+    saved_toml, saved_data = broadcast_from_rank0(
+        lambda: (read_config(folder), read_manifest(folder).data), history.group
+    )
+    for line in check_resume_compatibility(saved_toml, config_toml, config.allow_changes, saved_data, identity):
+        logger.info(line)

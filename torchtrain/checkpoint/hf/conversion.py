@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.hf import find_tensors, finite, is_hf_folder, read_into, save_hf
-from torchtrain.checkpoint.history import read_config
+from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
