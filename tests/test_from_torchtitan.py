@@ -168,7 +168,9 @@ def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == list(EDITS)
     for line, here in zip(lines, EDITS.values(), strict=True):
         if here == "adamw":
-            assert line.endswith("must be one of 'adamw', 'muon'; did you mean 'adamw'?")
+            assert line.endswith(
+                "must be one of 'adamw', 'muon', or one that a module in job.import registers; did you mean 'adamw'?"
+            )
         else:
             assert (f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain") in line
     table: dict[str, Any] = {section: dict(keys) for section, keys in DEBUG_FILE.items() if section != "quantize"}

@@ -169,7 +169,7 @@ def test_optimizer_states_are_named_by_parameter() -> None:
             "muon cannot update .*norm.weight, whose shape",
         ),
         ({"options": {"lion": {"beta1": 0.9}}}, r"optimizer.options.lion is for an optimizer that no parameter group"),
-        ({"options": {"adamw": {"beta1": 0.9}}}, r"optimizer.options.adamw.beta1 is no key"),
+        ({"options": {"adamw": {"beta1": 0.9}}}, r"optimizer.options.adamw.beta1 is not a known key"),
         ({"options": {"adamw": 1}}, r"optimizer.options.adamw = 1 must be a table"),
     ],
 )

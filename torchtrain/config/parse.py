@@ -280,7 +280,7 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
     """'; did you mean ...?' with the closest of ``choices``, or the list of all choices if none is close."""
     strings = [str(choice) for choice in choices]
     near = difflib.get_close_matches(word, strings, n=1)
-    return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings)}"
+    return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings) or 'none'}"
 
 
 def to_toml(config: JobConfig) -> str:
