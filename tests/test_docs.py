@@ -184,7 +184,7 @@ def test_pages_are_short() -> None:
 def test_reading_list_and_architecture_name_all_files_of_the_core_folders() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     core = re.findall(r"^\| \[([^]]+\.py)\]\(torchtrain/\1\) \|", readme, re.MULTILINE)
-    assert len(core) == 18
+    assert len(core) == 20
     assert all((ROOT / "torchtrain" / name).is_file() for name in core)
     architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     others = re.findall(r"`([^`]+)`", architecture.split("| module |")[1].split("\n\n")[0])
