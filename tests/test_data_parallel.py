@@ -253,7 +253,7 @@ def test_large_models_are_sharded_over_hundreds_of_ranks_on_meta(flavor: str, de
     ],
 )
 def test_degrees_must_multiply_to_the_number_of_ranks(parallelism: ParallelismConfig, world: int) -> None:
-    with pytest.raises(ConfigError, match=r"must multiply to the number of ranks, 4"):
+    with pytest.raises(ConfigError, match=r"must be the number of ranks, 4"):
         resolve_parallel_dims(parallelism, world)
 
 

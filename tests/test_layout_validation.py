@@ -224,12 +224,15 @@ def test_valid_layouts_are_accepted(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_parallel_replicate_degree": 3}, r"ranks, 8, and data_parallel_replicate_degree = 3 x data_.* make 6"),
+        (
+            {"data_parallel_replicate_degree": 3},
+            r"ranks, 8, but the product of data_parallel_replicate_degree = 3 x data_.* is 6",
+        ),
         (
             {"tensor_parallel_degree": 3, "context_parallel_degree": 3},
-            r"make 9; start 9 ranks, or set data_par",
+            r"is 9; start 9 ranks, or set data_par",
         ),
-        ({"data_parallel_shard_degree": 1}, r"the number of ranks, 8, and all of 1 make 1; start 1 ranks"),
+        ({"data_parallel_shard_degree": 1}, r"the number of ranks, 8, but the product of all of 1 is 1; start 1 ranks"),
     ],
 )
 def test_product_of_degrees_must_equal_the_world_size(options: dict[str, int], message: str) -> None:

@@ -71,7 +71,7 @@ def test_number_of_lazy_connections_is_that_of_docs_cluster(gloo: GlooPool) -> N
 
 def test_missing_network_interface_raises_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
-    with pytest.raises(ConfigError, match=r"'lo,nosuch0' in the environment is no network interface of .*, which has "):
+    with pytest.raises(ConfigError, match=r"'lo,nosuch0' in the environment is not a network interface of .*, which "):
         init_process_group(torch.device("cpu"), 60)
     assert not dist.is_initialized()
 
@@ -97,7 +97,7 @@ def test_open_file_limit_is_raised_or_a_config_error_names_it(gloo: GlooPool) ->
     assert gloo.run(1, limits_after, 4, 12000, 20000) == [(12000, 20000)]
     assert gloo.run(1, limits_after, 4, 256, 4096) == [(4096, 4096)]  # the default on macOS is 256
     (message,) = gloo.run(1, file_limit_error, 1024, 2048)
-    assert "1024 ranks may need 3328 open files and connections each, and the system allows 2048" in message
+    assert "1024 ranks may need 3328 open files and connections each, but the hard limit is 2048" in message
     assert "ulimit -n 3328" in message
 
 

@@ -52,7 +52,7 @@ def dump_folder_below_a_file(folder: Path) -> str:
         ("--data.weight inf", "weight = inf of a data source must be a finite number"),
         (
             "--faults.wall_clock_limit_minutes 0.2",
-            "faults.wall_clock_limit_minutes = 0.2 must be longer than faults.stop_grace_seconds = 30",
+            "faults.wall_clock_limit_minutes = 0.2 must exceed faults.stop_grace_seconds = 30",
         ),
         (sentencepiece_without_bytes, "has 2 ranks, and Llama 3's file has 128,000, the 256 bytes among them"),
         (lambda folder: f"--model.tokenizer_path {folder}", "no tokenizer.json or tokenizer.model is in it"),
@@ -171,7 +171,7 @@ def test_invalid_rank_environment_is_an_error(tmp_path: Path) -> None:
         }
         for environment, code, message in (
             ({"RANK": "a", "WORLD_SIZE": "2"}, 2, "RANK = 'a' in the environment is not a number: use torchrun"),
-            ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start by torchrun"),
+            ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start with torchrun"),
             (port_in_use, 74, "the ranks cannot meet: The server socket has failed to listen"),
         ):
             found = run_command("torchtrain.train", *options, environment=environment)

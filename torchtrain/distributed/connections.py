@@ -1,4 +1,4 @@
-"""Connections between ranks: the limit on open files, the network, gloo groups, and which ranks share a machine."""
+"""Connections between ranks: limit on open files, network interface, gloo groups, and ranks of the same machine."""
 
 import math
 import os
@@ -11,50 +11,54 @@ import torch.distributed as dist
 
 from torchtrain.errors import ConfigError
 
-GROUPS_OF_ALL_RANKS = 2  # in CPU memory: the side group (or, on CPUs, the default one), and that of checkpoints
+GROUPS_OF_ALL_RANKS = 2  # gloo groups of all ranks: that of small messages (on CPUs the default group), of checkpoints
 OTHER_FILES = 256  # data, checkpoints, logs, libraries
-ENOUGH_FILES = 10240  # for many sources, of which each may hold 256 files open; macOS allows no more
+ENOUGH_FILES = 10240  # for many data sources, each of which may open 256 files; the maximum of macOS
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raise the limit on open files to ``ENOUGH_FILES``, or to what connections to ``ranks`` need, if that is more.
+    """Raise the limit on open files of this process, so that it can connect to ``ranks`` ranks.
 
-    They need at worst, on the first rank, one connection to each rank for each of ``GROUPS_OF_ALL_RANKS``, and one for
-    the store where they meet (docs/cluster.md). Where the system allows less than that: ConfigError.
+    The new limit is ``ENOUGH_FILES``, or what the connections need, if that is more: on rank 0, which hosts the store
+    of the rendezvous, one connection to each rank for the store and for each of ``GROUPS_OF_ALL_RANKS`` groups
+    (docs/cluster.md).
+
+    Raises:
+        ConfigError: the hard limit is lower than what the connections need.
     """
     needed = OTHER_FILES + (GROUPS_OF_ALL_RANKS + 1) * ranks
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     wanted = min(max(needed, ENOUGH_FILES), hard)
-    problem = f"the system allows {hard}"
+    problem = f"the hard limit is {hard}"
     if soft < wanted and needed <= hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
             return
-        except (OSError, ValueError) as error:  # a sandbox, or a system with another limit
+        except (OSError, ValueError) as error:  # in a sandbox, or with another limit of the system
             problem = f"the limit of {soft} cannot be raised: {error}"
     if soft < needed:
         raise ConfigError(
-            f"{ranks} ranks may need {needed} open files and connections each, and {problem}; start fewer ranks, or "
-            f"raise that limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd)"
+            f"{ranks} ranks may need {needed} open files and connections each, but {problem}; start fewer ranks, or "
+            f"raise the limit on every node (ulimit -n {needed}, or LimitNOFILE of slurmd)"
         )
 
 
 def check_interface() -> None:
-    """ConfigError where ``GLOO_SOCKET_IFNAME`` names a network interface that this machine does not have."""
-    wanted, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    if not set(filter(None, wanted.split(","))) <= {*there}:
+    """Raise ConfigError if ``GLOO_SOCKET_IFNAME`` names a network interface that this machine does not have."""
+    wanted, available = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if not set(filter(None, wanted.split(","))) <= {*available}:
         raise ConfigError(
-            f"GLOO_SOCKET_IFNAME = {wanted!r} in the environment is no network interface of {socket.gethostname()}, "
-            f"which has {', '.join(there)}: set one of these, or unset it"
+            f"GLOO_SOCKET_IFNAME = {wanted!r} in the environment is not a network interface of {socket.gethostname()}, "
+            f"which has {', '.join(available)}: set one of these, or unset it"
         )
 
 
 def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks for what lies in CPU memory. Collective."""
+    """Create a gloo group of all ranks, for tensors in CPU memory. Collective."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    # Where gloo connects lazily, make all connections now: if a rank dies before one is made, others wait for ever
-    # (https://github.com/pytorch/gloo/issues/520).
+    # If gloo connects lazily, open all connections now: if a rank dies before a connection is opened, the other ranks
+    # wait indefinitely (https://github.com/pytorch/gloo/issues/520).
     flag = torch.zeros(1)
     dist.all_reduce(flag, group=group)
     dist.broadcast(flag, group=group, group_src=0)

@@ -1,10 +1,10 @@
-"""The device mesh of a run. Its axes, from the outermost to the innermost, whose ranks have the fastest links:
+"""The device mesh. Its dimensions, from the outermost to the innermost, whose ranks have the fastest links:
 
-pipeline    the model's layers, in stages
-replicate   rows of the batch; copies of the parameters (HSDP)
-shard       rows of the batch; FSDP shards parameters
-context     parts of each sequence; FSDP shards parameters over these ranks, too
-tensor      parts of each matrix
+pipeline    splits the layers into stages
+replicate   splits the batch; replicates the parameters (HSDP)
+shard       splits the batch; FSDP shards the parameters
+context     splits each sequence; FSDP shards the parameters over these ranks, too
+tensor      shards each weight matrix
 """
 
 import math
@@ -23,7 +23,7 @@ from torchtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Ranks along each axis, outermost first; their product is the world size."""
+    """Parallelism degrees: the size of each mesh dimension, outermost first. Their product is the world size."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -33,21 +33,25 @@ class ParallelDims:
 
     @property
     def batch(self) -> int:
-        """Data-parallel degree: number of parts that the global batch is divided into."""
+        """Data-parallel degree: the number of parts into which the global batch is split."""
         return self.replicate * self.shard
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks that FSDP splits a parameter over."""
+        """Number of ranks over which FSDP shards a parameter."""
         return self.shard * self.context
 
     def batch_rank(self, rank: int) -> int:
-        """Which part of the global batch is that of ``rank``."""
+        """Data-parallel rank of the global ``rank``: the index of its part of the global batch."""
         return rank // (self.context * self.tensor) % self.batch
 
 
 def resolve_parallel_dims(config: ParallelismConfig, world_size: int) -> ParallelDims:
-    """The degrees with -1 filled in; ConfigError where they do not multiply to ``world_size``."""
+    """The degrees in the config, with -1 replaced by a value.
+
+    Raises:
+        ConfigError: the product of the degrees is not ``world_size``.
+    """
     keys = {
         "pipeline_parallel_degree": config.pipeline_parallel_degree,
         "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
@@ -61,29 +65,37 @@ def resolve_parallel_dims(config: ParallelismConfig, world_size: int) -> Paralle
     if product != world_size:
         given = " x ".join(f"{key} = {degree}" for key, degree in keys.items() if degree != 1)
         raise ConfigError(
-            f"parallelism: the degrees must multiply to the number of ranks, {world_size}, and {given or 'all of 1'} "
-            f"make {product}; start {product} ranks, or set data_parallel_shard_degree = -1 (all that the others "
-            "leave) and others whose product divides the number of ranks"
+            f"parallelism: the product of the degrees must be the number of ranks, {world_size}, but the product of "
+            f"{given or 'all of 1'} is {product}; start {product} ranks, or set data_parallel_shard_degree = -1 (all "
+            "remaining ranks) and other degrees whose product divides the number of ranks"
         )
     return degrees
 
 
 class Mesh:
-    """The device mesh of all ranks, and parts of it."""
+    """The device mesh of all ranks and its submeshes.
+
+    Attributes:
+        degrees: the parallelism degrees.
+        world: all ranks, with all five dimensions.
+        batch: the ranks that hold different rows of the batch, in the order of the rows.
+        loss: the ranks over which the loss is summed.
+        fsdp: the mesh of ``fully_shard``: 1-D, or 2-D (replicate, shard) for HSDP.
+        hsdp: the same, always 2-D.
+        pipeline, context, tensor: the dimensions of these parallelisms.
+    """
 
     def __init__(self, device: torch.device, degrees: ParallelDims):
         self.degrees = degrees
         self.world = init_device_mesh(
             device.type, astuple(degrees), mesh_dim_names=tuple(field.name for field in fields(degrees))
         )
-        # All ranks that hold different rows of the batch, in the order of the rows.
         self.batch: DeviceMesh = self.world["replicate", "shard"]._flatten("batch")
-        # Where the loss is summed: ranks of a tensor-parallel group have the same losses, so that axis is left out.
+        # Without tensor: all ranks of a tensor-parallel group have the same loss.
         self.loss: DeviceMesh = self.world["pipeline", "replicate", "shard", "context"]._flatten("loss")
-        # A context group would hold the same parameters on each rank, so FSDP shards over it, too.
+        # Context-parallel ranks use the same parameters, so FSDP shards over them, too.
         shard = self.world["shard", "context"]._flatten("fsdp") if degrees.context > 1 else self.world["shard"]
         self.hsdp = DeviceMesh._concatenate([self.world["replicate"], shard])
-        # Where fully_shard works: 1-D, or (replicate, shard) for HSDP.
         self.fsdp = self.hsdp if degrees.replicate > 1 else shard
         self.pipeline = self.world["pipeline"]
         self.context = self.world["context"]
@@ -91,11 +103,11 @@ class Mesh:
 
     @cached_property
     def stage(self) -> DeviceMesh:
-        """All ranks of a pipeline stage, which share its parameters. Collective over all ranks when first asked for."""
+        """All ranks of a pipeline stage, which share its parameters. The first access is collective over all ranks."""
         return self.world["replicate", "shard", "context", "tensor"]._flatten("stage")
 
 
 def local(tensor: Any) -> Tensor:
-    """What this rank holds of ``tensor``, sharing its memory."""
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(held, "_tensor", held)  # within torchao's own kind of tensor, of weights that are gathered in float8
+    """The local shard of ``tensor``, or ``tensor`` itself if it is not a DTensor. Shares its memory."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(shard, "_tensor", shard)  # unwrap torchao's tensor subclass for weights all-gathered in float8

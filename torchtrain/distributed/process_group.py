@@ -1,4 +1,4 @@
-"""Process groups: the device of each rank, rendezvous and timeouts."""
+"""Process-group initialization: the device of each rank, rendezvous, and timeouts."""
 
 import os
 from collections.abc import Collection
@@ -16,24 +16,32 @@ from torchtrain.errors import ConfigError, StorageError
 from torchtrain.logging import logger
 from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
 
-LAST_BARRIER_SECONDS = 3600  # the first rank may still upload metrics while the others wait for it
-THREADS_OF_A_RANK = 32  # of a layout with several axes: three for each gloo group; the loader, saves, signals
-LEAVE_SECONDS = 60  # from the barrier at the end until all ranks have destroyed their groups
+LAST_BARRIER_SECONDS = 3600  # rank 0 may still upload metrics while the other ranks wait
+THREADS_PER_RANK = 32  # with several mesh dimensions: three per gloo group; data loader, saves, signals
+DESTROY_SECONDS = 60  # from the last barrier until all ranks have destroyed their groups
 
 
 def world_size() -> int:
-    """Number of ranks that torchrun started; 1 without it. ConfigError where something else started several."""
+    """Number of ranks that torchrun started; 1 without torchrun.
+
+    Raises:
+        ConfigError: another launcher started several processes, without RANK.
+    """
     require_ranks()
     return env_int("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    """This process among those that torchrun started; 0 without it."""
+    """Rank of this process; 0 without torchrun."""
     return env_int("RANK", 0)
 
 
 def env_int(variable: str, default: int) -> int:
-    """A number that torchrun sets in the environment, or ``default``; ConfigError where it is not a number."""
+    """The integer in an environment variable that torchrun sets, or ``default``.
+
+    Raises:
+        ConfigError: the variable is set, and not an integer.
+    """
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
         raise ConfigError(f"{variable} = {text!r} in the environment is not a number: use torchrun, or unset it")
@@ -41,10 +49,16 @@ def env_int(variable: str, default: int) -> int:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """This rank's device for ``job.device``; ConfigError where cuda is asked for and absent."""
+    """The device of this rank. ``wanted`` is ``job.device``.
+
+    Raises:
+        ConfigError: there is no GPU for cuda, or fewer GPUs than ranks on this machine.
+    """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ConfigError("job.device = 'cuda' needs a GPU that torch can use, and there is none; try 'auto' or 'cpu'")
+        raise ConfigError(
+            "job.device = 'cuda' needs a GPU that PyTorch can use, and there is none; set 'auto' or 'cpu'"
+        )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     local_rank = env_int("LOCAL_RANK", 0)
@@ -57,37 +71,44 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def init_process_group(device: torch.device, timeout_seconds: int) -> None:
-    """Join the other ranks, by torchrun's environment; alone without torchrun. Makes ``device`` the current one.
+    """Initialize the default process group: NCCL on GPUs, gloo on CPUs. Also sets the current CUDA device.
+
+    Rendezvous uses the environment variables of torchrun; without them the group has one rank.
+
+    Args:
+        device: the device of this rank.
+        timeout_seconds: timeout of the rendezvous and of collectives.
 
     Raises:
-        ConfigError: the limits on open files or threads are too low for all ranks; a variable of torchrun's is
-            missing; GLOO_SOCKET_IFNAME names no interface of this machine.
-        StorageError: the other ranks do not answer in time.
+        ConfigError: the limits on open files or threads are too low for the number of ranks; a variable of torchrun
+            is missing; GLOO_SOCKET_IFNAME does not name a network interface of this machine.
+        StorageError: rendezvous fails, for example because other ranks do not answer in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # NCCL alone: gloo beside it would connect all ranks of each group of the mesh, too. With the device NCCL
-        # connects at once, shares connections between groups, and knows the device of a barrier.
+        # Only NCCL, because a second backend would connect all ranks of each group of the mesh over gloo, too. With
+        # device_id NCCL connects immediately, shares connections between groups, and knows the device of a barrier.
         options |= {"backend": "nccl", "device_id": device}
-        # gloo then connects two ranks when they first exchange a message.
+        # The gloo groups of a GPU run connect two ranks when they first exchange a message.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    env_int("RANK", 0)  # an error where RANK is not a number, before torch reads it
+    env_int("RANK", 0)  # raises a ConfigError if RANK is not a number, before torch reads it
     raise_file_limit(world_size())
-    require_threads(THREADS_OF_A_RANK + torch.get_num_threads())
+    require_threads(THREADS_PER_RANK + torch.get_num_threads())
     check_interface()
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
             store, rank, size = next(rendezvous("env://", timeout=timeout))
         except ValueError as error:
-            raise ConfigError(f"{error}: start by torchrun, which sets it, or without RANK and WORLD_SIZE") from None
+            raise ConfigError(f"{error}: start with torchrun, which sets it, or unset RANK and WORLD_SIZE") from None
         except dist.DistError as error:
-            raise StorageError(f"the ranks cannot meet: {str(error).splitlines()[0]}") from None
+            raise StorageError(f"rendezvous failed: {str(error).splitlines()[0]}") from None
         store.set_timeout(timeout)
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun keeps one store through its restarts: without a prefix, a rank could find the address of a dead
-            # one there and wait for it. Nodes count restarts differently; for several, see torchtrain.launch.
+            # torchrun keeps the store when it restarts the ranks. Without a prefix, a rank could read the address of a
+            # dead rank from it, and wait for that. Only for one node, because nodes count restarts differently; for
+            # several nodes, see torchtrain.launch.
             store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     else:
@@ -95,10 +116,10 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy all groups when every rank is done with them. Collective; the last thing before the process ends.
+    """Destroy all process groups once every rank has finished using them. Collective; the last call before exit.
 
-    No rank closes a connection on which another one still waits, and rank 0, which may host the store, leaves last:
-    until they have destroyed their groups, other ranks may use the store (the watchdog threads of NCCL do).
+    No rank closes a connection on which another rank still waits. Rank 0, which may host the store, returns last,
+    because other ranks, such as NCCL's watchdog threads, may use the store until they have destroyed their groups.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -107,24 +128,24 @@ def destroy_process_group() -> None:
     try:
         dist.barrier()
         dist.destroy_process_group()
-        if store.add("ranks that have left", 1) == size:
-            store.set("all ranks have left", "")
+        if store.add("ranks done", 1) == size:
+            store.set("all ranks done", "")
         if rank == 0:
-            store.wait(["all ranks have left"], timedelta(seconds=LEAVE_SECONDS))
-    except RuntimeError as error:  # another rank has died, as its exit code says; the work of this one is complete
-        logger.warning("a rank ended before the others were ready to: %s", str(error).splitlines()[0])
+            store.wait(["all ranks done"], timedelta(seconds=DESTROY_SECONDS))
+    except RuntimeError as error:  # another rank has died, and its exit code says so; the work of this rank is complete
+        logger.warning("a rank exited before the other ranks had finished: %s", str(error).splitlines()[0])
 
 
 def gloo_group(device: torch.device, timeout_seconds: int) -> dist.ProcessGroup:
-    """A gloo group for small messages, used from the main thread alone; on CPUs the default group. Collective."""
+    """The gloo group for small messages, used only by the main thread; on CPUs the default group. Collective."""
     world = dist.group.WORLD
     assert world is not None
     return world if device.type == "cpu" else new_gloo_group(timedelta(seconds=timeout_seconds))
 
 
 def set_timeout(timeout_seconds: float, longer: Collection[dist.ProcessGroup] = ()) -> None:
-    """Set the time-out of collectives, except in the groups in ``longer``."""
-    # Ranks come here at different times: without the barrier, the first would already wait by the new time-out.
+    """Set the timeout of collectives in all groups but those in ``longer``, which keep their longer one. Collective."""
+    # Without the barrier, the first rank to get here would apply the new timeout while it waits for slower ranks.
     dist.barrier()
     for group in all_groups():
         if group not in longer:
@@ -132,6 +153,6 @@ def set_timeout(timeout_seconds: float, longer: Collection[dist.ProcessGroup] = 
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
-    """``dist.all_reduce``, skipped where ``group`` has one rank."""
+    """``dist.all_reduce``, in place; does nothing if ``group`` has one rank."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group)
