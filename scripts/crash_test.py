@@ -9,7 +9,7 @@ run and does one thing to it, in random order:
 - all damaged: no checkpoint is good;
 - stop in validation: SIGTERM to one rank while the ranks validate;
 - hung save: the disk of one rank does not answer any more, and the run is asked to stop;
-- generation: the file that says which incarnation saves cannot be read for a while;
+- generation: the file with the writer lease cannot be read for a while;
 - late listing: while a start waits for the list of checkpoints, a newer one is started and saves;
 - late commit: a newer start is removing what it takes for left behind when an older one, which hung, commits it;
 - changed data: a data file is another one, of the same size and time, when the run is started;
@@ -74,7 +74,7 @@ class Run(Protocol):
         ...
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds while the run goes on."""
+        """Wait until ``condition`` holds while the run continues."""
         ...
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None: ...
@@ -243,7 +243,7 @@ def all_damaged(trial: Trial) -> None:
         os.truncate(file, file.stat().st_size // 2)
     run = trial.start()
     expect(run, REFUSED)
-    assert "none of these is a good checkpoint" in run.output(), run.output()
+    assert "none of these is a valid checkpoint" in run.output(), run.output()
     shutil.rmtree(trial.checkpoints)
     aside.rename(trial.checkpoints)
 
@@ -317,7 +317,7 @@ def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
     assert trial.disk is not None
     trial.disk.heal()
     expect(older, REFUSED)
-    assert "now saves in" in older.output(), older.output()
+    assert "now saves to" in older.output(), older.output()
     before = trial.newest()
     newer.wait_for(lambda: trial.newest() > before + 2)
     assert not list(trial.checkpoints.glob("*.superseded*")), newer.output()
@@ -392,7 +392,7 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
-    """Number of tensors and of steps, all of which must be alike bitwise."""
+    """Number of tensors and of steps, all of which must be bitwise identical."""
     expect(undisturbed.start(steps), [0] * RANKS)
     ours, theirs = tensors(trial.folder, steps), tensors(undisturbed.folder, steps)
     assert ours.keys() == theirs.keys()
@@ -410,7 +410,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to make crash_test anew")
+    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to create crash_test again")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the ranks
     rng = random.Random(options.seed)

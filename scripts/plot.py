@@ -26,7 +26,7 @@ PANELS = (
     ("tokens_per_second", "Tokens per second and device"),
     ("memory_gib", "Peak memory (GiB)"),
 )
-# Okabe and Ito's colors: told apart by the color-blind, too.
+# Okabe and Ito's colors: also distinguishable for color-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 

@@ -6,7 +6,7 @@
 
 Trains on the sources of Python's standard library but for one file in 20, by a hash of its name: on these it validates.
 Each run that has ended is a line of results.jsonl in the output folder, and is not made again; one that was stopped
-goes on from its checkpoint. Parts need the ones before them: later ones take the best rate and decay found so far.
+continues from its checkpoint. Parts need the ones before them: later ones take the best rate and decay found so far.
 
     rates     AdamW and Muon, each over RATES, with decay 0.1
     decays    each at its best rate, over DECAYS

@@ -1,7 +1,7 @@
 """Published runs beside what the planner says of them, and the efficiencies of the planner's cost_model fitted to them.
 
     python scripts/validate_estimate.py            # the table of docs/estimate.md
-    python scripts/validate_estimate.py --fit      # fits anew, and prints what to write into planning/hardware.py
+    python scripts/validate_estimate.py --fit      # fits again, and prints what to write into planning/hardware.py
 
 Memory is not fitted. Where the trainers of these runs did otherwise than this one, a row says how, and this script does
 the same in their place: which matrix products of a block selective checkpointing kept, whether the loop held the
@@ -147,7 +147,7 @@ def config_of(row: Row) -> JobConfig:
 
 @dataclass(frozen=True)
 class Trace:
-    """What of a rehearsal is needed here; GiB."""
+    """The parts of a simulation that are needed here; GiB."""
 
     active: float
     reserved: float
@@ -200,11 +200,11 @@ def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Eff
     begin = torch.tensor([getattr(Efficiency(), key) for key in FITTED], dtype=torch.float64).log()
     identity = torch.eye(len(FITTED), dtype=torch.float64)
 
-    def solved(told: Tensor, slopes: Tensor, at: Tensor) -> Tensor:
+    def solved(measured: Tensor, slopes: Tensor, at: Tensor) -> Tensor:
         """The best were all as linear as ``at`` some logarithms: misses (rows,), derivatives (rows, efficiencies)."""
         found, free = at.clone(), list(range(len(FITTED)))
         while True:
-            a, missed = slopes[:, free], told + slopes @ (found - at)
+            a, missed = slopes[:, free], measured + slopes @ (found - at)
             pulled = a.T @ missed + PULL * (found - begin)[free]
             found[free] -= torch.linalg.solve(a.T @ a + PULL * identity[free][:, free], pulled)
             above = [i for i in free if found[i] > math.log(LIMIT) + 1e-9]
@@ -215,11 +215,11 @@ def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Eff
 
     best = begin
     for _ in range(3):
-        at, told = best, misses(traces, best)
-        slopes = torch.stack([(misses(traces, at + by * one) - told) / by for one in identity], dim=1)
-        best = solved(told, slopes, at)
+        at, measured = best, misses(traces, best)
+        slopes = torch.stack([(misses(traces, at + by * one) - measured) / by for one in identity], dim=1)
+        best = solved(measured, slopes, at)
     others = [[other for other in range(len(ROWS)) if other != row] for row in range(len(ROWS))]
-    return efficiency_of(best), [efficiency_of(solved(told[rows], slopes[rows], at)) for rows in others]
+    return efficiency_of(best), [efficiency_of(solved(measured[rows], slopes[rows], at)) for rows in others]
 
 
 def main() -> None:

@@ -203,7 +203,7 @@ def test_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path, h
             (tmp_path / f"checkpoint/step-{step}").rename(tmp_path / "checkpoint" / name)
     damage_all(tmp_path / "checkpoint", how)
     before = sorted((tmp_path / "checkpoint").iterdir())
-    with pytest.raises(CheckpointError, match=r"none of these is a good checkpoint.*take another job.dump_folder"):
+    with pytest.raises(CheckpointError, match=r"none of these is a valid checkpoint.*use another job.dump_folder"):
         Run(tmp_path)
     assert sorted((tmp_path / "checkpoint").iterdir()) == before
 
@@ -231,7 +231,7 @@ def test_repeated_starts_with_load_step_resume_from_their_own_checkpoints(
         run.manager.load(start)
         run.train(first, first + 1)
         assert saved_steps(tmp_path / "checkpoint")[-1] == first + 1
-    assert "checkpoint.load_step = 2: goes on from step 6" in caplog.text
+    assert "checkpoint.load_step = 2: resumes from step 6" in caplog.text
     (tmp_path / "checkpoint/step-2").rename(tmp_path / "gone")  # as keep_latest_k does
     assert Run(tmp_path, config_toml=WITH_LOAD_STEP_2, load_step=2).manager.start.step == 8
 
@@ -308,7 +308,7 @@ def test_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
     assert resumed.manager.resume() == 2
     assert_bitwise_equal(resumed.tensors(), saved)
     flip_bit(only_file(folder))
-    with pytest.raises(CheckpointError, match=r"none of these is a good checkpoint; .*__0_0.distcp does not have the"):
+    with pytest.raises(CheckpointError, match=r"none of these is a valid checkpoint; .*__0_0.distcp does not have the"):
         Run(tmp_path).manager.resume()
 
 
@@ -350,7 +350,7 @@ def test_only_the_newest_lease_holder_saves(tmp_path: Path) -> None:
     newer.train(3, 6)
     manifest = (tmp_path / "checkpoint/step-6" / MANIFEST).read_text()
     # The error is immediate: fewer saves have failed than max_failed_saves allows.
-    with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves in .* generation 1, stops"):
+    with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves to .* generation 1, stops"):
         older.train(3, 4)
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-[0-9]")) == ["step-2", "step-4", "step-6"]
     assert not list((tmp_path / "checkpoint").glob("*.superseded"))
@@ -363,7 +363,7 @@ def test_of_two_simultaneous_starts_the_older_keeps_the_checkpoint_of_the_newer(
     older = Run(tmp_path)
     (tmp_path / "checkpoint/generation.json").unlink()  # so that both acquire the same lease number
     newest = Run(tmp_path)
-    assert older.manager.claim.generation == newest.manager.claim.generation
+    assert older.manager.lease.generation == newest.manager.lease.generation
     retire = CheckpointManager._retire_newer_checkpoints
 
     def retire_late(manager: CheckpointManager, step: int) -> None:
@@ -570,7 +570,7 @@ def test_run_continues_after_failed_saves(
     assert saved_steps(tmp_path / "checkpoint") == [2]
     assert [message for name, level, message in caplog.record_tuples if name == logger.name and level == ERROR] == [
         f"{tmp_path}/checkpoint/step-{step} could not be written: OSError(28, 'No space left on device') (rank 0); "
-        "the last good checkpoint stays"
+        "the last valid checkpoint is kept"
         for step in (4, 6)
     ]
     run.train(7, 8)

@@ -66,7 +66,7 @@ def nan_in_step_4() -> Any:
 def test_save_that_is_due_at_a_nonfinite_step_is_made_after_the_rollback(tmp_path: Path) -> None:
     hook = partial(save_due_at, (1, 3), "0", nan_in_step_4)
     output = finish(tmp_path, *BY_TIME, "--faults.on_nonfinite", "rollback", ranks=1, hook=hook)
-    assert "went back to" in output
+    assert "rolled back to" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 3, 12]
 
 

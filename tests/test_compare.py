@@ -357,7 +357,7 @@ def test_curves_are_compared_when_the_config_does_not_fit_the_last_start(tmp_pat
         (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
     code, report = compare(a, b)
     assert code == 0, report
-    assert report["logged"]["alike"] is True
+    assert report["logged"]["match"] is True
     assert "options are the same" in report["config"]["lines"]
 
 
@@ -388,12 +388,12 @@ def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> No
     )
     code, report = compare(a, b)
     assert code == 1
-    assert report["config"]["alike"] is False
+    assert report["config"]["match"] is False
     assert report["config"]["lines"] == [
         "changes the run: optimizer.lr = 0.003 in A, 1.0 in B",
         "changes its speed alone: compile.enable = False in A, True in B",
     ]
-    assert report["computed"]["alike"] is None
+    assert report["computed"]["match"] is None
 
 
 def test_global_batch_size_that_depends_on_the_ranks_changes_the_run(tmp_path: Path) -> None:
@@ -439,15 +439,15 @@ def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None
     b = run(tmp_path / "b", *saving, "--parallelism.tensor_parallel_degree", "2", ranks=2)
     result = run_command("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "  step 3: alike, " in result.stdout
-    assert result.stdout.endswith("alike to rounding\n")
+    assert "  step 3: match, " in result.stdout
+    assert result.stdout.endswith("match to within rounding\n")
     assert not result.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     other = run(tmp_path / "other", *saving, "--optimizer.lr", "1e-3")
     code, report = compare(a, other)
     assert code == 1
-    assert report["saved"]["lines"][0] == "step 1: 21 tensors are not alike"
+    assert report["saved"]["lines"][0] == "step 1: 21 tensors do not match"
     assert report["saved"]["lines"][1].startswith("  tok_embeddings.weight: ")
     assert report["saved"]["found"][0]["tensors"][0] == "tok_embeddings.weight"
     assert report["computed"]["lines"][0].startswith("step 1, tok_embeddings.weight update: in B 3.333 times")
@@ -459,7 +459,7 @@ def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None
     code, report = compare(a, b)
     assert "step 3: " in report["saved"]["lines"][0]
     assert "its manifest says" in report["saved"]["lines"][0]
-    assert report["saved"]["lines"][1].startswith("step 2: alike")
+    assert report["saved"]["lines"][1].startswith("step 2: match")
     first, second, third = report["computed"]["lines"]
     assert first.startswith(f"step 1: {b / 'fingerprints/step-1' / FILE} is missing or damaged (")
     assert second.startswith(f"step 2: {b / 'fingerprints/step-2' / FILE} is missing or damaged (")
@@ -487,7 +487,7 @@ def test_weights_at_the_end_of_the_decay_are_within_rounding(tmp_path: Path) -> 
     a = run(tmp_path / "a", *options)
     code, report = compare(a, run(tmp_path / "b", *options, "--training.local_batch_size", "4"))
     assert code == 0, report
-    assert report["saved"]["lines"] == ["step 3: alike, 21 tensors to within rounding, the others bitwise"]
+    assert report["saved"]["lines"] == ["step 3: match, 21 tensors to within rounding, the others bitwise"]
 
 
 def test_incomplete_fingerprint_file_is_damaged(gloo: GlooPool, tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ def test_comparison_with_transformers_of_an_incomplete_batch(tmp_path: Path) -> 
     checked_command("torchtrain.convert", str(a), str(tmp_path / "hf"), "--dtype", "float32")
     found = run_command("torchtrain.compare", str(a), "--against", str(tmp_path / "hf"))
     assert found.returncode == 0, found.stderr
-    assert found.stdout.endswith("alike to rounding\n")
+    assert found.stdout.endswith("match to within rounding\n")
 
 
 def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:

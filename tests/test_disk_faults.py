@@ -76,9 +76,9 @@ def test_run_with_only_damaged_checkpoints_does_not_start_over(copied: Path) -> 
         os.truncate(file, 100)
     for _ in range(2):  # the second start must find the same files as the first
         output = run_ends_with(2, copied, "--training.steps", "10")
-        assert "none of these is a good checkpoint" in output
+        assert "none of these is a valid checkpoint" in output
         assert "step-8/__0_0.distcp has 100 bytes" in output
-        assert "take another job.dump_folder" in output
+        assert "use another job.dump_folder" in output
     assert checkpoint_names(copied) == before
 
 
@@ -188,7 +188,7 @@ def test_file_system_error_at_start_is_reported_as_such(
 ) -> None:
     disk.fail(operation, tmp_path / path, error)
     output = run_ends_with(74, tmp_path / "log", "--job.dump_folder", str(tmp_path / "away/run"))
-    assert f"{message}: {os.strerror(error)}. Start again when the file system answers" in output
+    assert f"{message}: {os.strerror(error)}. Start again when the file system responds" in output
 
 
 @pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
@@ -266,7 +266,7 @@ def test_no_checkpoint_is_renamed_if_none_can_be_loaded(copied: Path, load_step:
     for _ in range(2):
         output = run_ends_with(2, copied, "--training.steps", "10", "--checkpoint.load_step", str(load_step))
         message = (
-            "none of these is a good checkpoint" if load_step == -1 else "checkpoint.load_step = 4 cannot be loaded"
+            "none of these is a valid checkpoint" if load_step == -1 else "checkpoint.load_step = 4 cannot be loaded"
         )
         assert message in output
         assert "__0_0.distcp does not have the hash that its manifest names" in output
@@ -481,7 +481,10 @@ def test_failed_saves_leave_no_files_and_a_start_removes_leftovers(disk: DiskFau
     os.utime(old_lease, (0, 0))
     disk.fail("create", f"{copied}/checkpoint/generation.json*", errno.ENOSPC)
     output = run_ends_with(2, copied, *options)
-    assert "generation.json cannot be written (No space left on device), and so no checkpoint: make room" in output
+    assert (
+        "generation.json cannot be written (No space left on device), so no checkpoint can be saved: free disk space"
+        in output
+    )
     assert checkpoint_names(copied) == before
 
 
@@ -505,7 +508,7 @@ def test_hanging_save_is_reported_and_a_stop_ends_the_wait(disk: DiskFaults, tmp
     run.kill(number=signal.SIGTERM)
     assert run.wait() == [75, 75], run.output()
     assert "asked to stop, and the save of step 4 " in run.output()  # the save does not end, or another rank has ended
-    assert "it is given up; the last good checkpoint stays" in run.output()
+    assert "it is aborted; the last valid checkpoint is kept" in run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2]
     disk.heal()
     assert "resumed from" in finish(tmp_path)
@@ -526,7 +529,7 @@ def test_unreadable_lease_does_not_supersede_the_run(disk: DiskFaults, copied: P
     finally:
         run.end()
     assert "generation.json cannot be read: Input/output error" in run.output()
-    assert "now saves in" not in run.output()
+    assert "now saves to" not in run.output()
     assert saved_steps(copied / "checkpoint")[-1] == 14
     finish(finished.parent / "longer", "--training.steps", "14", ranks=1)
     assert same_tensors(saved_tensors(copied, 14), saved_tensors(finished.parent / "longer", 14))
@@ -547,7 +550,7 @@ def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     finish(tmp_path / "run", *options, "4", ranks=1)
     data.write_text("".join(documents[:100]))
     error = run_ends_with(2, tmp_path / "run", *options, "6")
-    assert "resuming would not go on with the same run: data.path = '1 file(s) of " in error
+    assert "resuming would not continue the same run: data.path = '1 file(s) of " in error
     assert "checkpoint.allow_changes = ['data.path']" in error
     data.write_text("".join(documents))  # the same content with another modification time
     assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
@@ -606,7 +609,7 @@ def test_changed_tokenizer_of_the_same_name_is_detected(tmp_path: Path) -> None:
     library.normalizer = normalizers.Lowercase()
     library.save(str(tokenizer))
     error = run_ends_with(2, tmp_path / "run", *options, "6")
-    assert "would not go on with the same run: model.tokenizer_path = 'SHA-256 " in error
+    assert "would not continue the same run: model.tokenizer_path = 'SHA-256 " in error
     allowed = finish(tmp_path / "run", *options, "6", "--checkpoint.allow_changes", "model.tokenizer_path", ranks=1)
     assert "resumed from" in allowed
 

@@ -513,7 +513,7 @@ def nan_in_the_last_step() -> Any:
 
 def test_rollback_does_not_load_the_bad_step(tmp_path: Path) -> None:
     output = finish(tmp_path, "--faults.on_nonfinite", "rollback", hook=nan_in_step_6)  # step 6 is to be saved
-    assert f"went back to {tmp_path}/checkpoint/step-4" in output
+    assert f"rolled back to {tmp_path}/checkpoint/step-4" in output
     assert saved_tensors(tmp_path, 6)["optimizer.norm.weight.step"].item() == 6
 
 
@@ -558,7 +558,7 @@ def test_run_with_a_bad_last_step_is_not_complete(tmp_path: Path) -> None:
     assert stopped.wait() == [2, 2]
     assert saved_steps(tmp_path / "stop/checkpoint")[-1] == STEPS - 2
     output = finish(tmp_path / "back", "--faults.on_nonfinite", "rollback", hook=nan_in_the_last_step)
-    assert f"went back to {tmp_path}/back/checkpoint/step-{STEPS - 2}" in output
+    assert f"rolled back to {tmp_path}/back/checkpoint/step-{STEPS - 2}" in output
     assert saved_tensors(tmp_path / "back", STEPS)["optimizer.norm.weight.step"].item() == STEPS
 
 

@@ -640,7 +640,7 @@ def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> 
     disk.heal()
     disk.fail("write", f"{output}/shard-00003*", errno.ENOSPC)
     assert f"{output} cannot be written: No space left on device. Make room" in run(2)
-    assert "the same command goes on from there" in run(2)
+    assert "the same command continues from there" in run(2)
     disk.heal()
     run(0)
     write_prepared(tmp_path / "uninterrupted", file)

@@ -135,7 +135,7 @@ def test_same_data_in_another_folder_are_a_harmless_change() -> None:
     assert check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "1 file"}) == [
         "config differs from the checkpoint's (harmless): data.path = '/elsewhere/a' (checkpoint: 'a')"
     ]
-    with pytest.raises(CheckpointError, match="would not go on with the same run"):
+    with pytest.raises(CheckpointError, match="would not continue the same run"):
         check_resume_compatibility(before, now, (), {"data.path": "1 file"}, {"data.path": "2 files"})
     key = "model.tokenizer_path"
     same = {"data.name": "1 file"}

@@ -143,7 +143,7 @@ def test_newer_process_takes_over_at_any_operation_of_a_save(tmp_path: Path, opt
 @contextmanager
 def paused_after_check(run: Run, number: int, resume_older: threading.Event, paused: threading.Event) -> Iterator[None]:
     """Make ``run`` wait for ``resume_older`` after check ``number`` of its lease, before the next operation."""
-    check, counts = run.manager._check_claim, iter(range(1000))
+    check, counts = run.manager._check_lease, iter(range(1000))
 
     def checked() -> None:
         check()
@@ -151,9 +151,9 @@ def paused_after_check(run: Run, number: int, resume_older: threading.Event, pau
             paused.set()
             assert resume_older.wait(60)
 
-    run.manager._check_claim = checked  # type: ignore[method-assign]
+    run.manager._check_lease = checked  # type: ignore[method-assign]
     yield
-    run.manager._check_claim = check  # type: ignore[method-assign]
+    run.manager._check_lease = check  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("check", range(5))

@@ -94,7 +94,9 @@ def run_command(run: Callable[[], int]) -> int:
         name = "the working folder, or the one of TMPDIR," if no_folder else error.filename or "the output"
         message = f"{name} cannot be {what}: {error.strerror}"
         is_transient = error.errno in TRANSIENT_ERRNOS
-        reported = StorageError(f"{message}. Start again when it answers") if is_transient else TorchtrainError(message)
+        reported = (
+            StorageError(f"{message}. Start again when it responds") if is_transient else TorchtrainError(message)
+        )
         _log_once(reported, only_this_rank=True)
         return reported.exit_code
     finally:

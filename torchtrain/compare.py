@@ -1,6 +1,6 @@
 """Why two runs differ: ``python -m torchtrain.compare RUN_A RUN_B``. It names the first tensor that does.
 
-Exit code 0: alike, to rounding at least; 1: they differ; 2: there is nothing to compare. See docs/compare.md.
+Exit code 0: they match, at least to within rounding; 1: they differ; 2: there is nothing to compare (docs/compare.md).
 """
 
 import json
@@ -58,24 +58,24 @@ def main(argv: Sequence[str]) -> int:
     report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
     if dist.is_initialized():
         dist.destroy_process_group()
-    alike = all(answer["alike"] is not False for answer in report.values())
-    if alike and not any(answer["alike"] for title, answer in report.items() if title != "config"):
+    match = all(answer["match"] is not False for answer in report.values())
+    if match and not any(answer["match"] for title, answer in report.items() if title != "config"):
         raise ConfigError(
             "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
             "written fingerprints of (--debug.fingerprint_steps 1 2)"
         )
     if options.json:
         # JSON has no infinity: null.
-        finite = json.loads(json.dumps({"alike": alike, **report}), parse_constant=lambda _: None)
+        finite = json.loads(json.dumps({"match": match, **report}), parse_constant=lambda _: None)
         text = json.dumps(finite, indent=1)
     else:
         text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
-        text += "alike to rounding" if alike else "they differ"
+        text += "match to within rounding" if match else "they differ"
     sys.stdout.write(f"{text}\n")
     if options.picture:
         with writing(options.picture, "--picture"):
             draw(runs, options.picture)
-    return int(not alike)
+    return int(not match)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
         require_local(path, "--output_path")
         folder = Path(path).parent if path.endswith(".json") else Path(path)
         require_folder(folder, f"--output_path = {path!r}")
-    told = BufferingHandler(sys.maxsize)
+    buffered = BufferingHandler(sys.maxsize)
     tracker = logging.getLogger(EvaluationTracker.__module__)
     tracker.setLevel(logging.INFO)  # whatever is to be shown
-    tracker.addHandler(told)
+    tracker.addHandler(buffered)
     try:
         cli_evaluate()
     except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         ) from None
     if dist.is_initialized():
         destroy_process_group()
-    messages = [record.getMessage() for record in told.buffer]
+    messages = [record.getMessage() for record in buffered.buffer]
     for i, message in enumerate(messages):
         if message.startswith("Could not save"):  # the harness only logs this, and then the error
             raise TorchtrainError(f"{': '.join(messages[i : i + 2])}; make room, or name another --output_path")

@@ -166,7 +166,7 @@ def require_folder(folder: Path, given: str) -> None:
             why = dangling(Path(error.filename)) or why
         problem = f"{given} cannot be used: {why}"
         if error.errno in TRANSIENT_ERRNOS:
-            raise StorageError(f"{problem}. Start again when the file system answers") from error
+            raise StorageError(f"{problem}. Start again when the file system responds") from error
         if error.errno not in NO_SPACE:  # a full disk is accepted: a run may free space by deleting old checkpoints
             raise ConfigError(f"{problem}; name another folder") from error
 

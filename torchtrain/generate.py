@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         use_underscores=True,
         console_outputs=is_first,
     )
-    # Here and not above: --help and a refused option need no torch.
+    # Here and not above: --help and an invalid option need no torch.
     from torchtrain.distributed.process_group import destroy_process_group
     from torchtrain.inference.generation import Sampling
     from torchtrain.inference.trained_model import load_model

@@ -25,13 +25,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         return run(config)
     except KeyboardInterrupt:
-        logger.info("the same command goes on from here")
+        logger.info("the same command continues from here")
         raise
 
 
 def run(config: JobConfig) -> int:
     """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
-    # Here and not above: --help and a refused option need no datasets.
+    # Here and not above: --help and an invalid option need no datasets.
     from torchtrain.datasets.prepared import verify
     from torchtrain.datasets.tokenize_dataset import prepare
 

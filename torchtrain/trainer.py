@@ -163,7 +163,7 @@ class Trainer:
             start_step=self.start_step,
             last_step=config.training.steps,
             config_toml=config_toml,
-            run=self.checkpointer.claim.run,
+            run=self.checkpointer.lease.run,
         )
         self.watchdog = Watchdog(
             folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
@@ -278,7 +278,7 @@ class Trainer:
         if rank() == 0:
             folder = Path(self.config.job.dump_folder)
             with BestEffort("renaming files of another run"):
-                set_aside_other_run(folder, self.checkpointer.claim.run, resumed=self.step > 0)
+                set_aside_other_run(folder, self.checkpointer.lease.run, resumed=self.step > 0)
             with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
                 file.write(to_toml(self.config).encode())
 

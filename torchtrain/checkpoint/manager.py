@@ -96,7 +96,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     stop: Stop | None = None  # None: the run is never asked to stop
 
     def __post_init__(self) -> None:
-        self.group, self.claim = self.start.group, self.start.claim
+        self.group, self.lease = self.start.group, self.start.lease
         self.rank = dist.get_rank()
         self.clock = SaveClock(self.config.interval_minutes if self.config.enable else 0)
         self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
@@ -130,10 +130,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 check_resume(history, step, config, self.config_toml, self.start.data)
             self.load(step)
 
-        step, damaged = history.first_good(self.start.candidates, use)
+        step, damaged = history.latest_valid(self.start.candidates, use)
         if step is None:
             history.require_none(config.load_step, damaged)
-        self._set_aside(history, damaged)
+        self._quarantine(history, damaged)
         return step
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
@@ -148,16 +148,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._wait_for_deletion()  # it could delete the checkpoint that is loaded here
         history = self._history()
         steps = [s for s in history.candidates() if s < bad_step and (s <= self._resumed_from or s in self._saved)]
-        step, damaged = history.first_good(steps, lambda step: self.load(step, only))
+        step, damaged = history.latest_valid(steps, lambda step: self.load(step, only))
         if step is not None:
-            self._set_aside(history, damaged)
+            self._quarantine(history, damaged)
         return step
 
     def _history(self) -> History:
-        return History(self.folder, self.group, self.claim.run)
+        return History(self.folder, self.group, self.lease.run)
 
-    def _set_aside(self, history: History, damaged: Mapping[int, str]) -> None:
-        history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_claim)
+    def _quarantine(self, history: History, damaged: Mapping[int, str]) -> None:
+        history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_lease)
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Load the checkpoint of ``step`` into the states: those named in ``only``, or all if ``only`` is empty.
@@ -174,7 +174,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         # After a partial load, the state at this step differs from its checkpoint, so that it must be saved again.
         self._newest = -1 if only else step
         self._resumed_from = step
-        logger.info(f"{'went back to' if only else 'resumed from'} {folder}")
+        logger.info(f"{'rolled back to' if only else 'resumed from'} {folder}")
 
     # Saving
 
@@ -216,8 +216,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._writer = VerifiedWriter(
             folder,
             self.config_toml,
-            partial=folder.with_name(f"{folder.name}.{self.claim.id}{PARTIAL_SUFFIX}"),
-            manifest=Manifest(step, self.claim.run, self.start.data),
+            partial=folder.with_name(f"{folder.name}.{self.lease.id}{PARTIAL_SUFFIX}"),
+            manifest=Manifest(step, self.lease.run, self.start.data),
             commit=partial(self._commit, step),
         )
         save = partial(save_tensors, tensors, staged.__getitem__, self._writer, self._writer.folder, self.group)
@@ -240,7 +240,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         began = time.monotonic()
         while not futures.wait([self._pending], timeout=POLL_SECONDS).done:
             if not self._may_wait(began):
-                raise self._given_up(f"does not end ({self.status()})")
+                raise self._aborted(f"does not end ({self.status()})")
         pending, self._pending = self._pending, None
         try:
             pending.result()
@@ -248,7 +248,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._failed_in_a_row = 0
         except RuntimeError as error:
             if self.stop is not None and self.stop.pending:
-                raise self._given_up("failed, since another rank has left") from error
+                raise self._aborted("failed, since another rank has left") from error
             raise
         except CheckpointError as error:
             self._failed_in_a_row += 1
@@ -264,9 +264,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def _may_wait(self, began: float) -> bool:
         return self.stop is None or self.stop.may_wait(began)
 
-    def _given_up(self, why: str) -> StoppedError:
+    def _aborted(self, why: str) -> StoppedError:
         return StoppedError(
-            f"asked to stop, and the save of step {self._newest} {why}: it is given up; the last good checkpoint stays"
+            f"asked to stop, and the save of step {self._newest} {why}: it is aborted; the last valid checkpoint is "
+            "kept"
         )
 
     def status(self) -> str:
@@ -289,7 +290,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 self.clock.start()
         except Exception as error:
             if isinstance(error, CheckpointError) and not isinstance(error, SupersededError) and self.rank == 0:
-                logger.error(f"{error}; the last good checkpoint stays")
+                logger.error(f"{error}; the last valid checkpoint is kept")
             done.set_exception(error)
             return
         if self.rank == 0:
@@ -299,8 +300,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
             self._delete_old()
 
-    def _check_claim(self) -> None:
-        self.claim.check(self.folder)
+    def _check_lease(self) -> None:
+        self.lease.check(self.folder)
 
     def _commit(self, step: int, rename: Callable[[], None]) -> None:
         """Commit the checkpoint of ``step``: call ``rename``, which gives the folder its final name.
@@ -312,7 +313,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         folder = step_folder(self.folder, step)
         try:
             self._retire_newer_checkpoints(step)
-            self._check_claim()
+            self._check_lease()
             self._own.add(step)
             rename()
         except BaseException:
@@ -331,25 +332,28 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         moved aside, and ``_commit`` restores its name if the new one cannot be committed: it may be the only one.
         """
         self._replaced = None
-        self._check_claim()
+        self._check_lease()
         for later in saved_steps(self.folder):
             if later < step and (later <= self._resumed_from or later in self._saved):
                 continue
             folder = step_folder(self.folder, later)
             if later in self._own:
-                moving = withdraw(folder, self._check_claim)
+                moving = withdraw(folder, self._check_lease)
                 if later == step:
                     self._replaced = moving
                 else:
                     self._log_superseded(later, quarantine(moving, folder, "superseded"))
             elif later == step:
-                self._check_claim()  # a newer start may have saved it
+                self._check_lease()  # a newer start may have saved it
                 raise CheckpointError(
                     f"{folder} has appeared since this run was started, which has not saved it: move it away"
                 )
 
     def _log_superseded(self, step: int, aside: Path) -> None:
-        logger.info(f"checkpoint of step {step} is of a path that the run has left: it is now {aside.name}")
+        logger.info(
+            f"the checkpoint of step {step} was superseded by a rollback or an earlier resume: it is renamed "
+            f"to {aside.name}"
+        )
 
     def _delete_old(self) -> None:
         if not self.config.keep_latest_k:
@@ -360,7 +364,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             for step in complete[: -self.config.keep_latest_k]:
                 folder = step_folder(self.folder, step)
                 # Rename before deleting, so that a folder with its final name is always complete.
-                discard(withdraw(folder, self._check_claim), folder)
+                discard(withdraw(folder, self._check_lease), folder)
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 

@@ -98,7 +98,7 @@ class History:
             try:
                 options = options_in(read_config(step_folder(self.folder, step)))
             except DamagedError:
-                return True  # first_good will detect the damage
+                return True  # latest_valid will detect the damage
             return bool(options.get("checkpoint.load_step") == load_step)
 
         def find() -> list[int]:
@@ -111,7 +111,7 @@ class History:
 
         return broadcast_from_rank0(find, self.group)
 
-    def first_good(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
+    def latest_valid(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
         """Find the first of ``steps`` whose checkpoint is valid: neither ``check`` nor ``use`` raises DamagedError.
 
         ``use`` is collective, and raises DamagedError on all ranks or on none.
@@ -151,8 +151,8 @@ class History:
             return
         why = f"; {damaged[max(damaged)]}" if damaged else ""
         raise CheckpointError(
-            f"{self.folder} holds {', '.join(names)}, and none of these is a good checkpoint{why}. A new run does not "
-            "begin over them: repair one, or take another job.dump_folder (or remove them, to begin anew here)"
+            f"{self.folder} contains {', '.join(names)}, and none of these is a valid checkpoint{why}. A new run does "
+            "not replace them: repair one, use another job.dump_folder, or remove them to start a new run here"
         )
 
     def check(self, step: int) -> None:
@@ -205,7 +205,7 @@ class ResumePoint:
     """Step of the newest complete checkpoint; None for a new run. Its tensors are verified only when it is loaded."""
     candidates: Sequence[int] = ()
     """Steps to try to load, best first: if one is damaged, the next is loaded."""
-    claim: WriterLease = field(default_factory=WriterLease)
+    lease: WriterLease = field(default_factory=WriterLease)
     """The writer lease; without checkpoints, a lease that no process holds, with a new id of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer, by option name."""
@@ -234,7 +234,7 @@ def find_resume_point(
     """
     group = new_gloo_group(GROUP_TIMEOUT)
     if not config.enable:
-        return ResumePoint(group, claim=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
+        return ResumePoint(group, lease=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
     identity = broadcast_from_rank0(data, group)
     broadcast_from_rank0(lambda: restore(folder), group)
 
@@ -242,7 +242,7 @@ def find_resume_point(
         """The candidates to resume from, best first; the first complete one, and the id of its run."""
         history = History(folder, group, broadcast_from_rank0(lambda: read_lease(folder).run, group))
         candidates = history.candidates(config.load_step)
-        step, damaged = history.first_good(
+        step, damaged = history.latest_valid(
             candidates, lambda step: check_resume(history, step, config, config_toml, identity)
         )
         if step is None:
@@ -251,7 +251,7 @@ def find_resume_point(
         found = step_folder(folder, step)
         return candidates, step, broadcast_from_rank0(lambda: read_manifest(found).run, group)
 
-    def choose_before_claim() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
+    def choose_before_lease() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
         """The ``versions`` of the checkpoints and the result of ``choose``.
 
         Retries if the checkpoints change meanwhile: another start that still saves here may delete the ones being read.
@@ -266,17 +266,17 @@ def find_resume_point(
         raise AssertionError
 
     # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
-    before, candidates, step, run = choose_before_claim()
-    claim = broadcast_from_rank0(lambda: WriterLease.take(folder, run), group)
+    before, candidates, step, run = choose_before_lease()
+    lease = broadcast_from_rank0(lambda: WriterLease.take(folder, run), group)
     there = broadcast_from_rank0(lambda: versions(folder), group)
     if there != before:
         candidates, step, _ = choose()
     if config.load_step not in (-1, step):
         logger.info(
-            f"checkpoint.load_step = {config.load_step}: goes on from step {step}, which a run with this load_step has "
+            f"checkpoint.load_step = {config.load_step}: resumes from step {step}, which a run with this load_step has "
             f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
         )
-    return ResumePoint(group, step, candidates, claim, identity, tuple(there))
+    return ResumePoint(group, step, candidates, lease, identity, tuple(there))
 
 
 def check_resume(

@@ -94,7 +94,7 @@ def options_in(text: str) -> dict[str, Any]:
         source.pop("revision", None)  # as data.revision
     total = options.setdefault(TOTAL_STEPS, options["training.steps"])
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
-        del options[TOTAL_STEPS]  # after the warm-up, which is whole, nothing depends on it
+        del options[TOTAL_STEPS]  # it has no effect after the warm-up if the rate is then constant
     return options
 
 
@@ -128,22 +128,22 @@ def check_resume_compatibility(
             "start a new run in another job.dump_folder (from these weights: checkpoint.initial_load_path)"
         )
     allowed = list(allow_changes)
-    refused = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
-    if refused:
-        keys = list(dict.fromkeys(difference.key for difference in refused))
+    rejected = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
+    if rejected:
+        keys = list(dict.fromkeys(difference.key for difference in rejected))
         allow = f"checkpoint.allow_changes = {allowed + keys}"
         # The user has changed training.steps, and may never have heard of lr_scheduler.total_steps.
         extended = TOTAL_STEPS in keys and TOTAL_STEPS not in flat(tomli.loads(current_toml))
-        others = [difference for difference in refused if not (extended and difference.key == TOTAL_STEPS)]
-        told = []
+        others = [difference for difference in rejected if not (extended and difference.key == TOTAL_STEPS)]
+        messages = []
         if others:
-            told.append(
+            messages.append(
                 f"{_joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
                 f"the config: {allow}"
             )
         if extended:
-            told.append(_another_length(saved_toml, current_toml, allow))
-        raise CheckpointError(f"resuming would not go on with the same run: {'. Also, '.join(told)}")
+            messages.append(_another_length(saved_toml, current_toml, allow))
+        raise CheckpointError(f"resuming would not continue the same run: {'. Also, '.join(messages)}")
     return [
         f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]
     ]

@@ -109,7 +109,7 @@ class TensorSavePlanner(DefaultSavePlanner):
 
 
 class CompleteLoadPlanner(DefaultLoadPlanner):
-    """Plans the load of a flat dict of tensors, and refuses a plan that leaves out an element."""
+    """Plans the load of a flat dict of tensors, and rejects a plan that does not load every element."""
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         planned: Counter[str] = Counter()  # elements
@@ -201,7 +201,7 @@ def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
 
 
 class LoaderState(Stateful):
-    """The loader's place as a tensor sharded by rows of the batch: another number of ranks deals it out anew."""
+    """The data loader's state as a tensor sharded by rows of the batch, so that any number of ranks can load it."""
 
     def __init__(self, loader: DataLoader, mesh: Mesh):
         self.loader = loader

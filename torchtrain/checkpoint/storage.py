@@ -143,7 +143,7 @@ class WriterLease:
             StorageError: the file system fails.
         """
         before = read_lease(folder)
-        claim = cls(
+        lease = cls(
             before.generation + 1,
             uuid.uuid4().hex,
             run or before.run or uuid.uuid4().hex,
@@ -152,14 +152,14 @@ class WriterLease:
             time.strftime("%Y-%m-%d %H:%M:%S"),
         )
         try:
-            claim._write(folder)
+            lease._write(folder)
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in NO_SPACE:
                 raise
             _remove_left_overs(folder, lambda: None)  # leftovers may be filling the disk
-            claim._write(folder)
-        _remove_left_overs(folder, lambda: claim.check(folder))
-        return claim
+            lease._write(folder)
+        _remove_left_overs(folder, lambda: lease.check(folder))
+        return lease
 
     def check(self, folder: Path) -> None:
         """Check that this start still holds the lease.
@@ -174,8 +174,8 @@ class WriterLease:
         elif newest.id != self.id:
             raise SupersededError(
                 f"generation {newest.generation} of this run, on {newest.host} (process {newest.process}) since "
-                f"{newest.since}, now saves in {folder}; this one, generation {self.generation}, stops. To train "
-                "beside it, take another job.dump_folder"
+                f"{newest.since}, now saves to {folder}; this one, generation {self.generation}, stops. To train "
+                "at the same time, use another job.dump_folder"
             )
 
     def _write(self, folder: Path) -> None:
@@ -188,11 +188,11 @@ class WriterLease:
             # The temporary file is missing if another start has removed it as a leftover.
             if error.errno in TRANSIENT_ERRNOS or isinstance(error, FileNotFoundError):
                 raise StorageError(
-                    f"{file} cannot be written: {error.strerror}. Start again when the file system answers"
+                    f"{file} cannot be written: {error.strerror}. Start again when the file system responds"
                 ) from error
             raise CheckpointError(
-                f"{file} cannot be written ({error.strerror}), and so no checkpoint: make room or let this "
-                "user write there, or take another job.dump_folder"
+                f"{file} cannot be written ({error.strerror}), so no checkpoint can be saved: free disk space, allow "
+                "this user to write there, or use another job.dump_folder"
             ) from error
 
 
@@ -215,7 +215,7 @@ def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
                 if error.errno in TRANSIENT_ERRNOS:
                     raise StorageError(
                         f"{path}, which an earlier start has left, cannot be renamed: {error.strerror}. Start again "
-                        "when the file system answers"
+                        "when the file system responds"
                     ) from error
                 logger.warning(f"{path}, which an earlier start has left, cannot be removed: {error.strerror}")
         elif name.startswith(f"{LEASE_FILE}."):
@@ -227,7 +227,7 @@ def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
 def read_lease(folder: Path) -> WriterLease:
     """Read the current lease of ``folder``; an empty lease if the file is missing or has another content."""
     try:
-        claim = WriterLease(**json.loads(read_file(folder / LEASE_FILE)))
+        lease = WriterLease(**json.loads(read_file(folder / LEASE_FILE)))
     except (*MISSING, ValueError, TypeError):
         return WriterLease()
-    return claim if isinstance(claim.generation, int) else WriterLease()
+    return lease if isinstance(lease.generation, int) else WriterLease()

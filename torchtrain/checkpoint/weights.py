@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Path:
         if steps := saved_steps(folder):
             return step_folder(folder, steps[-1])
     if STEP.match(path.name):
-        return path  # what it lacks is told when it is read
+        return path  # missing files are reported when it is read
     what = "has no checkpoint" if path.exists() else "does not exist"
     if (path / CONFIG).is_file():
         what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
@@ -89,7 +89,7 @@ def find_weights(path: Path) -> Path:
 def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, weights: str = "trained") -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
-    Layouts and dtypes need not be alike. That they are of the same model is not looked at: ``check_same_shape`` does.
+    Layouts and dtypes may differ. Whether the weights are of the same architecture is checked by ``check_same_shape``.
     ``weights``: see ``STATES``.
 
     Raises:

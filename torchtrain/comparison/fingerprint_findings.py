@@ -73,7 +73,7 @@ def together(parts: Sequence[Fingerprint], note: str = "") -> Fingerprint:
 
 
 def whole(parts: Mapping[int, tuple[Box, Fingerprint]]) -> Fingerprint:
-    """The tensor that the ``parts`` of these ranks make. What several ranks hold alike counts once."""
+    """The tensor that the ``parts`` of these ranks make. Replicas count once."""
     first: dict[str, int] = {}  # rank with this box
     note = ""
     for rank, (box, part) in parts.items():
@@ -99,7 +99,7 @@ def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
     x, y = a.numbers, b.numbers
     if a.shape != b.shape:
         return math.inf
-    same = (x == y) | (np.isnan(x) & np.isnan(y))  # NaN in both is alike
+    same = (x == y) | (np.isnan(x) & np.isnan(y))  # NaN in both is equal
     if same.all() or not (x[1] or y[1]):
         return 0.0
     with np.errstate(all="ignore"):

@@ -41,10 +41,10 @@ JUMP = 10  # times as far apart as ever before
 
 
 class Finding(NamedTuple):
-    """A line of an answer. ``alike``: whether it says that the runs are; ``found``: a difference, for programs."""
+    """A line of an answer. ``match``: whether the runs match in it; ``found``: a difference, for programs."""
 
     line: str
-    alike: bool | None = None
+    match: bool | None = None
     found: Mapping[str, Any] | None = None
 
 
@@ -84,16 +84,20 @@ def open_run(path: Path) -> RunFolder:
 
 
 def summed_up(answer: Iterable[Finding]) -> dict[str, Any]:
-    """``alike``: None where there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
-    told: list[Finding] = []
+    """``match``: None if there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
+    findings: list[Finding] = []
     try:
-        for said in answer:
-            told.append(said)
+        for finding in answer:
+            findings.append(finding)
     except TorchtrainError as error:  # damaged files, or none: the other questions are asked
-        told.append(Finding(str(error)))
-    verdicts = [said.alike for said in told if said.alike is not None]
-    found = [said.found for said in told if said.found]
-    return {"alike": all(verdicts) if verdicts else None, "lines": [said.line for said in told], "found": found}
+        findings.append(Finding(str(error)))
+    verdicts = [finding.match for finding in findings if finding.match is not None]
+    found = [finding.found for finding in findings if finding.found]
+    return {
+        "match": all(verdicts) if verdicts else None,
+        "lines": [finding.line for finding in findings],
+        "found": found,
+    }
 
 
 def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
@@ -179,18 +183,19 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         except CheckpointError as error:
             yield Finding(f"step {step}: {error}")
             continue
-        bad = {name: how for name, how, alike in found if not alike}
+        bad = {name: how for name, how, match in found if not match}
         if not bad:
             how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
-            yield Finding(f"step {step}: alike, {how}", True)
+            yield Finding(f"step {step}: match, {how}", True)
             break
-        first = [Finding(f"step {step}: {len(bad)} tensors are not alike", False, {"step": step, "tensors": list(bad)})]
+        first = [Finding(f"step {step}: {len(bad)} tensors do not match", False, {"step": step, "tensors": list(bad)})]
         first += [Finding(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
     yield from first
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
-    """For each parameter whose weights, moments or average are not bitwise alike: name, how, if rounding explains it.
+    """For each parameter whose weights, moments or average are not bitwise identical: its name, how they differ, and
+    whether rounding explains it.
 
     At the end also for the place in the data. CheckpointError: a file is damaged.
     """
@@ -227,9 +232,9 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
         apart = max(size(x.double() - y.double()) for x, y in weights)
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
         explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
-        alike = apart <= explained and max(parts, default=0) <= 4 * run.rounding
+        match = apart <= explained and max(parts, default=0) <= 4 * run.rounding
         of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
-        yield name, f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size", alike
+        yield name, f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size", match
     rows = both("loader.rows")
     if rows and not torch.equal(*rows):
         firsts = [tensor[0].tolist() for tensor in rows]

@@ -122,7 +122,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
-            "complete is kept, and the same command goes on from there"
+            "complete is kept, and the same command continues from there"
         ) from error
 
 

@@ -63,7 +63,7 @@ def row_norms(gradient: Tensor, exact: bool) -> Tensor:
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Sum over all ranks of ``values`` (float64, not negative, at most 2^30 in number), bitwise alike in any order.
+    """Sum over all ranks of ``values`` (float64, not negative, at most 2^30 in number), bitwise identical in any order.
 
     Each is added as two 64-bit integers, down to 2^-64 of the largest. Infinite if one is infinite or NaN. Collective.
     """

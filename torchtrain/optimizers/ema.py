@@ -31,8 +31,10 @@ class EMA(Stateful):
         self.after_swap: Callable[[], None] = lambda: None
 
     @torch.no_grad()
-    def update(self, step: int, refused: Tensor) -> None:
-        """Call it after the update of ``step``. ``refused``: float32 scalar, 1 where there was none: averages stay.
+    def update(self, step: int, skip: Tensor) -> None:
+        """Update the averages; call it after the update of ``step``.
+
+        ``skip``: float32 scalar, 1 if the update was skipped; the averages are then unchanged.
 
         The averages go to the parameters by 1 - decay^interval of the way. In early steps the decay is lower,
         (1 + step) / (10 + step), so that the initial weights are soon forgotten.
@@ -42,7 +44,7 @@ class EMA(Stateful):
         rate = 1 - min(self.config.decay, (1 + step) / (10 + step)) ** self.config.interval
         averages = {name: local(average) for name, average in self.averages.items()}
         parameters = {name: local(parameter) for name, parameter in self.parameters.items()}
-        share = rate * (1 - refused.to(next(iter(averages.values())).device))
+        share = rate * (1 - skip.to(next(iter(averages.values())).device))
         for names in in_buckets(parameters, BUCKET_BYTES):
             bucket = {name: parameters[name] for name in names}
             if parameters[names[0]].device != averages[names[0]].device:
@@ -77,7 +79,7 @@ class EMA(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The averages have been written in place; without any, they begin anew with the parameters."""
+        """The averages have been written in place; without any, they start again from the parameters."""
         for name in self.parameters.keys() - state_dict.keys():
             local(self.averages[name]).copy_(local(self.parameters[name]))
 

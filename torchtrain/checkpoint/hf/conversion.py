@@ -115,7 +115,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
         return tensor
 
     for reader in readers:
-        read_of(reader, "norm.weight")  # what lacks these weights is refused before anything is written
+        read_of(reader, "norm.weight")  # missing weights are an error before anything is written
 
     def read(name: str) -> Tensor:
         total = read_of(readers[0], name)
@@ -182,5 +182,5 @@ def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
     path = tokenizer_path or str(folder)
     if not tokenizer_file(path).is_file():
         raise CheckpointError(f"{path} has no tokenizer, and the model needs it; give it by --tokenizer_path")
-    load_tokenizer(path)  # one that is refused is refused before anything is written
+    load_tokenizer(path)  # an invalid one is an error before anything is written
     return path
