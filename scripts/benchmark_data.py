@@ -259,7 +259,7 @@ def main() -> None:
         return
     cores = len(os.sched_getaffinity(0))
     source = open_standard_library()
-    texts = [text for text in source.read_all(range(source.units)) if text] * options.copies
+    texts = [text for text in source.read_all(range(source.parts)) if text] * options.copies
     size = sum(len(text.encode()) for text in texts)
     print(
         f"{platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}, python {platform.python_version()}, ",

@@ -18,7 +18,7 @@ from torchtrain.datasets.files import open_standard_library
 
 def lines() -> Iterator[str]:
     source = open_standard_library()
-    for text in source.read_all(range(source.units)):
+    for text in source.read_all(range(source.parts)):
         yield from (line for line in (text or "").split("\n") if line)
 
 

@@ -24,13 +24,13 @@ def loader(config, rows=range(4), *, batch=4, **options):
 
 def all_texts(config, readers=1):
     source = opened_text(config, readers)
-    return [text for unit in range(source.units) for _, text in source.read(unit, 0)]
+    return [text for unit in range(source.parts) for _, text in source.read(unit, 0)]
 
 
 def test_default_data_are_the_standard_library():
     source = opened_text(DataConfig())
-    assert source.units > 300
-    texts = [next(source.read(unit, 0))[1] for unit in range(0, source.units, 20)]
+    assert source.parts > 300
+    texts = [next(source.read(unit, 0))[1] for unit in range(0, source.parts, 20)]
     assert sum("import" in text for text in texts) > len(texts) / 2
 
 
@@ -123,7 +123,7 @@ def test_streamed_dataset_is_read_once_and_from_any_document(tmp_path, kind):
     for readers in (1, 2, 3, 7):
         assert sorted(all_texts(config, readers)) == sorted(DOCUMENTS)
         source = opened_text(config, readers)
-        for unit in range(source.units):  # from any document, as after a resume
+        for unit in range(source.parts):  # from any document, as after a resume
             documents = list(source.read(unit, 0))
             for start in (1, 5, 8, 30):
                 assert list(source.read(unit, start)) == [pair for pair in documents if pair[0] >= start]

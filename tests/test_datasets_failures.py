@@ -197,7 +197,7 @@ def test_transient_errors_are_retried(remote: Remote, pauses: list[float], caplo
 
 def test_persistent_error_names_the_source_and_the_position(remote: Remote, pauses: list[float]) -> None:
     remote.next = [None, None, *[ConnectionError("reset")] * 99]
-    message = rf"cannot go on reading data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
+    message = rf"cannot continue to read data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
     with pytest.raises(StorageError, match=message):
         list(remote.source.read(0, 0))
     assert StorageError.exit_code == 74  # the command may be repeated later
@@ -224,7 +224,7 @@ def test_transient_error_of_the_cache_is_retried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torchtrain.datasets.hub.pickle.loads", fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     source = hub.open_downloaded(SourceConfig(name="org/a"), "it", pickled)
-    assert list(source.read_all(range(source.units))) == DOCUMENTS
+    assert list(source.read_all(range(source.parts))) == DOCUMENTS
 
 
 def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets import hub as client
-from torchtrain.datasets import text
+from torchtrain.datasets import packing, text
 from torchtrain.datasets.hub import find_revision
 from torchtrain.datasets.sources import with_revisions
 from torchtrain.errors import DataError, StorageError
@@ -184,7 +184,7 @@ def test_wrong_option_is_an_error_without_retries(
 def test_damaged_file_is_an_error_without_retries(hub: Hub, pauses: list[float]) -> None:
     name = "en/c4-train.00003-of-00004.json.gz"
     hub.add("allenai/c4", {**c4(), name: c4()[name][:-20]})
-    with pytest.raises(DataError, match=r"cannot go on reading .* at file 3 of 4, document \d+: EOFError"):
+    with pytest.raises(DataError, match=r"cannot continue to read .* at file 3 of 4, document \d+: EOFError"):
         take(make_loader(LAYOUTS["c4"][1]), 12)
     first = "en/c4-train.00000-of-00004.json.gz"
     hub.add("allenai/c4", {**c4(), first: b"no gzip"})
@@ -262,7 +262,7 @@ def open_streamed(source: SourceConfig) -> text.StreamedText:
 
 @pytest.mark.parametrize("open_it", [open_downloaded, open_streamed])
 def test_identity_of_a_local_folder_is_that_of_its_content(
-    open_it: Callable[[SourceConfig], text.TextSource], tmp_path: Path
+    open_it: Callable[[SourceConfig], packing.TextSource], tmp_path: Path
 ) -> None:
     def identity(folder: str, documents: list[str]) -> str:
         path = Path(local_copy(tmp_path / folder, {"en/train.jsonl": lines_of(documents)}))
@@ -292,7 +292,7 @@ def test_one_rank_downloads_for_all(hub: Hub) -> None:
     on_another_node = client.open_downloaded(source, "it", pickle.dumps(_FilesOfAnotherNode()))
     for other in (second, on_another_node):
         assert other.identity() == first.identity()
-        assert list(other.read_all(range(other.units))) == list(first.read_all(range(first.units)))
+        assert list(other.read_all(range(other.parts))) == list(first.read_all(range(first.parts)))
 
 
 def losses(folder: Path) -> list[float]:
@@ -342,7 +342,7 @@ def test_another_revision_has_another_identity(hub: Hub, download: bool) -> None
 
 def download_documents(source: SourceConfig) -> list[str | None]:
     opened = open_downloaded(source)
-    return list(opened.read_all(range(opened.units)))
+    return list(opened.read_all(range(opened.parts)))
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -360,7 +360,7 @@ def test_damaged_file_of_a_downloaded_dataset_is_rejected(
     with pytest.raises(DataError, match=rf"{file}, into which it was converted, is damaged: .*; remove the folder"):
         download_documents(source)
     unverified = open_downloaded(source, len(content) - 1)
-    assert list(unverified.read_all(range(unverified.units))) != expected
+    assert list(unverified.read_all(range(unverified.parts))) != expected
     file.write_bytes(content + b"more")
     with pytest.raises(DataError, match="is damaged: its size or hash"):
         open_downloaded(source, verify_bytes=0)

@@ -22,7 +22,7 @@ FROZEN = {  # every option, by kind and section
         "training": "steps gc_freq",
         "data": "revision prefetch verify_gib",
         "validation": (
-            "path name subset split revision download text_column skip_not_utf8 weight sources "
+            "path name subset split revision download text_column skip_not_utf8 weight type options sources "
             "enable interval steps weights"
         ),
         "prepare": "output processes verify",
@@ -63,7 +63,10 @@ FROZEN = {  # every option, by kind and section
         "mup": "base_dim base_layers",
         "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
         "training": "seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums z_loss_weight",
-        "data": "path name subset split download text_column skip_not_utf8 weight sources when_exhausted document_mask",
+        "data": (
+            "path name subset split download text_column skip_not_utf8 weight type options sources when_exhausted "
+            "document_mask"
+        ),
         "float8": "recipe enable_fsdp_float8_all_gather",
     },
     Kind.IMPOSSIBLE: {

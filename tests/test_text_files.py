@@ -40,7 +40,7 @@ LONG = "".join(f"line {n * n % 9973}\n" for n in range(150_000))  # long enough 
 def texts(*paths: Path | str, column: str = "text") -> list[str | None]:
     """Return the documents that have text."""
     source = open_files([str(path) for path in paths], column, "data.path")
-    return [text for text in source.read_all(range(source.units)) if text]
+    return [text for text in source.read_all(range(source.parts)) if text]
 
 
 def test_existing_file_names_are_not_glob_patterns(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_converted_copy_above_verify_gib_is_checked_by_size_only(tmp_path: Path,
 
     def read_documents() -> list[str | None]:
         source = open_files([file], "text", "data.path", verify_bytes=1000)
-        return list(source.read_all(range(source.units)))
+        return list(source.read_all(range(source.parts)))
 
     read_documents()
     (copy,) = cache.rglob("*.arrow")
@@ -192,7 +192,7 @@ def test_file_rewritten_with_the_same_size_and_time_is_read_again(
 
     def read_documents() -> tuple[list[str | None], str]:
         source = open_files([str(file)], "text", "data.path", verify_bytes)
-        return list(source.read_all(range(source.units))), source.identity()
+        return list(source.read_all(range(source.parts))), source.identity()
 
     old, identity = read_documents()
     assert old == documents
@@ -281,7 +281,7 @@ def test_saved_dataset_dict_is_read_by_split(tmp_path: Path) -> None:
 
     def read_split(split: str) -> list[str | None]:
         opened = opened_text(SourceConfig(path=str(tmp_path / "saved"), split=split))
-        return [text for unit in range(opened.units) for _, text in opened.read(unit, 0)]
+        return [text for unit in range(opened.parts) for _, text in opened.read(unit, 0)]
 
     assert texts(tmp_path / "saved") == read_split("train") == DOCUMENTS[:6]
     assert read_split("test") == texts(tmp_path / "saved/test") == DOCUMENTS[6:8]
@@ -416,8 +416,8 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path: Path, log: pytest.Log
         source = open_files([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json")], "text", "data.path")
         assert f"data.path: skipped 4 malformed line(s), {first}" in log.text
         log.clear()
-    assert [text for text in source.read_all(range(source.units)) if text] == [*DOCUMENTS, "b", "c"]
-    assert sum(text is None for text in source.read_all(range(source.units))) == 3
+    assert [text for text in source.read_all(range(source.parts)) if text] == [*DOCUMENTS, "b", "c"]
+    assert sum(text is None for text in source.read_all(range(source.parts))) == 3
     (tmp_path / "a.csv").write_text('n,text\n1,"a\nb"\n\n2\n3,c\n')
     assert texts(tmp_path / "a.csv") == ["a\nb", "c"]
     assert f"skipped 1 malformed line(s), the first of them {tmp_path}/a.csv: line 5" in log.text
@@ -429,7 +429,7 @@ def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
 ) -> None:
     (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
     source = opened_text(SourceConfig(name=str(tmp_path)), streams)
-    found = [text for unit in range(source.units) for _, text in source.read(unit, 0) if text]
+    found = [text for unit in range(source.parts) for _, text in source.read(unit, 0) if text]
     assert sorted(found) == sorted(DOCUMENTS * 2)
     assert "skipped 1 malformed line(s) so far: train.jsonl: line 61" in log.text
     assert "skipped 2 malformed line(s) so far: train.jsonl: line 122" in log.text
@@ -454,7 +454,7 @@ def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCap
             assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {invalid}" in log.text
             log.clear()
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
-        assert [text for unit in range(source.units) for _, text in source.read(unit, 0)] == documents * 3
+        assert [text for unit in range(source.parts) for _, text in source.read(unit, 0)] == documents * 3
     with pytest.raises(DataError, match=r"data.path has no documents"):
         open_files([str(tmp_path / "3c.txt")], "text", "data.path", skip_not_utf8=True)
 
@@ -473,12 +473,12 @@ def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_pat
     with pytest.raises(
         DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
     ) as error:
-        opened_text(SourceConfig(path=path, text_column="content"), key="validation")
+        opened_text(SourceConfig(path=path, text_column="content"), section="validation")
     (tmp_path / "run.toml").write_text("[validation]\nenable = true\n" + str(error.value).partition("\n\n")[2])
     sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
-    found = [opened_text(source, key="validation") for source in sources]
+    found = [opened_text(source, section="validation") for source in sources]
     each = 2 if pattern in ("", "/") else 1
-    documents = [[text for unit in range(one.units) for _, text in one.read(unit, 0)] for one in found]
+    documents = [[text for unit in range(one.parts) for _, text in one.read(unit, 0)] for one in found]
     assert [len(one) for one in documents] == [41 * each, each, each]
     assert {text for one in documents for text in one} == {"jsonl", "gz", "parquet", "txt"}
     assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
@@ -615,7 +615,7 @@ def test_conversion_retries_transient_storage_errors(
     monkeypatch.setattr(files, function, fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     opened = opened_text(source)
-    assert [text for unit in range(opened.units) for _, text in opened.read(unit, 0)] == DOCUMENTS
+    assert [text for unit in range(opened.parts) for _, text in opened.read(unit, 0)] == DOCUMENTS
     failures[:] = [errno.EIO] * 99
     os.utime(source.paths[0], (1, 1))  # otherwise the converted copy is read
     with pytest.raises(StorageError, match=r"a.jsonl cannot be read: does not answer, in 4 attempts"):

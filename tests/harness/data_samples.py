@@ -1,7 +1,6 @@
 """Small data sources of each type, and loaders that read them."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import DataLoader
-from torchtrain.datasets.sources import ask_hub, open_text
-from torchtrain.datasets.text import TextSource
+from torchtrain.datasets.packing import TextSource
+from torchtrain.datasets.source import SourceContext
+from torchtrain.datasets.sources import open_source
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 
@@ -45,8 +45,10 @@ def write_prepared(path: Path, source: str) -> str:
     return str(path)
 
 
-def opened_text(source: SourceConfig, lanes: int = 1, key: str = "data") -> TextSource:
-    return open_text(source, key, lanes, ask_hub(source, key, math.inf))
+def opened_text(source: SourceConfig, readers: int = 1, section: str = "data") -> TextSource:
+    opened = open_source(source, SourceContext(section, TOKENIZER, readers))
+    assert isinstance(opened, TextSource)
+    return opened
 
 
 def make_loader(

@@ -100,3 +100,14 @@ def import_modules(names: Sequence[str]) -> None:
                 f"job.import = {name!r} is not a module that Python finds: install its package, or add its folder to "
                 "PYTHONPATH"
             ) from None
+
+
+DATA_SOURCES = Registry(
+    "data.type",
+    {
+        "files": "torchtrain.datasets.sources:Files",
+        "hub": "torchtrain.datasets.sources:HubDataset",
+        "standard_library": "torchtrain.datasets.sources:StandardLibrary",
+    },
+)
+"""Subclasses of ``datasets.source.DataSource``, or classes with its class methods ``ask_once`` and ``open``."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import OPTIMIZERS, Registry
+from torchtrain.config.registry import DATA_SOURCES, OPTIMIZERS, Registry
 from torchtrain.errors import ConfigError
 
 
@@ -378,6 +378,11 @@ class SourceConfig(Section):
     """Skip local files that are not UTF-8, and log their number. false: such a file is an error."""
     weight: float = 1.0
     """Share of the tokens that come from this source, relative to the weights of the other sources."""
+    type: str = ""
+    """Type of the source: files, hub, standard_library, or one that a module in job.import registers
+    (docs/extending.md). Empty: files if path is set, hub if name is set."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """[data.options]: options of a registered type."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -386,6 +391,13 @@ class SourceConfig(Section):
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; set one of them",
         )
         require("" not in self.paths, f"path = {self.path!r} of a data source has an empty name in it")
+        DATA_SOURCES.check(self.source_type, DATA_SOURCES.option)
+        require(self.type != "files" or bool(self.path), "data.type = 'files' needs data.path")
+        require(self.type != "hub" or bool(self.name), "data.type = 'hub' needs data.name")
+        require(
+            not self.options or self.source_type not in ("files", "hub", "standard_library"),
+            f"data.options = {self.options} are for a type of your own, and data.type is {self.source_type!r}",
+        )
         require(
             self.weight > 0,
             f"weight = {self.weight} of a data source must be above 0; remove the source if it is not needed",
@@ -393,12 +405,22 @@ class SourceConfig(Section):
         require(self.weight < math.inf, f"weight = {self.weight} of a data source must be a finite number")
 
     @property
+    def source_type(self) -> str:
+        """The name in ``DATA_SOURCES`` of the type of this source."""
+        return self.type or ("files" if self.path else "hub" if self.name else "standard_library")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the config names this source, so that it is not the default one."""
+        return bool(self.path or self.name or self.type)
+
+    @property
     def label(self) -> str:
         """A short name for the metrics of this source."""
         if self.path:
             name = Path(self.paths[0]).name.removeprefix("*.")  # of a pattern such as *.jsonl: the file extension
             return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", name)
-        return "_".join(filter(None, (self.name.split("/")[-1], self.subset)))
+        return "_".join(filter(None, (self.name.split("/")[-1], self.subset))) or self.type
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -415,11 +437,12 @@ class SourcesConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.sources or not (self.path or self.name),
-            f"a path or name ({self.path or self.name!r}) and [[sources]] exclude each other; put all into [[sources]]",
+            not self.sources or not self.is_set,
+            f"a path, name or type ({self.path or self.name or self.type!r}) and [[sources]] exclude each other; put "
+            "all into [[sources]]",
         )
         for number, source in enumerate(self.sources):
-            require(bool(source.path or source.name), f"[[sources]] number {number + 1} has neither path nor name")
+            require(source.is_set, f"[[sources]] number {number + 1} has neither path nor name nor type")
 
     @property
     def all(self) -> tuple[SourceConfig, ...]:
@@ -463,7 +486,7 @@ class ValidationConfig(SourcesConfig, name="validation"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.enable or bool(self.sources or self.path or self.name),
+            not self.enable or bool(self.sources) or self.is_set,
             "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
         )
         labels = [source.label for source in self.all]
@@ -774,6 +797,6 @@ class JobConfig:
         )
         for name in self.checkpoint.allow_changes:
             require(
-                name in flat(asdict(self)) or f"{name}.".startswith("optimizer.options."),
+                name in flat(asdict(self)) or f"{name}.".startswith(("optimizer.options.", "data.options.")),
                 f"checkpoint.allow_changes names {name!r}, which is not an option; options look like 'optimizer.lr'",
             )

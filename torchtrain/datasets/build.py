@@ -2,24 +2,19 @@
 
 import socket
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.registry import DATA_SOURCES
+from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.order import Mixture, stream_seed, streams_of
-from torchtrain.datasets.packing import PackedTextStream, Stream, TokenWindowStream
-from torchtrain.datasets.prepared import PreparedTokens
-from torchtrain.datasets.sources import ask_hub, open_prepared, open_text
-from torchtrain.datasets.text import StreamedText, TextSource
+from torchtrain.datasets.source import DataSource, SourceContext, StreamRequest
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import DataError
-from torchtrain.files import with_retries
 
 
 def build_loader(
@@ -55,40 +50,42 @@ def build_loader(
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
-    streamed_lanes = streams_of(config.streams, global_batch_size)
-    streams: list[list[Stream]] = []
-    keys = [f"{section}.sources[{number}]" if config.sources else section for number in range(len(config.all))]
-    verify_bytes = config.verify_gib * 2**30
+    readers = streams_of(config.streams, global_batch_size)
+    contexts = [
+        SourceContext(
+            section=f"{section}.sources[{number}]" if config.sources else section,
+            tokenizer=tokenizer,
+            readers=readers,
+            verify_bytes=config.verify_gib * 2**30,
+        )
+        for number in range(len(config.all))
+    ]
 
-    def ask() -> list[Any]:
-        return [ask_hub(source, key, verify_bytes) for source, key in zip(config.all, keys, strict=True)]
+    def ask_once() -> list[Any]:
+        pairs = zip(config.all, contexts, strict=True)
+        return [DATA_SOURCES[source.source_type].ask_once(source, context) for source, context in pairs]
 
-    def open_all() -> list[tuple[TextSource | PreparedTokens, str]]:
-        opened = [
-            _open(source, key, tokenizer, streamed_lanes, answer, verify_bytes)
-            for source, key, answer in zip(config.all, keys, answers, strict=True)
-        ]
+    def open_all() -> list[tuple[DataSource, str]]:
+        opened = []
+        for source, context, answer in zip(config.all, contexts, answers, strict=True):
+            opened.append(DATA_SOURCES[source.source_type].open(source, context, answer))
         return [(source, source.identity()) for source in opened]
 
-    answers = on_rank0(ask, group) if group is not None else ask()
+    answers = on_rank0(ask_once, group) if group is not None else ask_once()
     opened = on_all_ranks(open_all, group) if group is not None else open_all()
     identities = [identity for _, identity in opened]
     if group is not None:
-        _require_same(keys, identities, group)
-    for number, (source, _) in enumerate(opened):
-        seed_of_source = stream_seed("data", seed, number)
-        if isinstance(source, PreparedTokens):
-            streams.append([TokenWindowStream(source, tokenizer, seq_len, seed_of_source, repeat)] * len(rows))
-            continue
-        lanes = streamed_lanes if isinstance(source, StreamedText) else global_batch_size
-        rows_of_lane = global_batch_size // lanes
-        assert rows.start % rows_of_lane == rows.stop % rows_of_lane == 0  # limits/layout.py refuses it
-        by_lane = {
-            lane: PackedTextStream(source, tokenizer, lane, lanes, seed_of_source, repeat)
-            for lane in range(rows.start // rows_of_lane, rows.stop // rows_of_lane)
-        }
-        streams.append([by_lane[row // rows_of_lane] for row in rows])
-    option = f"{section}.{'sources' if config.sources else 'name' if config.name else 'path'}"
+        _require_same([context.section for context in contexts], identities, group)
+    streams = [
+        source.streams(
+            StreamRequest(
+                tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat
+            )
+        )
+        for number, (source, _) in enumerate(opened)
+    ]
+    key = {"files": "path", "hub": "name", "standard_library": "path"}.get(config.source_type, "type")
+    option = f"{section}.{'sources' if config.sources else key}"
     loader = DataLoader(
         streams,
         Mixture([source.weight for source in config.all]),
@@ -104,14 +101,6 @@ def build_loader(
     if group is not None:
         loader.connect(group)
     return loader
-
-
-def _open(
-    source: SourceConfig, key: str, tokenizer: Tokenizer, lanes: int, from_hub: Any, verify_bytes: float
-) -> TextSource | PreparedTokens:
-    prepared = partial(open_prepared, source, key, tokenizer.content_hash, verify_bytes)
-    first = Path(*source.paths[:1])
-    return with_retries(prepared, first) or open_text(source, key, lanes, from_hub, verify_bytes)
 
 
 def _require_same(keys: Sequence[str], identities: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -162,16 +162,16 @@ def list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
 
 def open_streamed(
     source: SourceConfig,
-    lanes: int,
+    readers: int,
     label: str,
     files: Sequence[tuple[str, int]],
     verify_bytes: float = math.inf,
 ) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``lanes`` readers. ``files``: those of ``list_files``.
+    """A dataset of the hub, to be streamed by ``readers`` readers. ``files``: those of ``list_files``.
 
     ``verify_bytes``: up to this size the identity of a local folder is a hash of all its files.
     """
-    readers = [partial(_read, url, size, source.text_column) for url, size in files]
+    read_files = [partial(_read, url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # the revision is in them
     of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
 
@@ -179,7 +179,7 @@ def open_streamed(
         local = _local_files(source, label)
         return identity_of(local, verify_bytes) if local else of_names
 
-    return StreamedText(readers, lanes, label, identity)
+    return StreamedText(read_files, readers, label, identity)
 
 
 def _local_files(source: SourceConfig, label: str) -> list[Path]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.datasets.order import Mixture
-from torchtrain.datasets.packing import Stream
+from torchtrain.datasets.source import Stream
 from torchtrain.errors import DataError
 from torchtrain.models.loss import IGNORE_INDEX
 
@@ -49,7 +49,7 @@ class DataLoader(Iterator[Batch]):
     """
 
     streams: Sequence[Sequence[Stream]]
-    """``streams[i][k]`` gives row ``rows[k]`` its windows of source ``i``; neighbors may share a stream."""
+    """``streams[i][k]`` returns windows of source ``i`` for row ``rows[k]``; rows may share a stream."""
     mixture: Mixture
     rows: range
     _: KW_ONLY
@@ -64,7 +64,9 @@ class DataLoader(Iterator[Batch]):
 
     def __post_init__(self) -> None:
         self._step = 0
-        self._turns = np.zeros(len(self.streams), dtype=np.int64)  # windows that each source has given to all rows
+        self._windows_drawn = np.zeros(
+            len(self.streams), dtype=np.int64
+        )  # windows that each source has given to all rows
         self._state = self._snapshot()
         self.wait_seconds = 0.0
         """How long this rank waited for its own last batch."""
@@ -136,16 +138,16 @@ class DataLoader(Iterator[Batch]):
         return values.tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"rows": int64 tensor (rows, k)}``: where each row goes on after the batch that was returned last.
+        """``{"rows": int64 tensor (rows, k)}``: where each row resumes after the batch that was returned last.
 
-        Columns: the step; for each source its turn; for each source the state of the row's stream.
+        Columns: the step; for each source the windows drawn; for each source the state of the row's stream.
         Row ``i`` of the tensor belongs to this rank's ``i``-th row of the batch, so the tensors of all ranks, one
         below the other, are the state of the whole loader, whatever the number of ranks.
         """
         return {"rows": torch.from_numpy(self._state.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; what was read ahead is forgotten.
+        """Resume from ``state``; batches that were read ahead are discarded.
 
         Raises:
             DataError: it was saved with another global batch size, or another number or kind of sources.
@@ -153,12 +155,12 @@ class DataLoader(Iterator[Batch]):
         rows = state["rows"].numpy()
         if rows.shape != self._state.shape:
             raise DataError(
-                f"the saved place in the data has shape {tuple(rows.shape)}, this run needs {self._state.shape}: "
+                f"the saved position in the data has shape {tuple(rows.shape)}, this run needs {self._state.shape}: "
                 "resume with the same training.global_batch_size and the same [data] section"
             )
         self.close()
         self._step, first = int(rows[0, 0]), 1 + len(self.streams)
-        self._turns = rows[0, 1:first].copy()
+        self._windows_drawn = rows[0, 1:first].copy()
         for streams in self.streams:
             size = len(streams[0].state)
             for stream, row in zip(streams, rows[:, first : first + size].tolist(), strict=True):
@@ -174,7 +176,7 @@ class DataLoader(Iterator[Batch]):
         self._next_read, self._reduction = None, None
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
-        columns = [np.tile(np.array([self._step, *self._turns]), (len(self.rows), 1))]
+        columns = [np.tile(np.array([self._step, *self._windows_drawn]), (len(self.rows), 1))]
         columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self.streams]
         return np.concatenate(columns, axis=1)
 
@@ -182,22 +184,22 @@ class DataLoader(Iterator[Batch]):
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
-        # The turn of a row: how many windows its source has given before it, to rows of all ranks. With two sources:
+        # For each row: how many windows its source has given before it, to rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
         #   its source                 A  A  B  A
-        #   its turn                   7  8  5  9    where self._turns was [7, 5]; afterwards it is [10, 6]
+        #   windows drawn before it    7  8  5  9    where self._windows_drawn was [7, 5]; afterwards it is [10, 6]
         sources = self.mixture.choose(np.arange(self.global_batch_size) + self._step * self.global_batch_size)
         of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
-        turns = self._turns[:, None] + of_source.cumsum(axis=1) - 1
-        turn_of = turns[sources[self.rows], self.rows]  # of this rank's rows
+        drawn = self._windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
+        drawn_before = drawn[sources[self.rows], self.rows]  # of this rank's rows
         rows_of: dict[Stream, list[int]] = {}  # by the stream that they share
         for row, source in enumerate(sources[self.rows]):
             rows_of.setdefault(self.streams[source][row], []).append(row)
         for stream, rows in rows_of.items():
             counted = {} if sizes is None else {"sizes": [sizes[row] for row in rows]}
-            filled[rows] = stream.fill([windows[row] for row in rows], turn_of[rows].tolist(), **counted)
+            filled[rows] = stream.fill([windows[row] for row in rows], drawn_before[rows].tolist(), **counted)
         self._step += 1
-        self._turns = turns[:, -1] + 1
+        self._windows_drawn = drawn[:, -1] + 1
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
         if filled.min() <= self.seq_len:

@@ -1,23 +1,102 @@
-"""Streams of windows of ``seq_len + 1`` tokens. The package's docstring explains the terms.
+"""Text sources, and packing of their documents into windows of ``seq_len + 1`` tokens.
 
 A window begins with the last token of the one before, so that every token is predicted exactly once.
 """
 
-import functools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtrain.datasets.order import permute, stream_seed
-from torchtrain.datasets.prepared import PreparedTokens
-from torchtrain.datasets.text import TextSource, text_bytes
+from torchtrain.datasets.source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
+from torchtrain.logging import logger
 
-Tokens = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.float64]
-State = tuple[int, ...]
+
+def text_bytes(text: str) -> int:
+    """Bytes of ``text`` in UTF-8, a lone surrogate as the one byte that tokenizers read in its place."""
+    return len(text.encode("utf-8", "replace"))
+
+
+class TextSource(DataSource):
+    """Documents in ``parts``, each of which can be read independently of the others.
+
+    Args:
+        parts: their number.
+        name: for messages.
+
+    Raises:
+        DataError: there are no parts.
+    """
+
+    one_reader_per_row: ClassVar[bool] = True
+    """Whether each row of the batch has a reader of its own. false: ``data.streams`` readers share the parts, for data
+    in few large parts; with more readers than parts, some have nothing to read."""
+
+    def __init__(self, parts: int, name: str) -> None:
+        if parts == 0:
+            raise DataError(f"{name} has no documents")
+        self.parts = parts
+        self.name = name
+        self.skipped = 0
+        self.malformed = 0
+
+    @abstractmethod
+    def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
+        """Pairs of a document's number in ``part`` and the document, from number ``start``; None if it is not text.
+
+        Numbers increase, and may have gaps.
+        """
+
+    def streams(self, request: StreamRequest) -> list[Stream]:
+        readers = request.global_batch_size if self.one_reader_per_row else request.readers
+        rows_per_reader = request.global_batch_size // readers
+        # parallelisms/validate.py rejects other numbers of ranks.
+        assert request.rows.start % rows_per_reader == request.rows.stop % rows_per_reader == 0
+        by_reader: dict[int, Stream] = {
+            reader: PackedTextStream(self, request.tokenizer, reader, readers, request.seed, request.repeat)
+            for reader in range(request.rows.start // rows_per_reader, request.rows.stop // rows_per_reader)
+        }
+        return [by_reader[row // rows_per_reader] for row in request.rows]
+
+    def count_skipped(self) -> None:
+        """Count a document that is not text; logs the number after the 1st, 2nd, 4th, 8th ..."""
+        self.skipped += 1
+        if self.skipped.bit_count() == 1:
+            logger.info("%s: skipped %d document(s) so far that are null or not text", self.name, self.skipped)
+
+    def count_malformed(self, location: str) -> None:
+        """Count a malformed line, and log its location as often as ``count_skipped`` does."""
+        self.malformed += 1
+        if self.malformed.bit_count() == 1:
+            logger.warning("%s: skipped %d malformed line(s) so far: %s", self.name, self.malformed, location)
+
+
+class DocumentSource(TextSource):
+    """Documents with random access: each part is one document. torchtrain.prepare can tokenize such a source."""
+
+    text_bytes: int | None = None
+    """Size of all documents together in UTF-8, if it is known: torchtrain.prepare then divides them more evenly."""
+
+    @abstractmethod
+    def document(self, number: int) -> str | None:
+        """Document ``number``, from 0; None if it is not text."""
+
+    def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
+        if start == 0:
+            yield 0, self.document(part)
+
+    def read_all(self, numbers: range) -> Iterator[str | None]:
+        """The documents of ``numbers``; override it if this is faster than one by one."""
+        return map(self.document, numbers)
+
+    def full_identity(self) -> str:
+        """``identity`` with all data hashed, whatever their size."""
+        return self.identity()
 
 
 def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -> Bytes:
@@ -31,26 +110,26 @@ def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -
     return counted * (size / total) if total else np.full(len(tokens), size / len(tokens))
 
 
-class PackedTextStream:
-    """Packs the documents of one lane, each as bos, tokens, eos; where bos and eos are one token, it is there once.
+class PackedTextStream(Stream):
+    """Packs the documents of one reader, each as bos, tokens, eos; a token that is both bos and eos occurs once.
 
-    Lane 1 of 2, over a source of 4 units:
+    Reader 1 of 2, over a source of 4 parts:
 
-        numbers of units over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the lane reads those in brackets
-        what they are in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
+        numbers of parts over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the reader reads those in brackets
+        their numbers in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
 
-    The state is its place: (number of the unit, document in it, token in that).
+    The state is its position: (number of the part over all epochs, document in it, token in the document).
     """
 
-    def __init__(self, source: TextSource, tokenizer: Tokenizer, lane: int, lanes: int, seed: int, repeat: bool):
+    def __init__(self, source: TextSource, tokenizer: Tokenizer, reader: int, readers: int, seed: int, repeat: bool):
         self._source = source
         self._tokenizer = tokenizer
-        self._lane = lane
-        self._lanes = lanes
+        self._reader = reader
+        self._readers = readers
         self._seed = seed
         self._repeat = repeat
         self._token_bytes = np.array(tokenizer.token_bytes)
-        self.state = (lane, 0, 0)
+        self.state = (reader, 0, 0)
 
     @property
     def state(self) -> State:
@@ -59,10 +138,10 @@ class PackedTextStream:
     @state.setter
     def state(self, state: State) -> None:
         self._number, self._document, self._token = state
-        if self._number % self._lanes != self._lane:  # of another number of lanes: some would read the same units
+        if self._number % self._readers != self._reader:  # with other readers, some would read the same parts
             raise DataError(
-                f"the saved place in {self._source.name} is not one of {self._lanes} streams: resume with the same "
-                "data.streams and data.download, and with data of the same kind"
+                f"the saved position in {self._source.name} is not one of {self._readers} streams: resume with the "
+                "same data.streams and data.download, and with data of the same kind"
             )
         self._documents = self._read_documents()
         self._tokens: Tokens | None = None  # of the document that the state is in
@@ -71,14 +150,14 @@ class PackedTextStream:
     def fill(
         self,
         windows: Sequence[Tokens],
-        turns: Sequence[int],  # noqa: ARG002
+        windows_drawn: Sequence[int],  # noqa: ARG002
         sizes: Sequence[Bytes] | None = None,
     ) -> list[int]:
         return [self._fill(window, sizes[i] if sizes else None) for i, window in enumerate(windows)]
 
     def _fill(self, window: Tokens, sizes: Bytes | None) -> int:
         filled, self._begun_at, self._length = 0, self._number, len(window)
-        self._whole: set[int] = set()  # units read from their first document on for this window
+        self._read_fully: set[int] = set()  # parts read from their first document for this window
         while filled < len(window):
             if self._tokens is None:
                 self._tokens, size = next(self._documents, (None, 0))
@@ -99,19 +178,19 @@ class PackedTextStream:
 
     def _read_documents(self) -> Iterator[tuple[Tokens, int]]:
         """Tokens and number of bytes of each document that has text, from the state on."""
-        units = self._source.units
-        while self._repeat or self._number < units:
-            # More than an epoch since ``_fill`` began, and every unit was read in full: the window will never be full.
-            if self._number > self._begun_at + self._lanes * units and len(self._whole) == units:
+        parts = self._source.parts
+        while self._repeat or self._number < parts:
+            # More than an epoch since ``_fill`` began, and every part was read in full: the window will never be full.
+            if self._number > self._begun_at + self._readers * parts and len(self._read_fully) == parts:
                 raise DataError(
                     f"{self._source.name} has too little text: all of it does not fill one window of "
                     f"training.seq_len + 1 = {self._length} tokens; give more, or lower training.seq_len"
                 )
-            epoch, place = divmod(self._number, units)
-            unit = int(permute(np.array([place]), units, stream_seed(self._seed, epoch))[0])
+            epoch, index = divmod(self._number, parts)
+            part = int(permute(np.array([index]), parts, stream_seed(self._seed, epoch))[0])
             if self._number != self._begun_at:
-                self._whole.add(unit)
-            for number, text in self._source.read(unit, self._document):
+                self._read_fully.add(part)
+            for number, text in self._source.read(part, self._document):
                 if text is None:
                     self._source.count_skipped()
                 elif text:
@@ -119,63 +198,4 @@ class PackedTextStream:
                     tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
                     if len(tokens):  # a tokenizer may know no character of it
                         yield tokens, text_bytes(text)
-            self._number, self._document = self._number + self._lanes, 0
-
-
-class TokenWindowStream:
-    """Reads windows of prepared data, in another permutation each epoch.
-
-    The turn alone says which window is next. So one stream serves all rows, and its state is empty.
-    """
-
-    _BLOCK = 1024  # The permutation of many numbers takes little more time than that of one.
-
-    def __init__(self, source: PreparedTokens, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
-        self.state: State = ()
-        self._source = source
-        self._token_bytes = np.array(tokenizer.token_bytes)
-        self._seq_len = seq_len
-        self._seed = seed
-        self._repeat = repeat
-        targets = max(0, len(source) - 1)
-        self._full = targets // seq_len
-        # What is repeated is cut after the last full window; what is read once is read to its end.
-        self._windows = self._full if repeat else -(-targets // seq_len)
-        self._block = functools.lru_cache(64)(self._make_block)
-        if self._windows == 0:
-            raise DataError(
-                f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
-                f"training.seq_len + 1 = {seq_len + 1} tokens"
-            )
-
-    def fill(self, windows: Sequence[Tokens], turns: Sequence[int], sizes: Sequence[Bytes] | None = None) -> list[int]:
-        starts, filled = [], []
-        for window, turn in zip(windows, turns, strict=True):
-            epoch, number = divmod(turn, self._windows)
-            block, place = divmod(number, self._BLOCK)
-            starts.append(self._block(epoch, block)[place])
-            ended = epoch > 0 and not self._repeat
-            filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
-        self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
-        for window, count, size in zip(windows, filled, sizes or (), strict=False):
-            size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
-        return filled
-
-    def _make_block(self, epoch: int, block: int) -> list[int]:
-        """For ``_BLOCK`` turns in a row, the first token of the window."""
-        order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
-        full = order < self._full  # the last window may not be
-        order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
-        return (order * self._seq_len).tolist()
-
-
-Stream = PackedTextStream | TokenWindowStream
-"""Windows for one or more rows of the batch.
-
-``fill(windows, turns, sizes)`` writes the next tokens into each window, and returns how many, fewer than fit only at
-the end of the data. ``turns``: for each window, how many the source has given to all rows of all ranks before it.
-``sizes``: for each window, where to write how many bytes of text each token stands for. DataError: all of the source
-does not fill one window, and it would be repeated to do so.
-
-``state``: where the next window begins; set it to resume there. A streamed file is then read up to that place.
-"""
+            self._number, self._document = self._number + self._readers, 0

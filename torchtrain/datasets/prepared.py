@@ -19,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.datasets.order import permute, stream_seed
+from torchtrain.datasets.source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.text import read_again
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, hash_of, read_file, with_retries
 
@@ -79,7 +82,7 @@ class Manifest:
         return manifest
 
 
-class PreparedTokens:
+class PreparedTokens(DataSource):
     """All tokens of a folder as one sequence, read from disk when they are asked for.
 
     Raises:
@@ -117,6 +120,10 @@ class PreparedTokens:
         """A text that is the same for the same tokens alone."""
         hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
         return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
+
+    def streams(self, request: StreamRequest) -> list[Stream]:
+        stream = TokenWindowStream(self, request.tokenizer, request.seq_len, request.seed, request.repeat)
+        return [stream] * len(request.rows)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -164,6 +171,55 @@ class PreparedTokens:
                 raise DataError(f"{self._paths[shard]} is shorter than when the run began: put back what was there")
             content += block
         return content
+
+
+class TokenWindowStream(Stream):
+    """Reads windows of prepared data, in another permutation in each epoch.
+
+    The next window depends only on the number of windows drawn. So one stream serves all rows, and its state is empty.
+    """
+
+    _BLOCK = 1024  # The permutation of many numbers takes little more time than that of one.
+
+    def __init__(self, source: PreparedTokens, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
+        self.state: State = ()
+        self._source = source
+        self._token_bytes = np.array(tokenizer.token_bytes)
+        self._seq_len = seq_len
+        self._seed = seed
+        self._repeat = repeat
+        targets = max(0, len(source) - 1)
+        self._full = targets // seq_len
+        # What is repeated is cut after the last full window; what is read once is read to its end.
+        self._windows = self._full if repeat else -(-targets // seq_len)
+        self._block = functools.lru_cache(64)(self._make_block)
+        if self._windows == 0:
+            raise DataError(
+                f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
+                f"training.seq_len + 1 = {seq_len + 1} tokens"
+            )
+
+    def fill(
+        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
+    ) -> list[int]:
+        starts, filled = [], []
+        for window, drawn in zip(windows, windows_drawn, strict=True):
+            epoch, number = divmod(drawn, self._windows)
+            block, index = divmod(number, self._BLOCK)
+            starts.append(self._block(epoch, block)[index])
+            ended = epoch > 0 and not self._repeat
+            filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
+        self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
+        for window, count, size in zip(windows, filled, sizes or (), strict=False):
+            size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
+        return filled
+
+    def _make_block(self, epoch: int, block: int) -> list[int]:
+        """The first token of each of ``_BLOCK`` windows in their order."""
+        order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
+        full = order < self._full  # the last window may not be
+        order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
+        return (order * self._seq_len).tolist()
 
 
 class _File:

@@ -1,17 +1,17 @@
-"""From a source of the config to its documents or tokens."""
+"""The built-in types of data sources."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.files import open_files, open_standard_library
 from torchtrain.datasets.formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, PreparedTokens
-from torchtrain.datasets.text import TextSource
+from torchtrain.datasets.source import DataSource, SourceContext
 from torchtrain.errors import DataError
 from torchtrain.files import names_in, with_retries
 from torchtrain.logging import logger
@@ -45,7 +45,7 @@ def with_revisions(config: Several, saved: SourcesConfig | None, key: str) -> Se
     """``config`` with the revision of each dataset of the hub: its own, that in ``saved``, or else the newest."""
 
     def pin(source: One, key: str) -> One:
-        if not source.name or source.revision:
+        if source.source_type != "hub" or source.revision:
             return source
         for old in saved.all if saved else ():
             if old.revision and (old.name, old.subset, old.split) == (source.name, source.subset, source.split):
@@ -60,35 +60,60 @@ def label_of(source: SourceConfig, key: str) -> str:
     return f"{key}.name = {source.name!r} (subset {source.subset!r}, split {source.split!r})"
 
 
-def ask_hub(source: SourceConfig, key: str, verify_bytes: float) -> Any:
-    """What ``open_text`` needs from the hub, which one rank asks for all; None for local data. Can be pickled."""
-    if not source.name:
+class Files:
+    """data.type = "files": local files of text, or a folder that torchtrain.prepare wrote."""
+
+    @staticmethod
+    def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
         return None
-    label = label_of(source, key)
-    return download(source, label, verify_bytes) if source.download else list_files(source, label)
 
-
-def open_text(source: SourceConfig, key: str, lanes: int, from_hub: Any, verify_bytes: float = math.inf) -> TextSource:
-    """The documents of ``source``, the value of ``key``, if need be streamed by ``lanes`` readers side by side.
-
-    Args:
-        from_hub: the result of ``ask_hub``.
-        verify_bytes: local files, and a converted copy, are hashed in full up to this size.
-    """
-    if source.path:
+    @staticmethod
+    def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
+        first = Path(config.paths[0])
+        tokenizer_hash = context.tokenizer.content_hash
+        prepared = partial(open_prepared, config, context.section, tokenizer_hash, context.verify_bytes)
         opening = partial(
             open_files,
-            source.paths,
-            source.text_column,
-            f"{key}.path = {source.path!r}",
-            verify_bytes,
-            split=source.split,
-            skip_not_utf8=source.skip_not_utf8,
+            config.paths,
+            config.text_column,
+            f"{context.section}.path = {config.path!r}",
+            context.verify_bytes,
+            split=config.split,
+            skip_not_utf8=config.skip_not_utf8,
         )
-        return with_retries(opening, Path(source.paths[0]))
-    if not source.name:
+        return with_retries(prepared, first) or with_retries(opening, first)
+
+
+class HubDataset:
+    """data.type = "hub": a dataset of the Hugging Face hub, downloaded or streamed."""
+
+    @staticmethod
+    def ask_once(config: SourceConfig, context: SourceContext) -> Any:
+        label = label_of(config, context.section)
+        return download(config, label, context.verify_bytes) if config.download else list_files(config, label)
+
+    @staticmethod
+    def open(config: SourceConfig, context: SourceContext, answer: Any) -> DataSource:
+        label = label_of(config, context.section)
+        if config.download:
+            return open_downloaded(config, label, answer, context.verify_bytes)
+        return open_streamed(config, context.readers, label, answer, context.verify_bytes)
+
+
+class StandardLibrary:
+    """data.type = "standard_library": the source code of the Python standard library."""
+
+    @staticmethod
+    def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
+        return None
+
+    @staticmethod
+    def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
         return open_standard_library()
-    label = label_of(source, key)
-    if source.download:
-        return open_downloaded(source, label, from_hub, verify_bytes)
-    return open_streamed(source, lanes, label, from_hub, verify_bytes)
+
+
+def open_source(config: SourceConfig, context: SourceContext) -> DataSource:
+    """Open a source on this rank only, without the others."""
+    source_type = DATA_SOURCES[config.source_type]
+    opened: DataSource = source_type.open(config, context, source_type.ask_once(config, context))
+    return opened

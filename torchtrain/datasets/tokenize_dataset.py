@@ -28,9 +28,10 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.packing import DocumentSource, text_bytes
 from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
-from torchtrain.datasets.sources import ask_hub, open_text
-from torchtrain.datasets.text import LocalText, text_bytes
+from torchtrain.datasets.source import SourceContext
+from torchtrain.datasets.sources import open_source
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import atomic_write, fsync_folder, open_lock_file
@@ -55,11 +56,12 @@ def prepare(
             f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    source = replace(source, download=True)
-    documents = open_text(source, key, 1, ask_hub(source, key, verify_bytes), verify_bytes)
-    assert isinstance(documents, LocalText)
-    shards = _deal(documents.units, documents.text_bytes)
-    identity = documents.identity(whole=True)
+    context = SourceContext(key, tokenizer, verify_bytes=verify_bytes)
+    documents = open_source(replace(source, download=True), context)
+    if not isinstance(documents, DocumentSource):
+        raise DataError(f"{key}.type = {source.type!r} cannot be prepared: it has no random access to its documents")
+    shards = _deal(documents.parts, documents.text_bytes)
+    identity = documents.full_identity()
     plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, identity, shard_count=len(shards))
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
@@ -80,7 +82,7 @@ def prepare(
                     os.fsync(file.fileno())
             written = tuple(Shard(**json.loads((folder / f"{name}.json").read_text())) for name in shards)
             if not any(shard.documents for shard in written):
-                raise DataError(f"{documents.name} has no text in its {documents.units} documents")
+                raise DataError(f"{documents.name} has no text in its {documents.parts} documents")
             _write_json(folder / MANIFEST, replace(plan, shards=written))
             fsync_folder(folder, MANIFEST)  # before what it was made from is removed
         for path in (folder / UNFINISHED, *(folder / f"{name}.json" for name in shards)):
@@ -88,9 +90,10 @@ def prepare(
     return Manifest.read(folder / MANIFEST, str(folder))
 
 
-def _deal(documents: int, text_bytes: int) -> dict[str, range]:
+def _deal(documents: int, text_bytes: int | None) -> dict[str, range]:
     """The documents of each shard: enough shards to keep many cores busy, and not too many files for little data."""
-    count = min(documents, max(1, text_bytes // SHARD_BYTES), max(64, min(4096, documents // 1024)))
+    largest = documents if text_bytes is None else max(1, text_bytes // SHARD_BYTES)
+    count = min(documents, largest, max(64, min(4096, documents // 1024)))
     borders = [documents * number // count for number in range(count + 1)]
     return {f"shard-{n:05}": range(borders[n], borders[n + 1]) for n in range(count)}
 
@@ -216,7 +219,7 @@ def _end_with_parent() -> None:
 
 
 def _write_shard(
-    documents: LocalText, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any], name: str, numbers: range
+    documents: DocumentSource, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any], name: str, numbers: range
 ) -> None:
     """Write the tokens, where documents begin, and at last the record."""
     starts, tokens, size, counted, skipped = [], 0, 0, 0, 0

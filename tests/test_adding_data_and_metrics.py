@@ -1,0 +1,150 @@
+"""The code of docs/adding-a-data-source.md and docs/adding-a-metrics-writer.md, as a user's modules."""
+
+import importlib
+import json
+import re
+import sqlite3
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import torch
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl
+from forked_run import CONFIG, ForkedRun, finish, same_tensors, saved_tensors, slow_steps
+
+from torchtrain.config.parse import from_toml
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.prepared import PreparedTokens
+from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.errors import ConfigError, DataError
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def save_module(page: str, folder: Path) -> str:
+    """Write the module of ``page`` to ``folder``; returns its name."""
+    (code,) = code_blocks(page, "python")
+    name = re.match(r"# (\w+)\.py\n", code)
+    assert name is not None
+    (folder / f"{name[1]}.py").write_text(code)
+    return name[1]
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module of the page, registered in this process too, and the data of its config."""
+    module = save_module("adding-a-data-source.md", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.import_module(module)
+    with sqlite3.connect(tmp_path / "articles.db") as database:
+        database.execute("CREATE TABLE articles (text)")
+        database.executemany("INSERT INTO articles VALUES (?)", [(text,) for text in [*DOCUMENTS, None]])
+        database.execute("DELETE FROM articles WHERE rowid = 7")  # numbers of rows may have gaps
+    write_jsonl(tmp_path / "books.jsonl", [f"a book {text}" for text in DOCUMENTS])
+    return tmp_path
+
+
+def config_of_the_page(folder: Path) -> str:
+    """The TOML of the page with the paths of ``folder``."""
+    (toml,) = code_blocks("adding-a-data-source.md", "toml")
+    for name in ("articles.db", "books.jsonl"):
+        assert name in toml
+        toml = toml.replace(name, str(folder / name))
+    return toml
+
+
+def use_modules_of(folder: Path, slow: bool = False) -> Any:
+    sys.path.insert(0, str(folder))
+    return slow_steps() if slow else None
+
+
+def steps_done(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_text().count('"loss"') if file.exists() else 0
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_batches_of_the_table_are_the_same_on_every_layout_and_after_a_resume(sqlite: Path) -> None:
+    config = from_toml(DataConfig, tomli.loads(config_of_the_page(sqlite))["data"], "data.")
+    whole = make_loader(config, range(8))
+    tokens = take(whole, 30)
+    for rows in (range(4), range(4, 8)):
+        loader = make_loader(config, rows)
+        assert torch.equal(take(loader, 30), tokens[:, rows])
+    first = make_loader(config, range(8))
+    take(first, 11)
+    resumed = make_loader(config, range(8))
+    resumed.load_state_dict(first.state_dict())
+    assert torch.equal(take(resumed, 19), tokens[11:])
+    text = TOKENIZER.decode(tokens.transpose(0, 1).flatten().tolist())
+    assert len(re.findall(r"(?<!book )document 8 ", text)) > 1
+    assert "a book document " in text
+    assert not re.findall(r"(?<!book )document 6 ", text)  # the row that was deleted
+    assert whole.identity["data.sources"].startswith("table 'articles' with 60 rows, hash ")
+
+
+def test_run_on_two_ranks_reads_the_batches_of_one_rank_and_resumes_bitwise(sqlite: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG + config_of_the_page(sqlite))
+    options = ("--job.config_file", str(config))
+    for ranks in (1, 2):
+        finish(tmp_path / f"{ranks}", *options, ranks=ranks, hook=partial(use_modules_of, sqlite))
+    one, two = (saved_tensors(tmp_path / f"{ranks}", 8) for ranks in (1, 2))
+    assert torch.equal(one["loader.rows"], two["loader.rows"])
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)
+
+    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_modules_of, sqlite, slow=True))
+    killed.wait_for(lambda: steps_done(tmp_path / "killed") >= 5)
+    killed.end()
+    output = finish(tmp_path / "killed", *options, hook=partial(use_modules_of, sqlite))
+    assert "resume" in output
+    assert same_tensors(saved_tensors(tmp_path / "killed", 8), two)
+
+
+def test_table_can_be_tokenized_by_prepare(sqlite: Path) -> None:
+    source = SourceConfig(type="sqlite", options={"file": str(sqlite / "articles.db"), "table": "articles"})
+    prepare(source, "data", "", sqlite / "prepared", processes=2)
+    documents = [text for number, text in enumerate(DOCUMENTS) if number != 6]
+    tokens = [TOKENIZER.encode(text, bos=True, eos=True) for text in documents]
+    assert len(PreparedTokens(sqlite / "prepared", TOKENIZER.content_hash, 0, "")) == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fil": "a.db"}, r"data.options.fil is not a known key; did you mean 'data.options.file'"),
+        ({"file": 7}, r"data.options.file = 7 must be a string"),
+        ({"file": "absent.db"}, r"data.options.file = 'absent.db' is not a file"),
+    ],
+)
+@pytest.mark.usefixtures("sqlite")
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        make_loader(DataConfig(type="sqlite", options=options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "sqlit"}, "data.type = 'sqlit' must be one of 'files', 'hub', 'standard_library'"),
+        ({"type": "hub"}, "data.type = 'hub' needs data.name"),
+        ({"type": "files"}, "data.type = 'files' needs data.path"),
+        ({"path": "a.txt", "options": {"a": 1}}, "data.options = {'a': 1} are for a type of your own"),
+        ({"type": "hub", "name": "a", "sources": (SourceConfig(path="b"),)}, "a path, name or type .* exclude"),
+    ],
+)
+def test_wrong_types_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**options)

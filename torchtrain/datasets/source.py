@@ -1,0 +1,107 @@
+"""The interface of data sources, which ``DATA_SOURCES`` (config/registry.py) lists by name.
+
+To add one, subclass ``DocumentSource`` or ``TextSource`` (packing.py), or ``DataSource`` for data that are tokens
+already, and register the class (docs/extending.md).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.tokenizers import Tokenizer
+
+Tokens = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.float64]
+State = tuple[int, ...]
+
+
+class Stream(ABC):
+    """Windows of ``seq_len + 1`` tokens for one or more rows of the batch."""
+
+    state: State
+    """Position of the next window; set it to resume there. Always of the same length."""
+
+    @abstractmethod
+    def fill(
+        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
+    ) -> list[int]:
+        """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
+
+        Args:
+            windows_drawn: for each window, how many the source has given to all rows of all ranks before it.
+            sizes: for each window, where to write how many bytes of text each token stands for.
+
+        Raises:
+            DataError: the whole source does not fill one window, although it is repeated.
+            StorageError: the file system or network does not respond.
+        """
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What a source is opened with, besides its config."""
+
+    section: str
+    """Where its config is, such as "data" or "data.sources[1]": for messages."""
+    tokenizer: Tokenizer
+    readers: int = 1
+    """Number of readers of streamed data."""
+    verify_bytes: float = math.inf
+    """Size up to which data are hashed in full."""
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """The windows that a rank needs from a source."""
+
+    tokenizer: Tokenizer
+    seq_len: int
+    global_batch_size: int
+    rows: range
+    """This rank's rows of the global batch."""
+    readers: int
+    """Number of readers of streamed data; it divides the global batch size."""
+    seed: int
+    repeat: bool
+    """Read the source again, in another order, at its end."""
+
+
+class DataSource(ABC):
+    """Data from which windows of tokens are read. It is opened in one thread and read in another.
+
+    The windows of a row may depend on the config of the data, the seed and the row, and not on the number of ranks.
+    """
+
+    name: str
+    """A name for messages."""
+
+    @classmethod
+    def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
+        """Called on rank 0 only, before ``open``, to ask a server once for all ranks. The result is pickled."""
+        return None
+
+    @classmethod
+    def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":  # noqa: ARG003
+        """Open a source on each rank. ``answer`` is the result of ``ask_once``.
+
+        Raises:
+            DataError: the data are missing, or not what ``config`` says. All ranks raise an error of one rank.
+        """
+        return cls(config, context)  # type: ignore[call-arg]
+
+    @abstractmethod
+    def identity(self) -> str:
+        """A text that is the same for the same data only, wherever they are stored; without "; ".
+
+        Checkpoints contain it: a run does not resume with other data. All ranks must see the same.
+        """
+
+    @abstractmethod
+    def streams(self, request: StreamRequest) -> list[Stream]:
+        """A stream for each of ``request.rows``; rows may share a stream."""
