@@ -17,7 +17,7 @@ from rank_functions import export
 
 from torchtrain import files
 from torchtrain.checkpoint.format import HashingFileSystem
-from torchtrain.comparison.fingerprint_findings import FILE, Step
+from torchtrain.comparison.fingerprints import FILE, StepFingerprints
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError
@@ -91,7 +91,7 @@ def test_content_of_a_lock_file_is_kept(tmp_path: Path) -> None:
 
 def test_fingerprints_are_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
     (tmp_path / f"{FILE}.partial").symlink_to(secret)
-    Step({}, torch.zeros(1, 2, 3, dtype=torch.int32).numpy()).save(tmp_path)
+    StepFingerprints({}, torch.zeros(1, 2, 3, dtype=torch.int32).numpy()).save(tmp_path)
     assert secret.read_text() == "of another user"
     assert (tmp_path / FILE).is_file()
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from torchtrain import files
 from torchtrain.compare import main
-from torchtrain.comparison.fingerprint_findings import FILE, Fingerprint, Step, distance, read, walk
+from torchtrain.comparison.fingerprints import FILE, Fingerprint, StepFingerprints, distance, first_difference, read
 from torchtrain.comparison.runs import open_run
 from torchtrain.config.parse import to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
@@ -86,7 +86,7 @@ def compare_all_layouts(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple
             assert {k: f.shape for k, f in ours.tensors.items()} == {k: f.shape for k, f in theirs.tensors.items()}
             assert len(ours.rows) == 8
             assert np.array_equal(ours.rows, theirs.rows)
-            finding, before = walk(ours, theirs, step, before)
+            finding, before = first_difference(ours, theirs, step, before)
             assert finding is None, f"{a} and {b}: {finding}"
     return len(pairs)
 
@@ -121,7 +121,7 @@ REFERENCES = {
     "tied": ("--model.shape.tied_embeddings", "True"),
     "documents": ("--data.document_mask", "--data.path", "DOCUMENTS"),
 }
-COPIES_DIFFER = "B: ranks 0 and 1 should hold the same of it"
+COPIES_DIFFER = "B: ranks 0 and 1 have replicas that differ"
 FAULTS = {
     "causal offset in context parallelism": Fault(
         "parallelisms/context_parallel.py",
@@ -144,7 +144,7 @@ FAULTS = {
         "trainer.py",
         "all_reduce(global_tokens, group=self.model.mesh.batch.get_group())",
         "pass",
-        "step 1, output.weight gradient: in B 2 times what it is in A",
+        "step 1, output.weight gradient: in B 2 times its value in A",
         ranks=2,
     ),
     "positions of the second document": Fault(
@@ -158,7 +158,7 @@ FAULTS = {
         "trainer.py",
         "            tokens += (",
         "            if i == 1:\n                continue\n            tokens += (",
-        "step 1, tok_embeddings output: B: 75% of it is there: rows 1 to 1 of 4 are missing",
+        "step 1, tok_embeddings output: B: 75% of its elements are present: rows 1 to 1 of 4 are missing",
     ),
     "tied gradient not shared": Fault(
         "trainer.py",
@@ -179,7 +179,7 @@ FAULTS = {
         "trainer.py",
         "self.schedule.apply(self.optimizer, step)",
         "self.schedule.apply(self.optimizer, step + 1)",
-        "step 1, tok_embeddings.weight update: in B 2 times what it is in A",
+        "step 1, tok_embeddings.weight update: in B 2 times its value in A",
     ),
     "RoPE in bfloat16": Fault(
         "models/llama/model.py",
@@ -317,7 +317,7 @@ def test_curves_that_drift_are_distinguished_from_those_that_jump(tmp_path: Path
     assert report["config"]["lines"] == ["changes nothing: metrics.log_freq = 10 in A, 3 in B"]
     code, report = compare(a, drift)
     assert code == 1
-    assert report["logged"]["lines"][0].startswith("loss drifts: rounding that grows. Step 11: ")
+    assert report["logged"]["lines"][0].startswith("loss drifts: growing rounding errors. Step 11: ")
     code, report = compare(a, jump)
     assert report["logged"]["lines"][0].startswith("loss jumps: a fault. Step 10: ")
     assert report["logged"]["found"][0].items() >= {"curve": "loss", "step": 10, "how": "jumps"}.items()
@@ -375,7 +375,7 @@ def test_losses_that_are_not_finite_are_compared(tmp_path: Path) -> None:
 def test_differing_rows_are_shown_as_token_ids_without_the_tokenizer(tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         folder = fake_run(tmp_path / name, [1.0], model={"tokenizer_path": str(tmp_path / "gone")})
-        Step({}, np.full((1, 2, 4), number, dtype=np.int32)).save(folder / "fingerprints/step-1")
+        StepFingerprints({}, np.full((1, 2, 4), number, dtype=np.int32)).save(folder / "fingerprints/step-1")
     code, report = compare(tmp_path / "a", tmp_path / "b")
     assert code == 1
     assert "from token 0 on '[0, 0, 0, 0]' in A, '[1, 1, 1, 1]' in B" in report["computed"]["lines"][0]
@@ -391,7 +391,7 @@ def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> No
     assert report["config"]["match"] is False
     assert report["config"]["lines"] == [
         "changes the run: optimizer.lr = 0.003 in A, 1.0 in B",
-        "changes its speed alone: compile.enable = False in A, True in B",
+        "changes only its speed: compile.enable = False in A, True in B",
     ]
     assert report["computed"]["match"] is None
 
@@ -447,7 +447,7 @@ def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None
     other = run(tmp_path / "other", *saving, "--optimizer.lr", "1e-3")
     code, report = compare(a, other)
     assert code == 1
-    assert report["saved"]["lines"][0] == "step 1: 21 tensors do not match"
+    assert report["saved"]["lines"][0] == "step 1: 21 tensors differ"
     assert report["saved"]["lines"][1].startswith("  tok_embeddings.weight: ")
     assert report["saved"]["found"][0]["tensors"][0] == "tok_embeddings.weight"
     assert report["computed"]["lines"][0].startswith("step 1, tok_embeddings.weight update: in B 3.333 times")
@@ -495,7 +495,7 @@ def test_incomplete_fingerprint_file_is_damaged(gloo: GlooPool, tmp_path: Path) 
     folder = tmp_path / "fingerprints/step-1"
     step = read(folder)
     assert len(step.tensors) > 50
-    assert walk(step, step, 1) == (None, 0.0)
+    assert first_difference(step, step, 1) == (None, 0.0)
     arrays = load_file(folder / FILE)
     with safe_open(folder / FILE, "pt") as file:
         about = json.loads(file.metadata()["about"])

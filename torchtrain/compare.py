@@ -1,6 +1,6 @@
-"""Why two runs differ: ``python -m torchtrain.compare RUN_A RUN_B``. It names the first tensor that does.
+"""Compare two runs and name the first tensor that differs: ``python -m torchtrain.compare RUN_A RUN_B``.
 
-Exit code 0: they match, at least to within rounding; 1: they differ; 2: there is nothing to compare (docs/compare.md).
+Exit code 0: the runs match to within rounding; 1: they differ; 2: there is nothing to compare. See docs/compare.md.
 """
 
 import json
@@ -45,14 +45,14 @@ class Options:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Compare; returns the exit code of the process."""
+    """Compare, and return the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
     require_one_process("compare")
     # Not above: --help needs no torch.
     import torch.distributed as dist
 
     from torchtrain.comparison.implementations import compare_implementations
-    from torchtrain.comparison.runs import compare_runs, draw, open_run
+    from torchtrain.comparison.runs import compare_runs, open_run, plot_losses
 
     runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
     report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.write(f"{text}\n")
     if options.picture:
         with writing(options.picture, "--picture"):
-            draw(runs, options.picture)
+            plot_losses(runs, options.picture)
     return int(not match)
 
 

@@ -1,4 +1,4 @@
-"""Writes fingerprints of the steps that ``[debug]`` names, for ``torchtrain.compare``."""
+"""Step hook that writes fingerprints of the steps in ``debug.fingerprint_steps``, for ``torchtrain.compare``."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtrain.comparison.fingerprint_recorder import Fingerprints, modules_of
+from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder, recorded_modules
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
 from torchtrain.logging import BestEffort
@@ -18,10 +18,12 @@ from torchtrain.trainer import StepHook
 
 
 class FingerprintHook(StepHook):
-    """Takes fingerprints of what the model computes in ``debug.fingerprint_steps`` and writes them to
+    """Record fingerprints in the steps ``debug.fingerprint_steps``, and write them to
     ``<dump folder>/fingerprints/step-N``.
 
-    ``config``: the resolved one, with ``training.global_batch_size`` as a number.
+    Args:
+        config: the resolved config, in which ``training.global_batch_size`` is not -1.
+        model: the model that is trained.
     """
 
     def __init__(self, config: JobConfig, model: ParallelModel) -> None:
@@ -32,45 +34,46 @@ class FingerprintHook(StepHook):
         self.parameters = {full_name(n): p for part in model.parts for n, p in part.named_parameters()}
         training = config.training
         sequence = local_sequence(torch.arange(training.seq_len), model.mesh.context, dim=0)
-        self.fingerprints = Fingerprints(
+        self.recorder = FingerprintRecorder(
             model.parts[0].config, model.mesh, training.mixed_precision_param, training.global_batch_size, sequence
         )
-        self.watching = ExitStack()
-        """Holds the modules' hooks during a step of ``steps``."""
+        self.recording = ExitStack()
+        """Removes the modules' hooks at the end of a recorded step."""
         self.active = False
-        self.before: dict[str, Tensor] = {}
-        """The parameters before the update."""
+        self.parameters_before: dict[str, Tensor] = {}
+        """Copies of the parameters before the update."""
 
     def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
         self.active = step in self.steps
         if self.active:
-            self.watching.enter_context(
-                self.fingerprints.watching({part: modules_of(part) for part in self.model.parts})
+            self.recording.enter_context(
+                self.recorder.recording({part: recorded_modules(part) for part in self.model.parts})
             )
 
     def before_forward_backward(self, batch: Batch) -> None:
         if self.active:
-            self.fingerprints.begin(batch.tokens, self.parameters)
+            self.recorder.begin(batch.tokens, self.parameters)
 
     def after_gradients(self) -> None:
         if self.active:
             gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-            self.fingerprints.add_parameters("gradient", gradients)
-            self.before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+            self.recorder.add_parameters("gradient", gradients)
+            self.parameters_before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def after_update(self) -> None:
         if self.active:
-            updates = {name: parameter.detach() - self.before[name] for name, parameter in self.parameters.items()}
-            self.before = {}
-            self.fingerprints.add_parameters("update", updates)
+            before = self.parameters_before
+            updates = {name: parameter.detach() - before[name] for name, parameter in self.parameters.items()}
+            self.parameters_before = {}
+            self.recorder.add_parameters("update", updates)
 
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
         if not self.active:
             return
-        self.watching.close()
+        self.recording.close()
         if self.model.has_loss:
-            self.fingerprints.add_loss(loss.total)
-        found = self.fingerprints.collect(batch)
+            self.recorder.add_loss(loss.total)
+        fingerprints = self.recorder.collect(batch)
         with self.best_effort:
-            if found is not None:
-                found.save(self.folder / f"step-{step}")
+            if fingerprints is not None:
+                fingerprints.save(self.folder / f"step-{step}")

@@ -1,4 +1,4 @@
-"""Our model and transformers' beside each other, on the same weights and rows."""
+"""Compare our model with that of transformers, on the same weights and rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from torchtrain.checkpoint.hf.weights import check_same_shape
-from torchtrain.comparison.fingerprint_findings import Step, walk
-from torchtrain.comparison.fingerprint_recorder import Fingerprints
-from torchtrain.comparison.runs import Finding, RunFolder, summed_up
+from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder
+from torchtrain.comparison.fingerprints import StepFingerprints, first_difference
+from torchtrain.comparison.runs import Finding, RunFolder, summarize
 from torchtrain.datasets.build import build_loader
 from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims
@@ -53,19 +53,21 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     batch = next(loader)
     loader.close()
     step = fingerprint_of(ours, ours, str, batch)
-    finding, before = walk(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
+    finding, before = first_difference(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
     if finding is None:
-        return {"computed": summed_up([Finding(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
-    said = [Finding(str(finding), False, finding._asdict())]
+        return {"computed": summarize([Finding(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
+    findings = [Finding(str(finding), False, finding._asdict())]
     for kind, heads in {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}.items():
         if finding.key.endswith(f"{kind}.weight"):
             other = theirs.get_parameter(hf_name(finding.key))
             if torch.allclose(meta_rows_to_ours(other, heads), ours.get_parameter(finding.key)):
-                said.append(Finding("its rows are in the order of Meta's files, not in that of Hugging Face's"))
-    return {"computed": summed_up(said)}
+                findings.append(Finding("its rows are in the order of Meta's files, not in that of Hugging Face's"))
+    return {"computed": summarize(findings)}
 
 
-def fingerprint_of(model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch) -> Step:
+def fingerprint_of(
+    model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch
+) -> StepFingerprints:
     """Of forward and backward of ``batch`` in ``model``, whose names for our parameters ``name_of`` gives."""
     parameters = {name: model.get_parameter(name_of(name)) for name, _ in ours.named_parameters()}
     modules = {
@@ -74,9 +76,11 @@ def fingerprint_of(model: nn.Module, ours: Transformer, name_of: Callable[[str],
         if name.endswith(".weight") and name != "output.weight"
     }
     rows, seq = batch.tokens.shape
-    prints = Fingerprints(ours.config, Mesh(torch.device("cpu"), ParallelDims()), "float32", rows, torch.arange(seq))
+    prints = FingerprintRecorder(
+        ours.config, Mesh(torch.device("cpu"), ParallelDims()), "float32", rows, torch.arange(seq)
+    )
     prints.begin(batch.tokens, parameters)
-    with prints.watching({model: modules}):
+    with prints.recording({model: modules}):
         logits = model(batch.tokens)
         total = cross_entropy_sum(getattr(logits, "logits", logits), batch.labels)
         (total / batch.labels.numel()).backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Two runs beside each other: config, what was logged, saved, and computed."""
+"""Compare two runs: config, logged metrics, checkpoints and fingerprints."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import saved_steps, step_folder
-from torchtrain.comparison.fingerprint_findings import Step, read, walk
+from torchtrain.comparison.fingerprints import StepFingerprints, first_difference, read
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
@@ -33,24 +33,26 @@ from torchtrain.optimizers.lr_schedule import LRSchedule
 KINDS = {
     Kind.IMPOSSIBLE: "changes the run",
     Kind.CHANGES: "changes the run",
-    Kind.LAYOUT: "changes its speed alone",
+    Kind.LAYOUT: "changes only its speed",
     Kind.HARMLESS: "changes nothing",
 }
 CURVES = ("loss", "grad_norm", "lr")
-JUMP = 10  # times as far apart as ever before
+JUMP = 10  # a curve jumps if its difference grows by this factor over all earlier steps
 
 
 class Finding(NamedTuple):
-    """A line of an answer. ``match``: whether the runs match in it; ``found``: a difference, for programs."""
+    """One line of the report."""
 
     line: str
     match: bool | None = None
+    """Whether the runs match in this respect; None if the line does not decide it."""
     found: Mapping[str, Any] | None = None
+    """The difference as JSON values."""
 
 
 @dataclass
 class RunFolder:
-    """What a run has left in ``path`` so far."""
+    """Config and metrics of the run in the folder ``path``, which may be unfinished."""
 
     path: Path
     config: JobConfig
@@ -59,7 +61,7 @@ class RunFolder:
 
     @property
     def rounding(self) -> float:
-        """How far rounding may carry numbers after some steps, relative to their size: the root of the dtype's eps."""
+        """Relative difference that rounding may cause after some steps: the square root of the dtype's epsilon."""
         return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
 
 
@@ -83,27 +85,27 @@ def open_run(path: Path) -> RunFolder:
     return run
 
 
-def summed_up(answer: Iterable[Finding]) -> dict[str, Any]:
-    """``match``: None if there is nothing to compare; ``lines``, to read; ``found``: differences, for programs."""
+def summarize(answer: Iterable[Finding]) -> dict[str, Any]:
+    """Summarize findings as JSON values.
+
+    ``match`` is None if there was nothing to compare; ``lines`` is the text; ``found`` are the differences.
+    """
     findings: list[Finding] = []
     try:
         for finding in answer:
             findings.append(finding)
-    except TorchtrainError as error:  # damaged files, or none: the other questions are asked
+    except TorchtrainError as error:  # files are damaged or missing: the other parts are compared all the same
         findings.append(Finding(str(error)))
     verdicts = [finding.match for finding in findings if finding.match is not None]
-    found = [finding.found for finding in findings if finding.found]
-    return {
-        "match": all(verdicts) if verdicts else None,
-        "lines": [finding.line for finding in findings],
-        "found": found,
-    }
+    differences_found = [finding.found for finding in findings if finding.found]
+    match = all(verdicts) if verdicts else None
+    return {"match": match, "lines": [finding.line for finding in findings], "found": differences_found}
 
 
 def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
-    """The answers by question, each ``summed_up``."""
+    """Compare the config, logged metrics, checkpoints and fingerprints of two runs; each value is a ``summarize``."""
     questions = {"config": configs, "logged": curves, "saved": checkpoints, "computed": fingerprints}
-    return {title: summed_up(ask(a, b)) for title, ask in questions.items()}
+    return {title: summarize(ask(a, b)) for title, ask in questions.items()}
 
 
 def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
@@ -112,7 +114,7 @@ def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
 
 
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
-    """Options by what they mean for a run, and where the two ran."""
+    """Compare the options, sorted by what they change, and the hardware and versions."""
     found = changed_options(a, b)
     for kind, what in KINDS.items():
         listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
@@ -126,7 +128,7 @@ def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
 
 
 def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
-    """The first step at which a curve leaves the tolerance, and whether it drifts there or jumps."""
+    """Find the first step at which each curve leaves its tolerance, and whether it drifts or jumps there."""
     logged = {key: steps for key in CURVES if (steps := steps_of_both(a, b, key))}
     if not logged:
         raise TorchtrainError("no step that both have logged")
@@ -142,7 +144,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
             continue
         earlier = [apart[step] for step in steps if step < beyond]
         most = max(earlier, default=0.0)
-        how, why = ("drifts", "rounding that grows") if most > apart[beyond] / JUMP else ("jumps", fault)
+        how, why = ("drifts", "growing rounding errors") if most > apart[beyond] / JUMP else ("jumps", fault)
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
         line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
@@ -155,7 +157,7 @@ def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
 
 
 def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
-    """How far what both have logged is apart, relative to its size."""
+    """Relative difference of the values of ``key`` that both runs have logged at ``step``."""
     x, y = a.lines[step].get(key), b.lines[step].get(key)
     if x is None or y is None:  # not finite
         return 0.0 if x is y else math.inf
@@ -172,7 +174,7 @@ def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, li
 
 
 def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
-    """From the newest step that both have saved back to the first at which the checkpoints differ."""
+    """Compare checkpoints from the newest common step back to the first at which they differ."""
     steps = in_both(a, b, "checkpoint", "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
@@ -183,19 +185,18 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         except CheckpointError as error:
             yield Finding(f"step {step}: {error}")
             continue
-        bad = {name: how for name, how, match in found if not match}
+        bad = {name: how for name, how, within_rounding in found if not within_rounding}
         if not bad:
             how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
             yield Finding(f"step {step}: match, {how}", True)
             break
-        first = [Finding(f"step {step}: {len(bad)} tensors do not match", False, {"step": step, "tensors": list(bad)})]
+        first = [Finding(f"step {step}: {len(bad)} tensors differ", False, {"step": step, "tensors": list(bad)})]
         first += [Finding(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
     yield from first
 
 
 def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
-    """For each parameter whose weights, moments or average are not bitwise identical: its name, how they differ, and
-    whether rounding explains it.
+    """Yield each parameter whose weights, moments or average are not bitwise equal: name, difference, within rounding.
 
     At the end also for the place in the data. CheckpointError: a file is damaged.
     """
@@ -232,9 +233,13 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
         apart = max(size(x.double() - y.double()) for x, y in weights)
         parts = [size(x.double() - y.double()) / max(size(x), size(y), 1e-300) for x, y in moments.values()]
         explained = run.rounding * step * update + 1e-6 * size(weights[0][0])
-        match = apart <= explained and max(parts, default=0) <= 4 * run.rounding
+        within_rounding = apart <= explained and max(parts, default=0) <= 4 * run.rounding
         of_moments = " and ".join(f"{part:.1e}" for part in parts) or "none"
-        yield name, f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size", match
+        yield (
+            name,
+            f"{apart:.1e} apart, its mean update is {update:.1e}; moments {of_moments} of their size",
+            within_rounding,
+        )
     rows = both("loader.rows")
     if rows and not torch.equal(*rows):
         firsts = [tensor[0].tolist() for tensor in rows]
@@ -242,12 +247,12 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
 
 
 def size(x: Tensor) -> float:
-    """Root mean square."""
+    """Root mean square of ``x``."""
     return x.double().square().mean().sqrt().item()
 
 
 def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
-    """The first row of a batch, or the first tensor, that differs by more than rounding explains."""
+    """Find the first row of a batch, or the first tensor, that differs by more than rounding explains."""
     missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
     before, compared = 0.0, {}
     for step, folders in in_both(a, b, "fingerprints", missing).items():
@@ -261,7 +266,7 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
         if row is not None:
             found.append(Finding(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
-        finding, before = walk(ours, theirs, step, before)
+        finding, before = first_difference(ours, theirs, step, before)
         if finding is not None:
             found.append(Finding(str(finding), False, finding._asdict()))
         if found:
@@ -273,8 +278,8 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         yield Finding(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
 
 
-def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> str:
-    """What the two have as ``row`` of the batch, as text."""
+def row_found(a: RunFolder, step: int, row: int, ours: StepFingerprints, theirs: StepFingerprints) -> str:
+    """Describe the difference in ``row`` of the batch."""
     data, place = a.config.data, np.array([(step - 1) * len(ours.rows) + row])
     source = data.all[Mixture([source.weight for source in data.all]).choose(place).item()]
     text = f"step {step}, row {row} of the batch, from {source.path or source.name or 'the standard library'}:"
@@ -290,8 +295,8 @@ def row_found(a: RunFolder, step: int, row: int, ours: Step, theirs: Step) -> st
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
 
 
-def draw(runs: Sequence[RunFolder], path: str) -> None:
-    """Both losses, and how far they are apart."""
+def plot_losses(runs: Sequence[RunFolder], path: str) -> None:
+    """Plot both losses and their relative difference to the PNG file ``path``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7))
