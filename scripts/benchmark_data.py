@@ -150,7 +150,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file lies in the page cache, in whole pages."""
+    """Bytes of a file that are in the page cache, in whole pages."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

@@ -63,7 +63,7 @@ RUN = f"""
 --validation.enable --validation.interval {VALIDATION_INTERVAL} --validation.steps 8
 """
 FOR_EVER = 10**9  # steps
-STOPPED, STORAGE, REFUSED = [75] * RANKS, [74] * RANKS, [2] * RANKS
+STOPPED, STORAGE, REJECTED = [75] * RANKS, [74] * RANKS, [2] * RANKS
 
 
 class Run(Protocol):
@@ -74,7 +74,7 @@ class Run(Protocol):
         ...
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds while the run continues."""
+        """Wait until ``condition`` holds, while the run continues."""
         ...
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None: ...
@@ -242,8 +242,8 @@ def all_damaged(trial: Trial) -> None:
         file = step_folder(trial.checkpoints, step) / trial.rng.choice(["manifest.json", ".metadata", "__0_0.distcp"])
         os.truncate(file, file.stat().st_size // 2)
     run = trial.start()
-    expect(run, REFUSED)
-    assert "none of these is a valid checkpoint" in run.output(), run.output()
+    expect(run, REJECTED)
+    assert "none of these is a good checkpoint" in run.output(), run.output()
     shutil.rmtree(trial.checkpoints)
     aside.rename(trial.checkpoints)
 
@@ -291,7 +291,7 @@ def late_listing(trial: Trial) -> None:
     disk = trial.disk
     assert disk is not None
     older = trial.start_and_save()
-    # While it writes the next one: then it lists the folder to make room, and not to delete old ones.
+    # While the next checkpoint is written, so that the folder is listed before the save, not to delete old checkpoints.
     older.wait_for(lambda: any(trial.checkpoints.glob(f"step-*.{'?' * 32}{PARTIAL_SUFFIX}")))
     listing = disk.fail("list", trial.checkpoints, rank=0, times=1, seconds=3600)
     older.wait_for(lambda: disk.has_struck(listing))
@@ -316,8 +316,8 @@ def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
     """Let what hangs go on: of two starts the older one ends, and changes nothing of the newer one."""
     assert trial.disk is not None
     trial.disk.heal()
-    expect(older, REFUSED)
-    assert "now saves to" in older.output(), older.output()
+    expect(older, REJECTED)
+    assert "now saves in" in older.output(), older.output()
     before = trial.newest()
     newer.wait_for(lambda: trial.newest() > before + 2)
     assert not list(trial.checkpoints.glob("*.superseded*")), newer.output()
@@ -333,7 +333,7 @@ def changed_data(trial: Trial) -> None:
         opened.write(b"swore")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     run = trial.start()
-    expect(run, REFUSED)
+    expect(run, REJECTED)
     assert "data.path" in run.output(), run.output()
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -352,7 +352,7 @@ def flipped_read(trial: Trial) -> None:
     try:
         run.wait_for(lambda: trial.newest() > before)
     except AssertionError:  # it has ended
-        expect(run, REFUSED)
+        expect(run, REJECTED)
         trial.disk.heal()
         run = trial.start_and_save()
     trial.disk.heal()
@@ -392,7 +392,7 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
-    """Number of tensors and of steps, all of which must be bitwise identical."""
+    """Return the number of tensors and of steps compared, all of which must be bitwise equal."""
     expect(undisturbed.start(steps), [0] * RANKS)
     ours, theirs = tensors(trial.folder, steps), tensors(undisturbed.folder, steps)
     assert ours.keys() == theirs.keys()
@@ -410,7 +410,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("outputs"), help="in which to create crash_test again")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs"), help="folder in which crash_test is created again"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the ranks
     rng = random.Random(options.seed)

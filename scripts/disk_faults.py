@@ -76,7 +76,7 @@ class DiskFaults:
         return bool(times <= 0)
 
     def heal(self, rule: int | None = None) -> None:
-        """Let the rule of this number end, or all; what hangs continues within a second."""
+        """Remove the rule with this number, or all rules. Hanging operations continue within a second."""
         if rule is not None:
             start = rule * RULE.size + 16
             self.rules[start : start + RULE.size - 16] = bytes(RULE.size - 16)  # of an empty pattern: matches nothing

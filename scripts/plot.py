@@ -26,7 +26,7 @@ PANELS = (
     ("tokens_per_second", "Tokens per second and device"),
     ("memory_gib", "Peak memory (GiB)"),
 )
-# Okabe and Ito's colors: also distinguishable for color-blind readers.
+# Okabe and Ito's colors, which the color-blind can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
@@ -126,12 +126,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.output.suffix[1:].lower() not in formats:
         fail(f"--output {arguments.output} must end in one of {', '.join(sorted(formats))}")
     if not arguments.output.absolute().parent.is_dir():
-        fail(f"--output {arguments.output} lies in a folder that does not exist")
+        fail(f"--output {arguments.output}: its folder does not exist")
     runs = [read_run(path) for path in arguments.runs]
     try:
         plot(runs, arguments.output)
     except OSError as error:
-        fail(f"--output {arguments.output} could not be written: {error.strerror}; make room, or name another file")
+        fail(f"--output {arguments.output} could not be written: {error.strerror}; free space, or name another file")
     print(f"wrote {arguments.output}")
 
 

@@ -1,12 +1,12 @@
-"""Published runs beside what the planner says of them, and the efficiencies of the planner's cost_model fitted to them.
+"""Compare the planner's estimates with published runs, and fit the efficiencies of its cost model to them.
 
     python scripts/validate_estimate.py            # the table of docs/estimate.md
-    python scripts/validate_estimate.py --fit      # fits again, and prints what to write into planning/hardware.py
+    python scripts/validate_estimate.py --fit      # fits the efficiencies, and prints values for planning/hardware.py
 
-Memory is not fitted. Where the trainers of these runs did otherwise than this one, a row says how, and this script does
-the same in their place: which matrix products of a block selective checkpointing kept, whether the loop held the
-float32 logits until the step's end, whether the loss was compiled, and whether the allocator had expandable segments.
-All of them rotated queries and keys as complex numbers, and ran before torch had a fused kernel for RMSNorm.
+Memory is not fitted. A row describes how the trainer of a run differed from this one, and the script reproduces it:
+which matrix products of a block selective checkpointing saved, whether the loop kept the float32 logits until the end
+of the step, whether the loss was compiled, and whether the allocator used expandable segments. All runs applied RoPE
+with complex numbers, and predate PyTorch's fused kernel for RMSNorm.
 """
 
 import argparse
@@ -38,7 +38,7 @@ EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. GiB and tokens a second and GPU; None where it was not published."""
+    """A published run: memory in GiB, tokens per second per GPU; None if a number was not published."""
 
     name: str
     source: str
@@ -68,7 +68,7 @@ class Row:
 
 BENCHMARK = "torchtitan benchmarks/llama3_h100_202412"
 ASYNC = "torchtitan benchmarks/asyncTP_llama3_h100_2025-06"
-# Its loss was not compiled before the autumn of 2024, nor from that December to the next April (#755, #1033).
+# torchtitan's loss was not compiled before the autumn of 2024, nor from that December to the next April (#755, #1033).
 PLAIN_LOSS = {"compiled": True, "compiled_loss": False}
 # torchtitan in March 2024
 OLD = {"holds_logits": True, "expandable": False, "compiled_loss": False}
@@ -94,7 +94,7 @@ ROWS = (
 
 
 def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Theirs: pairs of channels as complex numbers, for which Inductor makes no kernels."""
+    """torchtitan's RoPE: pairs of channels as complex numbers, for which Inductor generates no kernels."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(3).type_as(x)
 
@@ -147,7 +147,7 @@ def config_of(row: Row) -> JobConfig:
 
 @dataclass(frozen=True)
 class Trace:
-    """The parts of a simulation that are needed here; GiB."""
+    """Results of a simulation; memory in GiB."""
 
     active: float
     reserved: float
@@ -176,16 +176,16 @@ def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
 
 FITTED = ("matmul", "float8", "attention", "memory")  # these runs hardly depend on the links
 LIMIT = 0.95  # of an efficiency
-PULL = 0.002  # a weak one to where it began keeps apart what the rows do not tell apart
+PULL = 0.002  # weak regularization towards the initial values, for directions that the rows do not determine
 
 
 def efficiency_of(logs: Tensor) -> Efficiency:
-    """From logarithms, in the order of ``FITTED``."""
+    """Return efficiencies from their logarithms in the order of ``FITTED``."""
     return replace(Efficiency(), **dict(zip(FITTED, logs.exp().tolist(), strict=True)))
 
 
 def misses(traces: Sequence[Trace], logs: Tensor) -> Tensor:
-    """Logarithms of estimate by published throughput, one a row."""
+    """Logarithm of the ratio of estimated to published throughput for each row, float64 of shape (rows,)."""
     efficiency = efficiency_of(logs)
     pairs = zip(ROWS, traces, strict=True)
     ratios = [tokens_per_second(row, found, efficiency) / (row.tokens or math.nan) for row, found in pairs]
@@ -193,18 +193,18 @@ def misses(traces: Sequence[Trace], logs: Tensor) -> Tensor:
 
 
 def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Efficiency]]:
-    """The best efficiencies for all rows, and those without each row.
+    """Fit the efficiencies to all rows, and to all rows but one for each row.
 
-    Least squares of the logarithms of throughput over the logarithms of efficiencies, by Gauss and Newton.
+    Least squares of the logarithms of throughput in the logarithms of efficiencies, by the Gauss-Newton method.
     """
     begin = torch.tensor([getattr(Efficiency(), key) for key in FITTED], dtype=torch.float64).log()
     identity = torch.eye(len(FITTED), dtype=torch.float64)
 
-    def solved(measured: Tensor, slopes: Tensor, at: Tensor) -> Tensor:
-        """The best were all as linear as ``at`` some logarithms: misses (rows,), derivatives (rows, efficiencies)."""
+    def solve(errors: Tensor, slopes: Tensor, at: Tensor) -> Tensor:
+        """Solve the linearization at ``at``: ``errors`` (rows,) and derivatives ``slopes`` (rows, efficiencies)."""
         found, free = at.clone(), list(range(len(FITTED)))
         while True:
-            a, missed = slopes[:, free], measured + slopes @ (found - at)
+            a, missed = slopes[:, free], errors + slopes @ (found - at)
             pulled = a.T @ missed + PULL * (found - begin)[free]
             found[free] -= torch.linalg.solve(a.T @ a + PULL * identity[free][:, free], pulled)
             above = [i for i in free if found[i] > math.log(LIMIT) + 1e-9]
@@ -215,11 +215,11 @@ def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Eff
 
     best = begin
     for _ in range(3):
-        at, measured = best, misses(traces, best)
-        slopes = torch.stack([(misses(traces, at + by * one) - measured) / by for one in identity], dim=1)
-        best = solved(measured, slopes, at)
+        at, errors = best, misses(traces, best)
+        slopes = torch.stack([(misses(traces, at + by * one) - errors) / by for one in identity], dim=1)
+        best = solve(errors, slopes, at)
     others = [[other for other in range(len(ROWS)) if other != row] for row in range(len(ROWS))]
-    return efficiency_of(best), [efficiency_of(solved(measured[rows], slopes[rows], at)) for rows in others]
+    return efficiency_of(best), [efficiency_of(solve(errors[rows], slopes[rows], at)) for rows in others]
 
 
 def main() -> None:

@@ -246,7 +246,7 @@ def test_ctrl_c_logs_that_the_same_command_resumes(
     options = ["--data.path", text_folder(tmp_path / "texts"), "--prepare.output", str(tmp_path / "prepared")]
     assert command.main(options) == 130
     first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith("the same command continues from here")
+    assert first.endswith("run the same command again to resume")
     assert second.endswith("stopped by Ctrl-C")
 
 

@@ -115,7 +115,7 @@ def test_generate_rejects_invalid_output_files(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file, why in (
-        (tmp_path / "nowhere/out.jsonl", "lies in a folder that does not exist"),
+        (tmp_path / "nowhere/out.jsonl", "its folder does not exist"),
         (tmp_path, "is a fold"),
     ):
         options = [str(trained_run), "--prompt", "a", "--output_file", str(file)]
@@ -315,7 +315,7 @@ def test_plot_skips_invalid_lines_and_rejects_invalid_output_files(tmp_path: Pat
     assert (failed.returncode, failed.stderr.splitlines()[6:]) == (
         2,
         [
-            f"error: --output {tmp_path}/full.png could not be written: No space left on device; make room, or name "
+            f"error: --output {tmp_path}/full.png could not be written: No space left on device; free space, or name "
             "another file"
         ],
     )

@@ -182,7 +182,7 @@ def test_prepare_rejects_an_output_inside_of_the_data(tmp_path: Path) -> None:
     output = tmp_path / "prepared"
     found = run_command("torchtrain.prepare", "--data.path", str(tmp_path), "--prepare.output", str(output))
     assert found.returncode == 2, found.stderr
-    assert "lies in the data" in found.stderr
+    assert "is inside the data folder" in found.stderr
     assert not output.exists()
 
 

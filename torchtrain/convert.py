@@ -1,6 +1,6 @@
-"""Weights from one format to another: ``python -m torchtrain.convert outputs/debug_model my_model_hf``.
+"""Convert weights between formats: ``python -m torchtrain.convert outputs/debug_model my_model_hf``.
 
-One process reads and writes a tensor, or a file, at a time: the model need not fit into memory.
+One process reads and writes one tensor or file at a time, so the model does not have to fit in memory.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from torchtrain.config.schema import Count, LocalPath, check_values
 @dataclass(frozen=True)
 class Options:
     source: Annotated[LocalPath, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint is taken), a step-N folder in it, a Hugging Face folder, or a folder of
+    """A run's folder (uses its newest checkpoint), a step-N folder in it, a Hugging Face folder, or a folder with
     Meta's original files (params.json and consolidated.*.pth)."""
     target: Annotated[LocalPath, tyro.conf.Positional]
     """Folder to write. It must not exist."""
     to: Literal["hf", "torchtrain"] = "hf"
-    """hf: a folder that transformers loads. torchtrain: a checkpoint of the weights alone, to start runs from."""
+    """hf: a folder that transformers can load. torchtrain: a checkpoint with only weights, to start runs from."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """dtype of the weights written."""
     weights: Literal["trained", "ema"] = "trained"
-    """ema: the averaged weights that a run with ema.enable has saved."""
+    """ema: the averaged weights that a run with ema.enable saves."""
     average: Count = 1
-    """The mean of so many newest checkpoints of a run."""
+    """Average the weights of this number of newest checkpoints of a run."""
     tokenizer_path: LocalPath = ""
-    """The model's tokenizer, a file or folder. Default: that of the checkpoint's config, or in the source."""
+    """The model's tokenizer, a file or folder. Default: that of the checkpoint's config or in the source."""
 
     def __post_init__(self) -> None:
         check_values(self, "--")
@@ -38,9 +38,9 @@ class Options:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Convert; returns the exit code of the process."""
+    """Convert the weights, and return the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
-    # Not above: --help needs no torch.
+    # Imported here, so that --help does not import torch.
     from torchtrain.checkpoint.hf.conversion import convert
 
     source, target = Path(options.source), Path(options.target)

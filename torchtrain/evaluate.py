@@ -1,9 +1,9 @@
-"""EleutherAI's lm-evaluation-harness on a checkpoint: its own command line, with ``torchtrain`` as one more model.
+"""Evaluate a checkpoint with EleutherAI's lm-evaluation-harness: its command line, with the model ``torchtrain``.
 
     python -m torchtrain.evaluate --model_args checkpoint=outputs/debug_model --tasks hellaswag
 
-The model is ``--model torchtrain`` unless another one of the harness is named. Its arguments: checkpoint, dtype,
-tokenizer_path and weights, as for torchtrain.generate. Under torchrun the ranks share the model.
+The default is ``--model torchtrain``. The model's arguments are checkpoint, dtype, tokenizer_path and weights, as for
+torchtrain.generate. With torchrun, the model is sharded over the ranks.
 """
 
 import argparse
@@ -42,13 +42,13 @@ except ImportError as error:
     sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
     sys.exit(ConfigError.exit_code)
 
-# Modules of the harness whose own errors are about its options.
+# Modules of the harness that raise errors about its options.
 HARNESS_OPTIONS = ("lm_eval.config", "lm_eval._cli", "lm_eval.api.registry", "lm_eval.api.model", "lm_eval.evaluator")
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Run the harness; returns the exit code of the process."""
+    """Run the harness, and return the exit code of the process."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_path", "-o", default="")
     parser.add_argument("--model", "-M")
@@ -56,15 +56,15 @@ def main(argv: Sequence[str]) -> int:
     given, others = parser.parse_known_args(argv)
     is_run = bool(argv) and argv[0] not in ("ls", "validate") and not {"-h", "--help"} & set(others)
     if is_run and not given.model and not given.config:
-        sys.argv += ["--model", "torchtrain"]  # where the harness reads its options
+        sys.argv += ["--model", "torchtrain"]  # the harness reads its options from sys.argv
     if path := given.output_path:
         require_local(path, "--output_path")
         folder = Path(path).parent if path.endswith(".json") else Path(path)
         require_folder(folder, f"--output_path = {path!r}")
-    buffered = BufferingHandler(sys.maxsize)
+    log_records = BufferingHandler(sys.maxsize)
     tracker = logging.getLogger(EvaluationTracker.__module__)
-    tracker.setLevel(logging.INFO)  # whatever is to be shown
-    tracker.addHandler(buffered)
+    tracker.setLevel(logging.INFO)  # independent of the verbosity that the user chooses
+    tracker.addHandler(log_records)
     try:
         cli_evaluate()
     except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
@@ -83,19 +83,19 @@ def main(argv: Sequence[str]) -> int:
         ) from None
     if dist.is_initialized():
         destroy_process_group()
-    messages = [record.getMessage() for record in buffered.buffer]
+    messages = [record.getMessage() for record in log_records.buffer]
     for i, message in enumerate(messages):
         if message.startswith("Could not save"):  # the harness only logs this, and then the error
-            raise TorchtrainError(f"{': '.join(messages[i : i + 2])}; make room, or name another --output_path")
+            raise TorchtrainError(f"{': '.join(messages[i : i + 2])}; free space, or name another --output_path")
     return 0
 
 
 @register_model("torchtrain")
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A checkpoint as the harness sees a model. Texts become tokens as in its own Hugging Face model.
+    """A checkpoint as a model of the harness. Texts are tokenized as by its Hugging Face model.
 
-    Ranks of torchrun have parts of the model, not of the requests: to the harness each is rank 0 of 1. By LOCAL_RANK it
-    knows which of them writes the results.
+    The model is sharded over the ranks of torchrun, while every rank processes all requests. Therefore each is rank 0
+    of 1 to the harness, which finds by LOCAL_RANK the rank that writes the results.
     """
 
     def __init__(

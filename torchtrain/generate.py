@@ -1,4 +1,4 @@
-"""Text from a checkpoint: ``python -m torchtrain.generate outputs/debug_model --prompt "def "``."""
+"""Generate text with a trained model: ``python -m torchtrain.generate outputs/debug_model --prompt "def "``."""
 
 import json
 import os
@@ -21,37 +21,38 @@ if TYPE_CHECKING:
     from torchtrain.inference.generation import Sampling
     from torchtrain.inference.trained_model import TrainedModel
 
-NEW_TOKENS = 128  # at most, by default
+NEW_TOKENS = 128  # default maximum
 
 
 @dataclass(frozen=True)
 class Options:
     checkpoint: Annotated[LocalPath, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint is taken), one step-N folder in it, or a Hugging Face folder."""
+    """A run's folder (uses its newest checkpoint), one step-N folder in it, or a Hugging Face folder."""
     prompt: str | None = None
-    """Text to go on from; "" begins a document."""
+    """Text to continue; "" begins a new document."""
     prompts_file: LocalPath = ""
-    """File with a prompt a line, or, named .jsonl, an object a line with the text under "prompt"."""
+    """File with one prompt per line; a file named .jsonl has one object per line with the text under "prompt"."""
     output_file: LocalPath = ""
-    """Write JSON lines here, not to the terminal: prompt, text, tokens, and what ended it (eos or length)."""
+    """Write JSON lines to this file, not to the terminal: prompt, text, tokens, and why the text ended (eos or
+    length)."""
     batch_size: Count = 8
-    """Prompts of a file in one batch."""
+    """Number of prompts from the file in one batch."""
     max_new_tokens: Count | None = None
-    """Tokens to generate at most, after each prompt. Default: 128, or fewer where the model's context ends before."""
+    """Maximum number of new tokens per prompt. Default: 128, or fewer if the model's context is exhausted before."""
     temperature: Annotated[float, at_least(0)] = 0.8
-    """Divides the logits before the choice; 0 always takes the most likely token."""
+    """Divides the logits before sampling; 0 always selects the most likely token."""
     top_k: CountOrZero = 0
-    """Choose among so many of the most likely tokens; 0: all."""
+    """Sample from this number of most likely tokens; 0: from all."""
     top_p: Annotated[float, ("lie above 0 and up to 1", lambda value: 0 < value <= 1)] = 1.0
-    """Choose among the most likely tokens that together have this probability; 1: all."""
+    """Sample from the most likely tokens whose total probability is this; 1: from all."""
     seed: CountOrZero = 0
     """The same seed gives the same text."""
     weights: Literal["trained", "ema"] = "trained"
-    """ema: the averaged weights that a run with ema.enable has saved."""
+    """ema: the averaged weights that a run with ema.enable saves."""
     tokenizer_path: LocalPath = ""
-    """The model's tokenizer, a file or folder. Default: the one of the run, or in the Hugging Face folder."""
+    """The model's tokenizer, a file or folder. Default: that of the run or of the Hugging Face folder."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto: cuda where there is a GPU, else cpu."""
+    """Device. auto: cuda if a GPU is available, otherwise cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
 
@@ -65,12 +66,12 @@ class Options:
             is_another = file.resolve() != Path(self.prompts_file).resolve()
             require(is_another, f"{given} is the file of the prompts; name another one")
             may_write = os.access(file if file.exists() else file.parent, os.W_OK)
-            require(may_write, f"{given} cannot be written, or lies in a folder that does not exist; name another one")
+            require(may_write, f"{given} cannot be written, or its folder does not exist; name another one")
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Generate what the options ask for, which the first rank writes; returns the exit code of the process."""
+    """Generate text, which the first rank writes, and return the exit code of the process."""
     is_first = is_first_rank()
     options = tyro.cli(
         Options,
@@ -80,13 +81,13 @@ def main(argv: Sequence[str]) -> int:
         use_underscores=True,
         console_outputs=is_first,
     )
-    # Here and not above: --help and an invalid option need no torch.
+    # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group
     from torchtrain.inference.generation import Sampling
     from torchtrain.inference.trained_model import load_model
 
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
-    # A lone surrogate, which JSON can spell and Python makes of an argument's bytes that are no UTF-8.
+    # Replaces lone surrogates, which JSON can contain and Python creates from bytes of an argument that are not UTF-8.
     prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
     place = (options.device, options.dtype, options.tokenizer_path)
     trained = load_model(Path(options.checkpoint), *place, options.weights)

@@ -1,7 +1,8 @@
 """torchrun with the trainer's exit codes: ``python -m torchtrain.launch [its options] -m torchtrain.train ...``.
 
-torchrun ends with 1 whatever a rank ended with, under a page of traceback, and dies of SIGUSR1, SLURM's warning. This
-ends with the exit code of the rank that failed first (128 + number for a signal) and leaves SIGUSR1 to the ranks.
+torchrun exits with 1 for any exit code of a rank, prints a long traceback, and is killed by SIGUSR1, which SLURM sends
+before the time limit. This command exits with the exit code of the rank that failed first (128 + number for a signal),
+and leaves SIGUSR1 to the ranks.
 """
 
 import logging
@@ -16,25 +17,25 @@ from pathlib import Path
 from torchtrain.cli import command, run_and_exit
 from torchtrain.logging import logger
 
-# Exit codes with which all ranks end within moments: an error that all of them know, and a stop (docs/faults.md).
+# Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
 SHARED_ENDINGS = (2, 74, 75)
 SHARED_ENDING_SECONDS = 5
-# Once its ranks have ended, a torchrun that cannot reach the rendezvous node waits for it for ever. It is ended after
-# this time, in which another node's first rank can finish its last work.
+# A torchrun whose ranks have exited and that cannot reach the rendezvous node waits for it indefinitely. It is ended
+# after this time, in which the first rank on another node can finish its last work.
 RENDEZVOUS_LOST_SECONDS = 120
 SHUTDOWN_SECONDS = 30  # as torchrun's own
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun; returns the exit code of the process."""
-    # Here and not above: an error in the import, as of a limit on address space, is one message of the command.
+    """Run torchrun, and return the exit code of the process."""
+    # Imported here, so that the command reports an error of the import (a limit on address space) as one message.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
 
-    # The ranks inherit it until they have a handler of their own: a warning that comes before is lost, and not fatal.
+    # The ranks inherit this until they install their handler. A SIGUSR1 that arrives before is lost, but not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
     arguments = parse_args(argv)  # type: ignore[no-untyped-call]
@@ -46,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
         logger.error("error: --nnodes %s, --nproc-per-node %s: %s", arguments.nnodes, arguments.nproc_per_node, error)
         return 2
     if most > 1:
-        # A store of its own for each restart, not one with the addresses of dead ranks in it. Alone a node does without
-        # (init_process_group): the port of such a store is chosen seconds before it is bound, and may be taken then.
+        # A new store for each restart, since the shared store has the addresses of dead ranks. A single node does not
+        # need it (init_process_group), and the port of such a store may be taken by the time it is bound.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # With restarts it may wait for nodes that join again. On macOS Python has waitid since 3.13.
+    # With restarts, torchrun may wait for nodes that rejoin. On macOS, Python has waitid since 3.13.
     if arguments.max_restarts == 0 and hasattr(os, "waitid"):
         threading.Thread(target=exit_if_rendezvous_lost, daemon=True).start()
     try:
@@ -60,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
             logger.error("rank %d was ended by signal %d (%s)", rank, -failure.exitcode, failure.signal_name())
             return 128 - failure.exitcode
         if failure.exitcode in SHARED_ENDINGS and most > 1:
-            # The end of the first node is the sign to kill the others (srun --kill-on-bad-exit): wait for them to come
-            # here, too, and when the sign arrives keep the exit code.
+            # srun --kill-on-bad-exit kills the other nodes when the first one exits: wait until they have come here,
+            # too, and keep the exit code if the signal arrives before.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(SHARED_ENDING_SECONDS)
         return failure.exitcode
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         terminate_remaining_ranks(error.sigval.value)
         return 128 + error.sigval.value
     except OSError as error:
-        # Of a path, such as a full /tmp or a --log-dir that is a file; else of the network.
+        # Errors of a path, such as a full /tmp or a --log-dir that is a file; others are errors of the network.
         if not error.filename and not isinstance(error, (NotADirectoryError, FileNotFoundError)):
             raise
         logger.error("error: %s", error)
@@ -81,16 +82,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_a_failure(record: logging.LogRecord) -> bool:
-    """False for the message that a rank has ended with a code which it has explained itself."""
+    """Return False for the message that a rank has exited with a code that the rank itself has explained."""
     code = re.search(r"\(exitcode: (\d+)\)", record.getMessage())
     return code is None or int(code[1]) not in SHARED_ENDINGS
 
 
 def terminate_remaining_ranks(number: int) -> None:
-    """Pass the signal on to ranks that torchrun was just starting when it came, and so does not know of."""
+    """Forward the signal to ranks that torchrun was starting when it arrived, which torchrun does not terminate."""
     ranks = []
-    for children in Path("/proc/self/task").glob("*/children"):  # none where there is no such file: only on Linux
-        # Each rank leads a session of its own, other children do not.
+    for children in Path("/proc/self/task").glob("*/children"):  # exists only on Linux
+        # Each rank is the leader of a session; other children are not.
         ranks += [pid for pid in map(int, children.read_text().split()) if os.getsid(pid) == pid]
     for sent, grace_seconds in ((number, SHUTDOWN_SECONDS), (signal.SIGKILL, 1)):
         for pid in ranks:
@@ -102,12 +103,12 @@ def terminate_remaining_ranks(number: int) -> None:
 
 
 def exit_if_rendezvous_lost() -> None:
-    """End this process when its ranks have ended and torchrun has not noticed for ``RENDEZVOUS_LOST_SECONDS``."""
+    """Exit this process if its ranks have exited and torchrun has not noticed for ``RENDEZVOUS_LOST_SECONDS``."""
     last_seen = None
     while last_seen is None or time.monotonic() < last_seen + RENDEZVOUS_LOST_SECONDS:
         time.sleep(1)
         try:
-            # WNOWAIT leaves the exit code to torchrun, which asks for it ten times a second unless it hangs.
+            # WNOWAIT leaves the exit code to torchrun, which polls for it ten times per second unless it hangs.
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             continue

@@ -1,7 +1,7 @@
-"""Tokenize data once: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
+"""Tokenize data before training: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
 
-Reads the sources of ``[data]`` with the tokenizer of ``[model]``: give it the config of the run that is to read them.
-Its own options are under "prepare".
+The command tokenizes the sources in ``[data]`` with the tokenizer of ``[model]``, so pass the config of the training
+run. Its own options are in the section "prepare".
 """
 
 import os
@@ -20,18 +20,23 @@ from torchtrain.logging import logger
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Prepare, or verify what is prepared; returns the exit code of the process."""
+    """Tokenize the data, or verify tokenized data; return the exit code of the process."""
     config = parse(argv, "torchtrain.prepare", __doc__)
     try:
         return run(config)
     except KeyboardInterrupt:
-        logger.info("the same command continues from here")
+        logger.info("run the same command again to resume")
         raise
 
 
 def run(config: JobConfig) -> int:
-    """Prepare every source of ``config.data``: one into the output folder, several into folders 0, 1, ... below it."""
-    # Here and not above: --help and an invalid option need no datasets.
+    """Tokenize every source of ``config.data``: a single source into the output folder, several into its subfolders
+    0, 1, ...
+
+    Raises:
+        ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
+    """
+    # Imported here, so that --help and rejected options do not import datasets.
     from torchtrain.datasets.prepared import verify
     from torchtrain.datasets.tokenize_dataset import prepare
 
@@ -49,8 +54,8 @@ def run(config: JobConfig) -> int:
     for path in (path for source in config.data.all for path in source.paths):
         if os.path.isdir(path) and output.resolve().is_relative_to(Path(path).resolve()):
             raise ConfigError(
-                f"prepare.output = {config.prepare.output!r} lies in the data, {path!r}, of which its files would then "
-                "be a part; name a folder elsewhere"
+                f"prepare.output = {config.prepare.output!r} is inside the data folder {path!r}, so that its files "
+                "would become part of the data; name a folder elsewhere"
             )
     require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

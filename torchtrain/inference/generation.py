@@ -1,6 +1,6 @@
-"""Text from a model, token by token: a key/value cache and the choice of the next token.
+"""Autoregressive text generation: a key/value cache, and sampling of the next token.
 
-Prompts of a batch are padded on the left, so that all rows end at the same place and one step serves them all.
+Prompts of a batch are padded on the left, so that all rows end at the same position.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from torchtrain.models.llama.model import Transformer
 from torchtrain.parallelisms.attention_backend import without_cudnn_attention
 
-WHOLE = 2**52  # shares of a probability distribution; float64 has all sums of them
+WHOLE = 2**52  # probabilities are integers that sum to at most this number, so that float64 represents all sums exactly
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Filters apply in the order of the fields, as in transformers.
+    """Sampling parameters. The filters apply in the order of the fields, as in transformers.
 
-    ``temperature`` 0 takes the most likely token. ``top_k`` 0 and ``top_p`` 1 leave all tokens in; top-p is nucleus
-    sampling (https://arxiv.org/abs/1904.09751).
+    ``temperature`` 0 selects the most likely token (greedy decoding). ``top_k`` 0 and ``top_p`` 1 disable the filter.
+    Top-p is nucleus sampling (https://arxiv.org/abs/1904.09751).
     """
 
     temperature: float = 0.0
@@ -31,9 +31,9 @@ class Sampling:
 
 
 class CachedAttention(nn.Module):
-    """Puts the keys and values of earlier calls before those of this one, and calls ``inner``.
+    """Attention with a key/value cache: prepends the keys and values of earlier calls, and calls ``inner``.
 
-    A call continues at position ``start``; ``capacity`` positions fit. The first call makes the buffers, because the
+    A call begins at position ``start``. The cache has ``capacity`` positions. The first call allocates it, because the
     number of heads on this rank is not known before.
     """
 
@@ -69,13 +69,17 @@ def generate(
     eos_ids: Collection[int] = (),
     first_prompt: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Yield, step by step, the next token of each prompt; None for a prompt that has ended.
+    """Generate tokens: yield at each step the next token of each prompt, or None for a prompt that has ended.
 
-    A prompt ends with one of ``eos_ids``, or after ``max_new_tokens``, one number for all prompts or one for each.
+    The tokens of a prompt depend only on the prompt, ``sampling`` and its index, not on the rest of the batch. All
+    ranks of a tensor-parallel model must call this, and get the same tokens.
 
-    A prompt's tokens depend on it, on ``sampling`` and on its number (``first_prompt`` onwards), not on the rest of the
-    batch. The RoPE tables of ``model`` must reach over each prompt and its new tokens. All ranks of a tensor-parallel
-    model call this together and get the same.
+    Args:
+        model: its RoPE tables must have a position for each token of the longest text.
+        prompts: token ids of each prompt, at least one each.
+        max_new_tokens: maximum number of new tokens, one number for all prompts or one for each.
+        eos_ids: tokens that end a text.
+        first_prompt: index of the first prompt, which seeds its random numbers.
     """
     assert all(prompts), "each prompt needs a token to begin with"
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
@@ -99,11 +103,11 @@ def generate(
         for number in range(1, steps + 1):
             end = start + tokens.shape[1]
             queries, keys = places[start:end, None], places[:end]
-            # Earlier tokens that are no padding; padding sees itself, because a softmax over nothing gives NaN.
+            # Earlier tokens except padding. Padding attends to itself, because a softmax over no keys gives NaN.
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
-            # Prompts that have ended may go beyond what is known: nobody reads their tokens.
+            # Prompts that have ended may exceed the RoPE tables; their tokens are discarded.
             positions = (places[start:end] - padding[:, None]).clamp(0, positions_known - 1)  # (bs, seq)
-            with without_cudnn_attention():  # each token has another number of keys
+            with without_cudnn_attention():  # cuDNN builds a plan for each number of keys
                 logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
             if isinstance(logits, DTensor):
                 logits = logits.full_tensor()
@@ -125,18 +129,23 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """The next token of each row of ``logits`` (bs, vocab), by one number of ``uniform`` (bs,), in [0, 1), each.
+    """Sample the next token of each row by inverse transform sampling over the tokens in descending probability.
 
-    The number is looked up in the cumulative distribution over the tokens, the most likely first.
+    Args:
+        logits: float tensor of shape (bs, vocab).
+        uniform: random numbers in [0, 1), of shape (bs,).
+
+    Returns:
+        Token ids, int64 of shape (bs,).
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     scores, order = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores[:, sampling.top_k :] = -torch.inf
-    # As integers: in which order CUDA adds numbers up differs between ranks, and from one time to the next.
+    # Integers, because CUDA may sum floating-point numbers in another order on each rank and in each call.
     shares = (scores.softmax(dim=-1).double() * WHOLE).long()
-    before = shares.cumsum(dim=-1) - shares  # of all that are more likely
+    before = shares.cumsum(dim=-1) - shares  # cumulative probability of all more likely tokens
     shares[before >= int(sampling.top_p * WHOLE)] = 0
     cumulative = shares.cumsum(dim=-1).double()
     place = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)

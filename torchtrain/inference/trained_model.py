@@ -1,4 +1,4 @@
-"""Loads a trained model for use: from a run's checkpoint, of whatever layout, or a Hugging Face folder."""
+"""Load a trained model for inference, from a checkpoint of any layout or from a Hugging Face folder."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +28,10 @@ from torchtrain.parallelisms.validate import check_layout
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """``model.config.max_seq_len`` is its longest context (see ``longest_context``).
+    """A model for inference with its tokenizer.
 
-    ``bos``: see ``begins_with_bos``. ``eos_ids``: each of them ends a text.
+    ``model.config.max_seq_len`` is its longest context (``longest_context``). ``bos`` is whether texts begin with a BOS
+    token (``begins_with_bos``). Each of ``eos_ids`` ends a text.
     """
 
     model: Transformer
@@ -40,12 +41,12 @@ class TrainedModel:
     eos_ids: frozenset[int]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of ``text``, begun as the texts are that the model was trained on."""
+        """Return the token ids of ``text``, which begins like the texts that the model was trained on."""
         return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
 
 
 def saved_config(folder: Path) -> JobConfig:
-    """A config that makes the model whose weights are in ``folder``, as ``find_weights`` gave it."""
+    """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
     if is_hf_folder(folder):
         shape = read_hf_config(folder)
         return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
@@ -57,7 +58,7 @@ def saved_config(folder: Path) -> JobConfig:
 
 
 def with_longest_context(config: JobConfig) -> JobConfig:
-    """``config`` with the longest context of the weights that its run starts from, unless it is set.
+    """Set the longest context of ``config`` to that of the weights that its run starts from, unless it is set.
 
     Raises:
         CheckpointError: these weights are missing.
@@ -79,15 +80,17 @@ def with_longest_context(config: JobConfig) -> JobConfig:
 def load_model(
     path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
 ) -> TrainedModel:
-    """Load ``path``: a run's folder, one of its checkpoints, of whatever layout, or a Hugging Face folder.
+    """Load a trained model for inference. With torchrun, the model is sharded over all ranks by tensor parallelism.
 
-    ``dtype`` auto is bfloat16 on a GPU and float32 on the CPU. ``tokenizer_path`` wins over the tokenizer of the run's
-    config and that in the folder. ``weights``: trained, or ema for the averaged ones. Under torchrun
-    the ranks share the model by tensor parallelism.
+    Args:
+        path: a run's folder, one of its checkpoints (of any layout), or a Hugging Face folder.
+        dtype: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU and float32 on the CPU.
+        tokenizer_path: replaces the tokenizer of the run's config or of the folder.
+        weights: "trained", or "ema" for the averaged weights.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: the ranks cannot share the model.
+        ConfigError: an argument is invalid, or the number of ranks does not divide the model's heads.
     """
     if weights not in STATES:
         raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
@@ -105,7 +108,7 @@ def load_model(
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
-    # A step of generation has one token: nothing that sequence parallelism could split.
+    # A generation step has one token per prompt, so there is no sequence to shard for sequence parallelism.
     layout, ranks = (
         JobConfig(parallelism=ParallelismConfig(enable_sequence_parallel=False)),
         ParallelDims(tensor=world_size()),
