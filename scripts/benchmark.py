@@ -1,8 +1,8 @@
-"""Measure the trainer beside what others do: ``python scripts/benchmark.py [--gpu] [--only GROUP ...]``.
+"""Compare the speed of the trainer with other trainers: ``python scripts/benchmark.py [--gpu] [--only GROUP ...]``.
 
-Each entrant is a process of its own that sets itself up, warms up, and then trains for a few steps whenever its turn
-comes, so that what else the machine does affects all of a group equally. On a GPU, whose memory may be too small for
-two, one ends before the next begins. A ratio is the median over the turns; that of CPU seconds, best with
+Each entrant is a separate process that initializes, warms up, and then trains for a few steps in each of its turns, so
+that other load on the machine affects all entrants of a group equally. On a GPU, whose memory may be too small for two,
+each entrant ends before the next begins. A ratio is the median over the turns; that of CPU seconds, best with
 ``--threads 1``, holds on a busy machine, where clocks measure the neighbors. Ours is the real trainer in its real loop
 and the environment of its launcher, with tokenizing, metrics and collection of garbage; the others get random tokens,
 ready made. The bare loop's model has our attention, and all logits at once.

@@ -1,10 +1,11 @@
-"""What a checkpoint costs: ``python scripts/benchmark_checkpoint.py``, or under torchrun for several ranks.
+"""Measure the cost of checkpoints: ``python scripts/benchmark_checkpoint.py``, with torchrun for several ranks.
 
 Measures bare ``torch.save`` of each rank's state, plain DCP, our verified save, and our asynchronous one: first the
-seconds for which training stands still, then what a save costs the loop over the next ten steps.
+seconds for which training is blocked, then the total cost of a save over the next ten steps.
 
 The comparison is fair: all save the same state, in turns, forward in one round and backward in the next, each into a
-new folder; between turns, outside the measured time, what was saved is deleted and the disk is left to come to rest.
+new folder. Between turns, outside the measured time, the saved files are deleted, and the benchmark waits until the
+disk is idle.
 Plain DCP has its own defaults (one thread, one file for each rank, flushed by fsync), our planner, and the same process
 group; it hashes nothing, has no manifest, and does not flush folders. A ratio is the median of the rounds' ratios.
 """

@@ -1,10 +1,10 @@
-"""How fast data come, beside the plain library calls, measured in turn in the same run.
+"""Compare the throughput of data loading with plain calls of the libraries, measured in turns in the same run.
 
     python scripts/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file tokenizer.model] [--only_cold]
 
 The text is the embedded one, ``copies`` times. Each line gives the median of ``rounds``, in million tokens a second,
-for torchtrain and for the plain call, and how many times as long torchtrain takes, and as many CPU seconds of all its
-processes, which tell more on a busy machine. The library ``datasets`` converts text before it is prepared for the first
+for torchtrain and for the plain call, and the ratios of their time and of the CPU time of all processes. The latter is
+more reliable on a busy machine. The library ``datasets`` converts text before it is prepared for the first
 time. Then windows of prepared data are read in random order from a cold disk (Linux): the milliseconds a batch takes,
 and the bytes that come from the disk for each byte used, beside a memory map and the same windows as rows of the
 library ``datasets``; ``--only_cold`` takes these lines alone. The last lines give the share of its time that a training

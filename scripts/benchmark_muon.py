@@ -1,11 +1,11 @@
-"""What dividing Muon's work over ranks is worth: two ways to make its step take turns on the same ranks.
+"""Compare Muon with its work divided over ranks to Muon with replicated work, in turns on the same ranks.
 
     python scripts/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 5]
 
-One way is the trainer's: each matrix has an owner. In the other every rank gathers every matrix and repeats the
-iteration. Each rank is a process with one thread. Printed are median seconds of the whole optimizer step and of the CPU
-time of all ranks, their ratios as medians over the turns, and the bytes that owners and others send each other, beside
-the formula in docs/performance.md.
+In the trainer's implementation each matrix has an owner. In the other, every rank gathers every matrix and repeats
+the iteration. Each rank is a process with one thread. The script prints median seconds of the whole optimizer step and
+of the CPU time of all ranks, their ratios as medians over the turns, and the bytes sent per step, with the formula of
+docs/performance.md for comparison.
 """
 
 import argparse

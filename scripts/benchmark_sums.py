@@ -1,10 +1,10 @@
-"""What sums with the same bits on any number of ranks cost: ways of adding up gradients take turns on the same ranks.
+"""Measure the cost of exact gradient sums: the reductions take turns on the same ranks.
 
     python scripts/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024] [--microbatches 1 4]
 
 Each rank is a process with one thread. A line has the median seconds of a step and, as medians over the turns, the
-ratios of its time, and of the CPU time of all ranks, to those of fast sums with each microbatch reduced. The latter
-tells more on a busy machine.
+ratios of its time, and of the CPU time of all ranks, to those of fast sums with each microbatch reduced. The
+ratio of CPU times is more reliable on a busy machine.
 """
 
 import argparse

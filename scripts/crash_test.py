@@ -1,22 +1,22 @@
-"""Do to a run what clusters do to runs, again and again: ``python scripts/crash_test.py --kills 30 --faults 50``.
+"""Fault-injection stress test of a training run: ``python scripts/crash_test.py --kills 30 --faults 50``.
 
-Two ranks train the debug model with a checkpoint every second step, written in the background. Each round starts the
-run and does one thing to it, in random order:
+Two ranks train the debug model with an asynchronous checkpoint every second step. Each round starts the run and injects
+one fault, in random order:
 
 - kill: SIGKILL to one rank or to both, at any moment, or, every other time, a moment after a save has begun;
 - full disk: every write fails for a while;
 - read error: a file of the newest checkpoint cannot be read, by one rank;
-- all damaged: no checkpoint is good;
+- all damaged: there is no valid checkpoint;
 - stop in validation: SIGTERM to one rank while the ranks validate;
-- hung save: the disk of one rank does not answer any more, and the run is asked to stop;
-- generation: the file with the writer lease cannot be read for a while;
+- hung save: the disk of one rank hangs, and the run is asked to stop;
+- generation: the file of the writer lease cannot be read for a while;
 - late listing: while a start waits for the list of checkpoints, a newer one is started and saves;
-- late commit: a newer start is removing what it takes for left behind when an older one, which hung, commits it;
-- changed data: a data file is another one, of the same size and time, when the run is started;
-- flipped read: while a checkpoint is verified and loaded, one read gives another bit.
+- late commit: a newer start is removing leftovers of an older one, which hung, when the older one commits them;
+- changed data: a data file is replaced by another one of the same size and time before the run starts;
+- flipped read: while a checkpoint is verified and loaded, one read returns a flipped bit.
 
-Every exit code must be the one that docs/faults.md names, and whatever has a final name must be what its manifest says.
-In the end the run must be bitwise the one that nobody disturbed, and no process and no temporary file may be left.
+Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
+the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
 All rounds but the kills need Linux and a C compiler.
 """
 

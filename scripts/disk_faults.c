@@ -1,5 +1,5 @@
-/* Lets file operations of a process fail or hang as a bad disk makes them: preloaded (LD_PRELOAD), between a program and
- * the C library. disk_faults.py compiles it, and writes the rules into a file that all processes map. */
+/* Disk fault injection: a library, loaded with LD_PRELOAD, that makes file operations of the C library fail or hang.
+ * disk_faults.py compiles it, and writes the rules into a file that all processes map. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
-"""Draw one or more runs beside each other: python scripts/plot.py RUN [RUN ...] -o curves.png
+"""Plot the curves of one or more runs: python scripts/plot.py RUN [RUN ...] -o curves.png
 
-RUN is a run's folder, or its metrics.jsonl. Of steps that a restart made again, the last counts. A dashed line marks a
-restart, a cross a fault, each in the color of its run. Needs matplotlib: pip install -e '.[plot]'
+RUN is a run's folder, or its metrics.jsonl. For steps that a restart repeated, the last value is plotted. A dashed line
+marks a restart, a cross a fault, each in the color of its run. Needs matplotlib: pip install -e '.[plot]'
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Runs behind docs/recipes.md: which optimizer, schedule, z-loss and averages learn more of the text on every machine.
+"""Run the experiments of docs/recipes.md: optimizers, schedules, z-loss and averaged weights, on any machine.
 
     python scripts/recipes.py --output outputs/recipes                     # all parts: hours, and it may be stopped
     python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 200000
     python scripts/recipes.py --output outputs/recipes --report --picture docs/recipes.png
 
-Trains on the sources of Python's standard library but for one file in 20, by a hash of its name: on these it validates.
-Each run that has ended is a line of results.jsonl in the output folder, and is not made again; one that was stopped
-continues from its checkpoint. Parts need the ones before them: later ones take the best rate and decay found so far.
+The runs train on the sources of Python's standard library. They validate on one file in 20, chosen by a hash of its
+name. Each finished run is a line of results.jsonl in the output folder, and is not repeated; an interrupted run resumes
+from its checkpoint. Parts depend on earlier parts: they use the best learning rate and decay found so far.
 
     rates     AdamW and Muon, each over RATES, with decay 0.1
     decays    each at its best rate, over DECAYS

@@ -2,8 +2,8 @@
 
     python scripts/train_tokenizer.py [--output torchtrain/assets/tokenizer.model] [--vocab_size 4096]
 
-The model depends on nothing but the text; the committed one was made with Python 3.11.7. Text goes in unnormalized, so
-that decoding gives back what was encoded, with every space and line end.
+The model depends only on the text; the committed one was trained with Python 3.11.7. Text is not normalized, so that
+decoding returns the encoded text with every space and line end.
 """
 
 import argparse

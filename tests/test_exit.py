@@ -162,7 +162,7 @@ def test_rank_that_dies_at_the_end_does_not_fail_the_others(tmp_path: Path) -> N
     for rank in ranks:
         rank.join(TIMEOUT_SECONDS)
     assert [rank.exitcode for rank in ranks] == [0, 9], errors.read_text()
-    assert "a rank ended before the others were ready to: " in errors.read_text()
+    assert "a rank exited before the other ranks had finished: " in errors.read_text()
 
 
 @pytest.mark.slow

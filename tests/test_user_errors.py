@@ -306,7 +306,7 @@ def test_plot_skips_invalid_lines_and_rejects_invalid_output_files(tmp_path: Pat
     result = draw("curves.svg")
     assert result.returncode == 0, result.stderr
     assert len(result.stderr.splitlines()) == 6
-    for name, why in (("curves.xyz", "must end in one of"), ("nowhere/curves.png", "in a folder that does not exist")):
+    for name, why in (("curves.xyz", "must end in one of"), ("nowhere/curves.png", "its folder does not exist")):
         failed = draw(name)
         assert (failed.returncode, len(failed.stderr.splitlines())) == (2, 1), failed.stderr
         assert why in failed.stderr
