@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             batch_size = 8
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ConfigError(f"--batch_size = {batch_size!r} must be auto or a whole number from 1")
-        # Without an option the harness asks for cuda, and its own models then take what there is.
+        # The harness's default is cuda, and its own models fall back to the available device.
         place = "cpu" if device == "cpu" else "auto"
         self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
         self.batch_size = int(batch_size)
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text begins with that has nothing before it."""
+        """First token of a text without context: bos, or eos if there is none."""
         for token in (self.trained.tokenizer.bos_id, self.eot_token_id):
             if token is not None:
                 return token
@@ -163,7 +163,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
         total = -(-len(requests) // self.batch_size)
-        # None: a bar on a terminal; in a file it would be one long line.
+        # None shows a progress bar only on a terminal; in a file it would be one long line.
         quiet = disable or not is_first_rank() or None
         return tqdm(requests.get_batched(n=self.batch_size), total=total, disable=quiet)  # type: ignore[no-any-return]
 
@@ -179,12 +179,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"the task asks how likely {longest} tokens in a row are, and the model was trained on sequences of "
                 f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
             )
-        # Long ones first: what does not fit into memory fails at once, and a batch has rows of about the same length.
+        # Longest first, so that a lack of memory shows at once, and rows of a batch have about the same length.
         collator = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
         results: list[tuple[float, bool]] = []
         for batch in self._batches(collator, disable_tqdm):
             rows = [torch.tensor((context + wanted)[-self.max_length - 1 :]) for _, context, wanted in batch]
-            # Padding on the right is seen by none of what comes before it.
+            # No token attends to the padding on the right.
             tokens = pad_sequence([row[:-1] for row in rows], batch_first=True)
             logits = self.trained.model(tokens.to(self.trained.device))
             if isinstance(logits, DTensor):
@@ -239,11 +239,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         made: list[list[int]] = [[] for _ in contexts]
         texts = [""] * len(contexts)
         eos_ids = set(self.trained.eos_ids)
-        if tokenizer.eos_id is not None:  # which the harness adds to those of the model
+        if tokenizer.eos_id is not None:  # the harness adds it to those of the model
             eos_ids.add(tokenizer.eos_id)
-        # A task may ask for several answers to one context: their numbers make them differ, in whatever batch they are.
+        # A task may request several answers to one context: their indices seed different random numbers in any batch.
         steps = generate(
-            *(self.trained.model, prompts, sampling),
+            self.trained.model,
+            prompts,
+            sampling,
             max_new_tokens=most,
             eos_ids=eos_ids,
             first_prompt=first,
