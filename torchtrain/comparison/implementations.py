@@ -24,7 +24,12 @@ from torchtrain.models.loss import cross_entropy_sum
 
 
 def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:
-    """Our model, of the run's newest checkpoint, beside transformers' of ``hf_folder``, on rows of the run's data."""
+    """Compare the run's newest checkpoint with the model that transformers loads from ``hf_folder``, on the run's data.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: a model cannot be loaded, or their shapes differ.
+    """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -68,7 +73,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
 def fingerprint_of(
     model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch
 ) -> StepFingerprints:
-    """Of forward and backward of ``batch`` in ``model``, whose names for our parameters ``name_of`` gives."""
+    """Record fingerprints of forward and backward of ``batch``; ``name_of`` maps our parameter names to the model's."""
     parameters = {name: model.get_parameter(name_of(name)) for name, _ in ours.named_parameters()}
     modules = {
         name.removesuffix(".weight"): model.get_submodule(name_of(name).removesuffix(".weight"))

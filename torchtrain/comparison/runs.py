@@ -152,7 +152,7 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
 
 
 def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
-    """At which both have logged ``key``: a step may have a line of validation results alone."""
+    """Return the steps at which both runs have logged ``key``. Some lines contain only validation results."""
     return sorted(step for step, line in a.lines.items() if key in line and key in b.lines.get(step, {}))
 
 
@@ -177,7 +177,7 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Compare checkpoints from the newest common step back to the first at which they differ."""
     steps = in_both(a, b, "checkpoint", "no step that both have saved")
     if not dist.is_initialized():
-        init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
+        init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP needs a process group, even in one process
     first: list[Finding] = []
     for step, folders in reversed(steps.items()):
         try:
@@ -214,9 +214,11 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
 
     optimizer = run.config.optimizer
     schedule = LRSchedule(run.config.lr_scheduler, optimizer.lr, run.config.training.steps)
-    rate = sum(map(schedule.rate, range(1, step + 1))) / max(1, step)  # the mean: the last one may be 0
+    rate = sum(map(schedule.rate, range(1, step + 1))) / max(1, step)  # the mean, since the last one may be 0
     betas = {"exp_avg": optimizer.beta1, "exp_avg_sq": optimizer.beta2}
-    model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)  # which changes no name
+    model = replace(
+        run.config.model, vocab_size=run.config.model.vocab_size or 1
+    )  # the vocabulary size does not change parameter names
     for name in parameter_shapes(build_model_config(model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
         moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
@@ -225,7 +227,7 @@ def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Ite
             continue
         if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
             continue
-        # Of Muon, and of weights alone, the size that its updates have at most.
+        # The largest update of Muon, and the estimate if only weights are saved.
         update = rate * getattr(optimizer, group_of(name, weights[0][0])).lr_factor
         if moments.keys() >= betas.keys():
             mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
@@ -289,7 +291,7 @@ def row_found(a: RunFolder, step: int, row: int, ours: StepFingerprints, theirs:
     twin = next((f" (B's is row {i} of A)" for i, other in enumerate(ours.rows) if np.array_equal(other, y)), "")
     first = int(np.argmax((x != y).any(axis=0))) if x.shape == y.shape else 0
     decode: Callable[[list[int]], str] = str
-    with suppress(TorchtrainError):  # where its file is not here, ids are shown
+    with suppress(TorchtrainError):  # shows token ids if the tokenizer's file is missing
         decode = load_tokenizer(a.config.model.tokenizer_path).decode
     shown = [decode(z[0, first : first + 24].tolist()) for z in (x, y)]
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
