@@ -16,7 +16,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl
 from forked_run import CONFIG, ForkedRun, finish, same_tensors, saved_tensors, slow_steps
 
 from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
 from torchtrain.datasets.prepared import PreparedTokens
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError, DataError
@@ -148,3 +148,69 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_wrong_types_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(**options)
+
+
+# What my_metrics.py uses of MLflow; the store is a JSON file, the tracking URI.
+FAKE_MLFLOW = """
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+class MlflowClient:
+    def __init__(self, uri):
+        self.file = Path(uri)
+        self.runs = json.loads(self.file.read_text()) if self.file.exists() else []
+    def get_experiment_by_name(self, name):
+        return None
+    def create_experiment(self, name):
+        return name
+    def search_runs(self, experiment_ids, filter_string):
+        return [SimpleNamespace(info=SimpleNamespace(run_id=number)) for number, run in enumerate(self.runs)
+                if filter_string == f"tags.torchtrain_run = '{run['tags']['torchtrain_run']}'"]
+    def create_run(self, experiment_id, tags):
+        self.runs.append({"experiment": experiment_id, "tags": tags, "metrics": [], "ended": 0})
+        return SimpleNamespace(info=SimpleNamespace(run_id=len(self.runs) - 1))
+    def set_tag(self, run_id, key, value):
+        self.runs[run_id]["tags"][key] = value
+    def log_metric(self, run_id, key, value, step):
+        self.runs[run_id]["metrics"].append([key, value, step])
+    def set_terminated(self, run_id):
+        self.runs[run_id]["ended"] += 1
+        self.file.write_text(json.dumps(self.runs))
+"""
+
+
+def test_mlflow_gets_the_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+    save_module("adding-a-metrics-writer.md", tmp_path)
+    (tmp_path / "mlflow.py").write_text(FAKE_MLFLOW)
+    (toml,) = code_blocks("adding-a-metrics-writer.md", "toml")
+    assert "sqlite:///mlflow.db" in toml
+    settings, metrics = CONFIG.replace("[metrics]\n", "[metrics]\nwriters = ['mlflow']\n"), tmp_path / "store.json"
+    options = toml.partition("[metrics]")[0] + toml[toml.index("[metrics.options") :]
+    config = tmp_path / "run.toml"
+    config.write_text(settings + options.replace("sqlite:///mlflow.db", str(metrics)))
+    for steps in ("6", "8"):
+        finish(
+            tmp_path / "run",
+            *("--job.config_file", str(config), "--training.steps", steps),
+            hook=partial(use_modules_of, tmp_path),
+        )
+    (run,) = json.loads(metrics.read_text())
+    logged = [value for name, value, _ in run["metrics"] if name == "loss/average"]
+    assert logged == losses(tmp_path / "run")
+    assert [step for name, _, step in run["metrics"] if name == "loss/average"] == list(range(1, 9))
+    assert run["experiment"] == "torchtrain"
+    assert run["tags"]["event.start"] == "step 6"
+    assert run["ended"] == 2
+
+    config.write_text(config.read_text().replace("tracking_uri", "tracking_url"))
+    wrong = ForkedRun(tmp_path / "wrong", "--job.config_file", str(config), hook=partial(use_modules_of, tmp_path))
+    assert wrong.wait() == [2, 2]
+    assert "metrics.options.mlflow.tracking_url is not a known key; did you mean" in wrong.output()
+
+
+def test_wrong_writers_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"metrics.writers = 'absent' must be one of 'tensorboard', 'wandb'"):
+        MetricsConfig(writers=("absent",))
+    with pytest.raises(ConfigError, match=r"metrics.options.absent must be a table .* metrics.writers = \['wandb'\]"):
+        MetricsConfig(writers=("wandb",), options={"absent": {}})

@@ -455,11 +455,12 @@ def test_unreadable_hugging_face_weights_are_not_reported_as_missing(disk: DiskF
 
 
 def test_incomplete_last_line_does_not_corrupt_the_next(tmp_path: Path) -> None:
-    from torchtrain.metrics.writers import JsonLines
+    from torchtrain.config.schema import MetricsConfig
+    from torchtrain.metrics.writers import JsonLines, WriterContext
 
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2, "lo')
-    JsonLines(file).write({"step": 2})
+    JsonLines(WriterContext(MetricsConfig(), tmp_path)).write({"step": 2})
     assert file.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 2}']
 
 

@@ -22,7 +22,7 @@ from torchtrain.metrics import stragglers
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, readable
 from torchtrain.metrics.stragglers import StragglerWatch
-from torchtrain.metrics.writers import WeightsAndBiases, has_validation
+from torchtrain.metrics.writers import WeightsAndBiases, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
@@ -317,6 +317,6 @@ def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: p
     fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        WeightsAndBiases(tmp_path, MetricsConfig(wandb_project="mine"), CONFIG)
+        WeightsAndBiases(WriterContext(MetricsConfig(wandb_project="mine"), tmp_path, CONFIG))
     assert given[0] == given[1]
     assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")

@@ -33,7 +33,9 @@ FROZEN = {  # every option, by kind and section
         "faults": (
             "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
         ),
-        "metrics": "log_freq enable_tensorboard enable_wandb wandb_project straggler_freq straggler_factor",
+        "metrics": (
+            "log_freq enable_tensorboard enable_wandb wandb_project writers options straggler_freq straggler_factor"
+        ),
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
         "debug": "fingerprint_steps",
         "comm": "init_timeout_seconds train_timeout_seconds",

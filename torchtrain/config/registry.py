@@ -111,3 +111,13 @@ DATA_SOURCES = Registry(
     },
 )
 """Subclasses of ``datasets.source.DataSource``, or classes with its class methods ``ask_once`` and ``open``."""
+
+
+METRICS_WRITERS = Registry(
+    "metrics.writers",
+    {
+        "tensorboard": "torchtrain.metrics.writers:TensorBoard",
+        "wandb": "torchtrain.metrics.writers:WeightsAndBiases",
+    },
+)
+"""Subclasses of ``metrics.writers.MetricsWriter``."""

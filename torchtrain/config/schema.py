@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import DATA_SOURCES, OPTIMIZERS, Registry
+from torchtrain.config.registry import DATA_SOURCES, METRICS_WRITERS, OPTIMIZERS, Registry
 from torchtrain.errors import ConfigError
 
 
@@ -670,11 +670,26 @@ class MetricsConfig(Section, name="metrics"):
     folder."""
     wandb_project: str = "torchtrain"
     """Project name in Weights & Biases."""
+    writers: tuple[str, ...] = ()
+    """More writers of metrics, which a module in job.import registers (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """[metrics.options.NAME]: options of the registered writer NAME."""
     straggler_freq: CountOrZero = 100
     """How often to look for stragglers, ranks that delay the others, in steps. 0: never."""
     straggler_factor: Annotated[float, at_least(1), FINITE] = 2.0
     """A rank is a straggler if its wait for data or its computation takes more than this many times the median of all
     ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.writers:
+            METRICS_WRITERS.check(name, METRICS_WRITERS.option)
+        for name, options in self.options.items():
+            require(
+                name in self.writers and isinstance(options, dict),
+                f"metrics.options.{name} must be a table with the options of a writer in metrics.writers = "
+                f"{list(self.writers)}",
+            )
 
 
 @dataclass(frozen=True)

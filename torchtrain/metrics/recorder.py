@@ -80,7 +80,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Open the files, and begin to measure."""
         self.restart(self.start_step)
         if dist.get_rank() == 0:
-            self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step)
+            self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run)
             with BestEffort("the first line of metrics.jsonl"):
                 started = {"run": self.run, "ranks": dist.get_world_size(), **where(self.device)}
                 self.record_event(self.start_step, "start", started)

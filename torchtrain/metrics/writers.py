@@ -1,4 +1,4 @@
-"""Where numbers go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases by config."""
+"""Writers of metrics: ``metrics.jsonl`` always, TensorBoard, Weights & Biases and registered ones by config."""
 
 import importlib.util
 import io
@@ -8,13 +8,16 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tomli
 
+from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig, flat
 from torchtrain.errors import ConfigError
 from torchtrain.files import names_in
@@ -38,7 +41,7 @@ EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 def grouped(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line under the names that TensorBoard and Weights & Biases show them by."""
+    """The numbers of a line, by group and name, such as "loss/average"."""
     numbers = {}
     for name, value in line.items():
         if name != "step" and isinstance(value, (int, float)):
@@ -48,9 +51,60 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
 
 
 def check_writers(config: MetricsConfig) -> None:
-    """ConfigError where the config asks for a writer that is not installed."""
-    if config.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
+    """Raise ConfigError if the package of a writer is not installed, or its options are wrong."""
+    for name in writer_names(config):
+        METRICS_WRITERS[name].check(config.options.get(name, {}))
+
+
+def writer_names(config: MetricsConfig) -> list[str]:
+    """Names in ``METRICS_WRITERS`` of the writers that ``config`` enables."""
+    enabled = {"tensorboard": config.enable_tensorboard, "wandb": config.enable_wandb}
+    return list(dict.fromkeys([name for name, is_enabled in enabled.items() if is_enabled] + list(config.writers)))
+
+
+@dataclass(frozen=True)
+class WriterContext:
+    """What a writer is opened with."""
+
+    config: MetricsConfig
+    folder: Path
+    """The dump folder."""
+    config_toml: str = ""
+    """The resolved config of the run."""
+    start_step: int = 0
+    """The step from which the run resumes; 0 in a new run."""
+    run: str = ""
+    """Id of the run, which it keeps when it resumes."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """[metrics.options.NAME] of this writer."""
+
+
+class MetricsWriter(ABC):
+    """Writes metrics of a run. Rank 0 has one, from the start of training to its end.
+
+    An error of a method is logged, and training continues; lines are dropped until the writer works again.
+    """
+
+    label: ClassVar[str]
+    """A name for messages."""
+
+    @classmethod  # noqa: B027
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Called on all ranks before training; raise ConfigError if ``options`` are wrong or a package is missing."""
+
+    @abstractmethod
+    def __init__(self, context: WriterContext) -> None:
+        """Open the writer; called before its first line."""
+
+    @abstractmethod
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``: ``step`` and numbers (see ``grouped``), or ``step``, ``event`` and values.
+
+        After a resume or a rollback, steps may repeat.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Called at the end of training, also after an error."""
 
 
 def append(path: Path, piece: bytes, after: bytes = b"") -> None:
@@ -75,11 +129,13 @@ def append(path: Path, piece: bytes, after: bytes = b"") -> None:
         os.close(descriptor)
 
 
-class JsonLines:
-    """``metrics.jsonl``: a line is an object. A number that is not finite, which JSON cannot say, is null."""
+class JsonLines(MetricsWriter):
+    """``metrics.jsonl``: one JSON object per line. A number that is not finite, which JSON does not have, is null."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    label = "metrics.jsonl"
+
+    def __init__(self, context: WriterContext) -> None:
+        self.path = context.folder / "metrics.jsonl"
 
     def write(self, line: dict[str, Any]) -> None:
         finite = json.loads(json.dumps(line), parse_constant=lambda _: None)
@@ -128,13 +184,16 @@ def has_validation(path: Path, step: int) -> bool:
     return found
 
 
-class TensorBoard:
+class TensorBoard(MetricsWriter):
     """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
 
     Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
     """
 
-    def __init__(self, folder: Path, config_toml: str, start_step: int):
+    label = "TensorBoard"
+
+    def __init__(self, context: WriterContext) -> None:
+        folder, config_toml, start_step = context.folder / "tensorboard", context.config_toml, context.start_step
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import hparams, text
 
@@ -173,23 +232,31 @@ class TensorBoard:
             self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
 
 
-class WeightsAndBiases:
-    """The same in Weights & Biases. One run there for one dump folder: a resumed run goes on in it."""
+class WeightsAndBiases(MetricsWriter):
+    """The same in Weights & Biases. A resumed run continues the run there: its id is in the dump folder."""
 
-    def __init__(self, folder: Path, config: MetricsConfig, config_toml: str):
+    label = "Weights & Biases"
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:  # noqa: ARG003
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
+
+    def __init__(self, context: WriterContext) -> None:
         import wandb
 
+        folder = context.folder
         name = folder.resolve().name
         id_file = folder / "wandb_id"
         if not (id_file.exists() and id_file.stat().st_size):  # a full disk leaves an empty one
             id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self.run = wandb.init(
-            project=config.wandb_project,
+            project=context.config.wandb_project,
             name=name,
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             dir=folder,
-            config=hyperparameters(config_toml),
+            config=hyperparameters(context.config_toml),
             settings=wandb.Settings(console="off", silent=True),
         )
 
@@ -197,41 +264,37 @@ class WeightsAndBiases:
         values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
         self.run.log(values, step=line["step"])
 
-
-Writer = JsonLines | TensorBoard | WeightsAndBiases
+    def close(self) -> None:
+        self.run.finish()
 
 
 class Writers:
-    """All writers that the config asks for. Only the first rank has any.
+    """All writers that the config enables, on rank 0. A writer that fails does not end the run or stop the others."""
 
-    Each takes lines with ``step``: numbers, or, with ``event``, something that happened. One that fails ends nothing:
-    its lines are dropped until it works again.
-    """
-
-    def __init__(self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int):
-        self.open: dict[str, Callable[[], Writer]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
-        if config.enable_tensorboard:
-            self.open["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", config_toml, start_step)
-        if config.enable_wandb:
-            self.open["Weights & Biases"] = lambda: WeightsAndBiases(folder, config, config_toml)
-        self.efforts = {name: BestEffort(name) for name in self.open}
-        self.writers: dict[str, Writer] = {}  # those that could be opened
+    def __init__(self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int, run: str) -> None:
+        self.types: dict[str, type[MetricsWriter]] = {"metrics.jsonl": JsonLines}
+        self.types |= {name: METRICS_WRITERS[name] for name in writer_names(config)}
+        self.contexts = {
+            name: WriterContext(config, folder, config_toml, start_step, run, config.options.get(name, {}))
+            for name in self.types
+        }
+        self.efforts = {name: BestEffort(of.label) for name, of in self.types.items()}
+        self.opened: dict[str, MetricsWriter] = {}
 
     def write(self, line: dict[str, Any]) -> None:
         for name, effort in self.efforts.items():
             with effort:
-                if name not in self.writers:
-                    self.writers[name] = self.open[name]()
-                self.writers[name].write(line)
+                if name not in self.opened:
+                    self.opened[name] = self.types[name](self.contexts[name])
+                self.opened[name].write(line)
 
     def close(self) -> None:
-        for name, writer in self.writers.items():
-            if isinstance(writer, WeightsAndBiases):  # the others keep nothing open
-                with self.efforts[name]:
-                    writer.run.finish()
+        for name, writer in self.opened.items():
+            with self.efforts[name]:
+                writer.close()
 
 
 def hyperparameters(config_toml: str) -> dict[str, Any]:
-    """The options by full name; lists become text, which is all that hyperparameters may be."""
+    """The options by full name; lists as text, because TensorBoard's hyperparameters are numbers and text."""
     options = flat(tomli.loads(config_toml))
     return {name: str(value) if isinstance(value, list) else value for name, value in options.items()}
