@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from forked_run import ForkedRun, finish, patched_loss
 
-from torchtrain.metrics.writers import set_aside_other_run
+from torchtrain.metrics.writers import rename_files_of_other_run
 
 OFF = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps")
 ON = ("--checkpoint.interval", "1000", "--metrics.enable_tensorboard", "--training.steps")
@@ -71,8 +71,8 @@ def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, 
     (tmp_path / "wandb_id").write_text("abc")
     (tmp_path / "wandb_id.11").write_text("older")
     (tmp_path / "fingerprints").mkdir()
-    set_aside_other_run(tmp_path, "x", resumed)
+    rename_files_of_other_run(tmp_path, "x", resumed)
     kept = {"metrics.jsonl", "wandb_id", "fingerprints"}
     assert files(tmp_path) == {"wandb_id.11"} | (kept if resumed else {f"{name}.12" for name in kept})
-    set_aside_other_run(tmp_path / "new", "x", resumed)
+    rename_files_of_other_run(tmp_path / "new", "x", resumed)
     assert not (tmp_path / "new").exists()

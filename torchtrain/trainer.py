@@ -53,7 +53,7 @@ from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.run_description import describe
 from torchtrain.metrics.validation import Validator
-from torchtrain.metrics.writers import check_writers, has_validation, set_aside_other_run
+from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.flops import flops_per_token
@@ -278,7 +278,7 @@ class Trainer:
         if rank() == 0:
             folder = Path(self.config.job.dump_folder)
             with BestEffort("renaming files of another run"):
-                set_aside_other_run(folder, self.checkpointer.lease.run, resumed=self.step > 0)
+                rename_files_of_other_run(folder, self.checkpointer.lease.run, resumed=self.step > 0)
             with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
                 file.write(to_toml(self.config).encode())
 

@@ -115,7 +115,7 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
     except (pyarrow.ArrowInvalid, OSError) as error:
         number = getattr(error, "errno", None)
         if number in TRANSIENT_ERRNOS:
-            raise  # whoever opens the data tries again
+            raise  # the caller retries
         if number:
             raise DataError(
                 f"{label} cannot be converted into {path.parent.parent}: {os.strerror(number)}. Make room, or name "

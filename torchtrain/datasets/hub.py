@@ -49,7 +49,7 @@ _HEAD_ROWS = 100  # of the first file, in which its column must be
 
 
 def find_revision(source: SourceConfig, label: str) -> str | None:
-    """The commit that the dataset stands at now; None for one that lies in a local folder.
+    """The newest commit of the dataset; None for a dataset in a local folder.
 
     Raises:
         DataError: there is no such dataset, or it is not open to this user.
@@ -200,15 +200,15 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
             raise
         except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
             chain = _causes(error)
-            told = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
+            reason = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
             if not _may_pass(chain):
-                raise DataError(f"cannot open {label}: {told}") from error
+                raise DataError(f"cannot open {label}: {reason}") from error
             if pause is None:
                 raise StorageError(
-                    f"{label}: the hub or the network does not answer: {told}. Start again later; nothing is lost"
+                    f"{label}: the hub or the network does not answer: {reason}. Start again later; nothing is lost"
                 ) from error
             seconds = max(pause, *map(_retry_after, chain))
-            logger.error("%s: next attempt in %g s: %s", label, seconds, told)
+            logger.error("%s: next attempt in %g s: %s", label, seconds, reason)
             time.sleep(seconds)
     raise AssertionError
 

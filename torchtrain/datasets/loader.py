@@ -18,7 +18,7 @@ from torchtrain.datasets.source import Stream
 from torchtrain.errors import DataError
 from torchtrain.models.loss import IGNORE_INDEX
 
-# While any rank's batch is late, the ranks ask each other this often.
+# Seconds between all-reduces while the batch of any rank is late.
 ROUND_SECONDS = 1.0
 
 
@@ -78,11 +78,11 @@ class DataLoader(Iterator[Batch]):
         self._reduction: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """From now on fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
+        """Fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
 
         For each batch the ranks do a small all-reduce: during the step before, if the batch was read ahead; else every
         ``ROUND_SECONDS``, until no rank's batch is late. So data may take longer than the group's time-out, but a rank
-        that does not join the all-reduce for that long is taken for dead. All users of ``group`` must be on one thread.
+        that does not join the all-reduce for that long counts as dead. All users of ``group`` must be on one thread.
         """
         self._group = group
 
@@ -211,14 +211,18 @@ class DataLoader(Iterator[Batch]):
         return Batch(tokens, labels, label_bytes), self._snapshot()
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
-        told = None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))
-        everywhere: list[tuple[str, int] | None] = [told]
+        failure = (
+            None if error is None else (str(error) or repr(error), getattr(error, "exit_code", DataError.exit_code))
+        )
+        everywhere: list[tuple[str, int] | None] = [failure]
         if self._group is not None:
             everywhere *= dist.get_world_size(self._group)
-            dist.all_gather_object(everywhere, told, group=self._group)
+            dist.all_gather_object(everywhere, failure, group=self._group)
         if error is not None:
             raise error
-        rank, (message, exit_code) = next((rank, told) for rank, told in enumerate(everywhere) if told is not None)
+        rank, (message, exit_code) = next(
+            (rank, failure) for rank, failure in enumerate(everywhere) if failure is not None
+        )
         elsewhere = DataError(f"rank {rank} cannot go on: {message}")
         elsewhere.exit_code = exit_code
         raise elsewhere
@@ -271,4 +275,4 @@ class _Background:
             self._results.put(self._read())
         except BaseException as error:
             self._error = error
-            self._results.put(None)  # for whoever waits
+            self._results.put(None)  # wakes the main thread

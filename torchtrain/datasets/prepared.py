@@ -74,10 +74,10 @@ class Manifest:
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
             manifest = Manifest(**content)
         except (*MISSING, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{label}: cannot read its {path.name}: {error!r}; prepare the data anew") from error
+            raise DataError(f"{label}: cannot read its {path.name}: {error!r}; prepare the data again") from error
         if manifest.format != _FORMAT:
             raise DataError(
-                f"{label} has format {manifest.format}, this version reads {_FORMAT}; prepare the data anew"
+                f"{label} has format {manifest.format}, this version reads {_FORMAT}; prepare the data again"
             )
         return manifest
 
@@ -96,7 +96,7 @@ class PreparedTokens(DataSource):
         if manifest.tokenizer_hash != tokenizer_hash:
             raise DataError(
                 f"{label} was prepared with another tokenizer (SHA-256 {manifest.tokenizer_hash[:12]}...) than "
-                f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data anew"
+                f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data again"
             )
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
@@ -106,7 +106,7 @@ class PreparedTokens(DataSource):
             size = with_retries(lambda: path.stat().st_size if path.exists() else None, path)  # noqa: B023
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
-                raise DataError(f"{label}: {path.name} {found}; prepare the data anew into an empty folder")
+                raise DataError(f"{label}: {path.name} {found}; prepare the data again into an empty folder")
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
         counted = [shard.token_bytes for shard in manifest.shards if shard.token_bytes is not None]
         is_known = len(counted) == len(manifest.shards) and sum(counted) > 0
@@ -239,7 +239,7 @@ def verify(folder: Path, label: str) -> Manifest:
         if damaged := damaged_file(folder, shard):
             raise DataError(
                 f"{label}: {damaged} is damaged or missing: its hash is not that of the manifest; prepare the data "
-                "anew into an empty folder"
+                "again into an empty folder"
             )
     return manifest
 

@@ -1,7 +1,7 @@
 """Tokenize a source once, in many processes, into a folder of prepared data.
 
 The documents are dealt out to shards by number. One process writes a shard, and its record ``<shard>.json`` last. So
-the work can be stopped at any time: it goes on with the shards that have no record, or not the hash that the record
+the work can be stopped at any time: it resumes with the shards that have no record, or not the hash that the record
 names. The bytes of a shard depend on the source and the tokenizer alone.
 """
 
@@ -155,7 +155,7 @@ def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folde
 
 
 class _Stderr:
-    """stderr, whose errors are suppressed: the work goes on where nobody sees how far it is."""
+    """stderr, whose errors are suppressed, so that a closed terminal does not end the work."""
 
     def write(self, text: str) -> None:
         with suppress(OSError):

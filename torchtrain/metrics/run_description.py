@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""Log the run configuration before the first step."""
 
 import shutil
 from contextlib import suppress

@@ -110,7 +110,7 @@ class MetricsWriter(ABC):
 def append(path: Path, piece: bytes, after: bytes = b"") -> None:
     """Add ``piece`` to a file, which is first made to end with the byte ``after``, if one is given.
 
-    If the disk is full, no part of the piece stays. The file is opened anew for each, so that it goes on by itself once
+    If the disk is full, no part of the piece stays. The file is opened for each piece, so that writing works again once
     a full disk has room or a lost one is back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,10 +146,10 @@ OUTPUTS = ("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerpri
 """What a run writes to its folder, apart from checkpoints and exports, which know their run."""
 
 
-def set_aside_other_run(folder: Path, run: str, resumed: bool) -> None:
+def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
     """Rename the ``OUTPUTS`` in ``folder`` to NAME.1, or a higher number, if they are of another run than ``run``.
 
-    ``resumed``: the run goes on from a checkpoint, so that files which name no run are its own.
+    ``resumed``: the run resumes from a checkpoint, so that files without the id of a run are its own.
     """
     last_start: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -204,7 +204,7 @@ class TensorBoard(MetricsWriter):
         self.path = folder / name
         self.counts: dict[str, int] = {}
         self._add(Event(file_version="brain.Event:2"))
-        # Steps that an earlier process reached after the checkpoint that this one goes on from are not shown twice.
+        # Steps that an earlier process reached after the checkpoint from which this one resumes are not shown twice.
         self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         as_text = text("config", f"```toml\n{config_toml}\n```")  # type: ignore[no-untyped-call]
         self._add(Event(step=start_step, summary=as_text))
