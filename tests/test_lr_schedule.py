@@ -21,7 +21,7 @@ def rates(config: LRSchedulerConfig, steps: int, training_steps: int) -> list[fl
     ],
 )
 def test_warmup_and_decay(decay_type: str, expected: list[float]) -> None:
-    config = LRSchedulerConfig(warmup_steps=2, decay_type=decay_type)  # type: ignore[arg-type]
+    config = LRSchedulerConfig(warmup_steps=2, decay_type=decay_type)
     assert rates(config, 6, training_steps=6) == pytest.approx(expected, abs=1e-6)
 
 

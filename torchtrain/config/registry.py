@@ -77,6 +77,14 @@ OPTIMIZERS = Registry(
 """Subclasses of ``optimizers.base.ShardedOptimizer``."""
 
 
+LR_SCHEDULES = Registry(
+    "lr_scheduler.decay_type",
+    {name: f"torchtrain.optimizers.lr_schedule:{name}" for name in ("constant", "linear", "cosine", "sqrt")},
+)
+"""Functions of a step after the warm-up and the ``optimizers.lr_schedule.SchedulePhases``, which return the learning
+rate as a factor of its peak."""
+
+
 def _origin(entry: Any) -> str:
     """Module and name of an entry."""
     return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"

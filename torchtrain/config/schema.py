@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import DATA_SOURCES, METRICS_WRITERS, OPTIMIZERS, Registry
+from torchtrain.config.registry import DATA_SOURCES, LR_SCHEDULES, METRICS_WRITERS, OPTIMIZERS, Registry
 from torchtrain.errors import ConfigError
 
 
@@ -306,8 +306,9 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
     decay_ratio: Fraction | None = None
     """Fraction of the schedule, at its end, that is allocated to the decay phase. Between warm-up and decay the
     learning rate is constant (WSD). None: the decay starts directly after the warm-up."""
-    decay_type: Literal["constant", "linear", "cosine", "sqrt"] = "cosine"
-    """Shape of the decay. constant: no decay, the peak learning rate after the warm-up."""
+    decay_type: Annotated[str, LR_SCHEDULES] = "cosine"
+    """Shape of the decay, or a schedule that a module in job.import registers. constant: no decay, the peak learning
+    rate after the warm-up."""
     min_lr_factor: Fraction = 0.0
     """Minimum learning rate, as a fraction of optimizer.lr. The decay reaches it one step after the end of the
     schedule, so that no step of the schedule has a learning rate of 0."""
