@@ -564,7 +564,10 @@ def test_estimate_in_the_head_of_a_config_is_current(path: Path) -> None:
     ("options", "message"),
     [
         ([], "estimate.world_size is not set"),
-        (["--estimate.world_size", "6", "--parallelism.tensor_parallel_degree", "4"], "must multiply to"),
+        (
+            ["--estimate.world_size", "6", "--parallelism.tensor_parallel_degree", "4"],
+            "the product of the degrees must be the number of ranks, 6",
+        ),
         (["--estimate.world_size", "8", "--parallelism.tensor_parallel_degree", "8"], "must divide the model's"),
         (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
         (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "choice of the compiler"),
