@@ -152,7 +152,7 @@ def make_gate(entrant: Entrant, steps_per_turn: int) -> Gate:
 
 
 def shape(entrant: Entrant) -> Any:
-    from torchtrain.models.families import flavor_config
+    from torchtrain.models.model_config import flavor_config
 
     if entrant.flavor == WIDE:
         config = replace(flavor_config("llama3", "debugmodel"), dim=2048, ffn_dim=6144, n_heads=16, n_layers=1)
@@ -423,7 +423,7 @@ def measure(group: Group, processes: int, rounds: int, threads: int) -> list[dic
 
 def row(group: Group, entrant: Entrant, result: Result, first: Result) -> dict[str, Any]:
     from torchtrain.devices import peak_flops
-    from torchtrain.models.llama.flops import flops_per_token
+    from torchtrain.models.spec import flops_per_token
 
     tokens_per_second = entrant.batch_size * entrant.seq_len / statistics.median(result.seconds)
     mfu = None

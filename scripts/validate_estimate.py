@@ -113,7 +113,7 @@ def their_policies(row: Row) -> Iterator[None]:
         return cross_entropy(logits, labels)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(activation_checkpoint, "SAVED_LINEAR_LAYERS", row.kept))
+        stack.enter_context(patch.object(activation_checkpoint, "saved_linear_layers", lambda _: row.kept))
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         stack.enter_context(patch.object(simulation, "fused_rms_norm", nullcontext))
         if row.holds_logits:

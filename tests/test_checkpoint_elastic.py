@@ -25,9 +25,9 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
-from torchtrain.models.families import flavor_config
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer
+from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 

@@ -21,8 +21,8 @@ from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatch

@@ -26,7 +26,7 @@ from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.flops import flops_per_token
+from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import search, summary

@@ -1,6 +1,5 @@
 """Each model family computes the same as its implementation in transformers, and is exported for it without loss."""
 
-import typing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,18 @@ from rank_functions import build_without_tensor_parallel_plan, generate_greedily
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config, resolve_model_section
 from torchtrain.checkpoint.hf.weights import check_same_shape, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config import schema
+from torchtrain.config import registry, schema
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.generation import Sampling, generate
-from torchtrain.models import families
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
 from torchtrain.models.llama.model import TransformerBlock
-from torchtrain.models.model_config import build_model_config, resolve_model_section, to_model_section
+from torchtrain.models.llama.specs import LINEAR_LAYERS
+from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
 
 VOCAB = 320
@@ -86,7 +86,7 @@ def assert_close_to_largest(ours: Tensor, theirs: Tensor) -> None:
 def test_imported_and_exported_models_compute_what_transformers_does(tmp_path: Path, name: str) -> None:
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "in")
-    shape = families.read_hf_config(tmp_path / "in")
+    shape = read_hf_config(tmp_path / "in")
     model = Transformer(shape)
     load_weights([model], tmp_path / "in", shape)
     logits, expected = model(TOKENS), theirs(TOKENS).logits
@@ -95,13 +95,13 @@ def test_imported_and_exported_models_compute_what_transformers_does(tmp_path: P
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    ours = {families.hf_name(key): parameter.grad for key, parameter in model.named_parameters()}
+    ours = {hf.hf_name(key): parameter.grad for key, parameter in model.named_parameters()}
     assert ours.keys() == gradients.keys()
     for key, gradient in ours.items():
         assert_close_to_largest(gradient, gradients[key])
 
     save_hf(ModelState([model], shape.tied_embeddings).state_dict(), tmp_path / "out", shape, "float32", "")
-    assert families.read_hf_config(tmp_path / "out") == shape
+    assert read_hf_config(tmp_path / "out") == shape
     reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
@@ -118,17 +118,17 @@ def test_imported_and_exported_models_compute_what_transformers_does(tmp_path: P
 
 
 def test_config_sections_list_all_families_flavors_and_fields() -> None:
-    assert set(typing.get_args(typing.get_type_hints(schema.ModelConfig)["name"])) == families.FAMILIES.keys()
-    listed = "; ".join(f"{name}: {', '.join(family.flavors)}" for name, family in families.FAMILIES.items())
+    assert set(hf.FAMILIES) == set(registry.MODELS)
+    listed = "; ".join(f"{name}: {', '.join(registry.MODELS[name].flavors)}" for name in sorted(hf.FAMILIES))
     assert listed in " ".join((Path(schema.__file__).read_text()).split())
     others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(schema.MupConfig))}
     assert {field.name for field in fields(schema.ModelOverrides)} == {
         field.name for field in fields(TransformerConfig)
     } - others
     assert [field.name for field in fields(schema.RopeScalingConfig)] == [field.name for field in fields(RopeScaling)]
-    for name, family in families.FAMILIES.items():
-        shape = families.flavor_config(name, "debugmodel")
-        (architecture,) = families.hf_config(shape, "float32", None, None)["architectures"]
+    for name, family in hf.FAMILIES.items():
+        shape = flavor_config(name, "debugmodel")
+        (architecture,) = hf.hf_config(shape, "float32", None, None)["architectures"]
         assert getattr(transformers, architecture).config_class.model_type == family.model_type
 
 
@@ -141,7 +141,7 @@ def shape_of(model: schema.ModelConfig) -> TransformerConfig:
 
 
 def test_shape_overrides_the_flavor() -> None:
-    flavor = replace(families.flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
+    flavor = replace(flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
     assert shape_of(section()) == flavor
     changes = {"dim": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
     found = shape_of(section(shape=schema.ModelOverrides(**changes)))
@@ -165,7 +165,7 @@ def test_shape_overrides_the_flavor() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_model_config_survives_a_round_trip_through_the_model_section(name: str) -> None:
     kind, keys = MODELS[name]
-    shape = families.config_from_hf(getattr(transformers, f"{kind}Config")(**{**SMALL, **keys}).to_dict())
+    shape = config_from_hf(getattr(transformers, f"{kind}Config")(**{**SMALL, **keys}).to_dict())
     shape = replace(shape, vocab_size=4096, max_seq_len=128)
     assert shape_of(to_model_section(shape, "")) == shape
     assert shape_of(to_model_section(shape, "")).family == shape.family
@@ -210,7 +210,7 @@ def test_invalid_shape_is_rejected(model: schema.ModelConfig, message: str) -> N
 
 def test_hf_folder_sets_shape_and_tokenizer(tmp_path: Path) -> None:
     random_model("tied Qwen3").save_pretrained(tmp_path)
-    shape = families.read_hf_config(tmp_path)
+    shape = read_hf_config(tmp_path)
     found = resolve_model_section(section(hf_folder=str(tmp_path)))
     assert (found.hf_folder, found.tokenizer_path) == ("", str(tmp_path))
     assert found == to_model_section(shape, str(tmp_path))
@@ -239,7 +239,7 @@ def test_rope_scaling_may_differ_from_the_checkpoint_if_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_model("Qwen3").save_pretrained(tmp_path)
-    shape = families.read_hf_config(tmp_path)
+    shape = read_hf_config(tmp_path)
     longer = replace(shape, rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64))
     with pytest.raises(CheckpointError, match="another model than the config asks for: rope_scaling = None, here Rope"):
         check_same_shape(shape, longer, tmp_path)
@@ -270,8 +270,8 @@ def test_block_lists_its_matrix_products(bias: bool) -> None:
     table = torch.ones(1, 8, 1, 4)
     with Count() as count:
         block(torch.randn(2, 8, TINY.dim), table, table)
-    assert count.products == len(block.PRODUCTS)
-    assert {f"{name}.weight" for name in block.PRODUCTS} == {n for n, p in block.named_parameters() if p.ndim == 2}
+    assert count.products == len(LINEAR_LAYERS)
+    assert {f"{name}.weight" for name in LINEAR_LAYERS} == {n for n, p in block.named_parameters() if p.ndim == 2}
 
 
 def test_parameter_missing_from_the_tensor_parallel_plan_is_named(gloo: GlooPool) -> None:

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from torchtrain import convert as convert_command
 from torchtrain import generate
 from torchtrain.checkpoint.format import MANIFEST
+from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
 from torchtrain.checkpoint.hf.conversion import Weights, convert
 from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_shape, files_by_size, write_hf_config
@@ -42,10 +43,9 @@ from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
 from torchtrain.logging import logger
-from torchtrain.models import families as hf
-from torchtrain.models.families import flavor_config
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
 from torchtrain.models.llama.meta import config_from_meta
+from torchtrain.models.model_config import flavor_config
 
 VOCAB = 4096  # vocabulary size of the default tokenizer
 LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
@@ -194,7 +194,7 @@ def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     export(random_model(LLAMA2), tmp_path / "hf")
     other = replace(LLAMA2, rope_theta=500000.0, n_layers=3)
     with pytest.raises(CheckpointError, match=r"n_layers = 2, here 3; rope_theta = 10000.0, here 500000.0"):
-        check_same_shape(hf.read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
+        check_same_shape(read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
 
 
 @pytest.mark.usefixtures("process_group")
@@ -212,9 +212,9 @@ def test_missing_weight_is_an_error(tmp_path: Path) -> None:
 
 def test_model_config_survives_a_round_trip_through_hugging_face() -> None:
     for shape in SHAPES.values():
-        assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
+        assert config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == shape
         # transformers 5 writes RoPE in another format.
-        assert hf.config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
+        assert config_from_hf(LlamaConfig(**hf.hf_config(shape, "float32", 1, 2)).to_dict()) == shape
 
 
 # A value for each field that is not its default.
@@ -251,7 +251,7 @@ def test_each_field_survives_a_round_trip_through_hugging_face() -> None:
     assert OTHER_VALUES.keys() == {f.name for f in fields(TransformerConfig) if f.init} - only_ours
     for name, value in OTHER_VALUES.items():
         shape = replace(LLAMA2, **{name: value})
-        back = hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2))
+        back = config_from_hf(hf.hf_config(shape, "float32", 1, 2))
         if name == "max_position_embeddings":
             assert back == replace(LLAMA2, max_seq_len=888)
         else:
@@ -266,7 +266,7 @@ def test_each_field_survives_a_round_trip_through_hugging_face() -> None:
         given: Any = {"type": kind, **OTHER_SCALING}  # fields of other types are ignored
         shape = replace(LLAMA2, rope_scaling=RopeScaling(**given))
         expected = RopeScaling(kind, **{name: OTHER_SCALING[name] for name in names})  # type: ignore[arg-type]
-        assert hf.config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == replace(LLAMA2, rope_scaling=expected)
+        assert config_from_hf(hf.hf_config(shape, "float32", 1, 2)) == replace(LLAMA2, rope_scaling=expected)
     assert hf.hf_config(replace(LLAMA2, max_position_embeddings=16), "float32", 1, 2)["max_position_embeddings"] == 64
 
 
@@ -287,7 +287,7 @@ def test_field_unknown_to_the_export_is_an_error(
     write_hf_config(tmp_path / "in", LLAMA2, "float32", "")
     monkeypatch.setattr(hf, "TransformerConfig", WithActivation)
     monkeypatch.setattr(hf, "RopeScaling", WithMscale)
-    read = hf.read_hf_config
+    read = read_hf_config
     changes: tuple[dict[str, Any], ...] = (
         {"activation": "relu"},
         {"rope_scaling": WithMscale("yarn", factor=2.0, mscale=0.7)},
@@ -326,7 +326,7 @@ def test_field_unknown_to_the_export_is_an_error(
 )
 def test_rope_is_read_as_transformers_reads_it(rope: dict[str, Any]) -> None:
     keys = {key: value for key, value in hf.hf_config(LLAMA2, "float32", 1, 2).items() if "rope" not in key}
-    ours, theirs = hf.config_from_hf({**keys, **rope}), LlamaConfig(**keys, **copy.deepcopy(rope)).rope_parameters
+    ours, theirs = config_from_hf({**keys, **rope}), LlamaConfig(**keys, **copy.deepcopy(rope)).rope_parameters
     assert ours.rope_theta == theirs["rope_theta"]
     assert (ours.rope_scaling.factor if ours.rope_scaling else None) == theirs.get("factor")
 
@@ -361,7 +361,7 @@ def test_rope_is_read_as_transformers_reads_it(rope: dict[str, Any]) -> None:
 )
 def test_unsupported_models_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hf.config_from_hf({**hf.hf_config(LLAMA2, "float32", 1, 2), **change})
+        config_from_hf({**hf.hf_config(LLAMA2, "float32", 1, 2), **change})
 
 
 def test_files_are_filled_up_to_the_maximum_size() -> None:
@@ -814,7 +814,7 @@ def test_missing_key_of_config_json_has_the_default_of_transformers() -> None:
     keys = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
     others = {k: v for k, v in hf.hf_config(LLAMA2, "float32", 1, 2).items() if k not in keys and "rope" not in k}
     config = LlamaConfig(**others)
-    ours = hf.config_from_hf(others)
+    ours = config_from_hf(others)
     assert (ours.norm_eps, ours.max_seq_len, ours.tied_embeddings) == tuple(getattr(config, key) for key in keys)
     assert ours.rope_theta == config.rope_parameters["rope_theta"]
 

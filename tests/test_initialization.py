@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtrain.models.families import flavor_config
 from torchtrain.models.initialization import BLOCK, fill_parameter, layout_independent_init, normal_quantile
 from torchtrain.models.llama import Transformer
+from torchtrain.models.model_config import flavor_config
 
 
 class OneMatrix(nn.Module):

@@ -32,7 +32,8 @@ FORBIDDEN["torchtrain.models.llama.model"] = {"torchtrain", "torch.distributed"}
 FORBIDDEN["torchtrain.models.llama.rope_scaling"] = {"torchtrain", "torch.distributed"}
 ALLOWED = {
     "torchtrain.models.llama.model": {"torchtrain.models.llama.rope_scaling"},
-    "torchtrain.models.model_config": {"torchtrain.config.parse", "torchtrain.config.schema"},
+    "torchtrain.models.model_config": {f"torchtrain.config.{name}" for name in ("parse", "registry", "schema")},
+    "torchtrain.models.spec": {"torchtrain.config.registry"},
 }
 
 

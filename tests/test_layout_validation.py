@@ -19,8 +19,8 @@ from torchtrain.config.schema import (
 )
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import TransformerConfig
+from torchtrain.models.model_config import flavor_config
 from torchtrain.parallelisms.pipeline_schedule import split_evenly
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.parallelisms.validate import check_layout

@@ -26,7 +26,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.llama.flops import flops_per_token
+from torchtrain.models.spec import flops_per_token
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.errors import ConfigError
-from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
-from torchtrain.models.llama.flops import flops_per_token
+from torchtrain.models.model_config import flavor_config
+from torchtrain.models.spec import flops_per_token
 
 SHAPES = {
     # No norm_eps and no rope_theta is the default value.

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from torchtrain.models.families import flavor_config
 from torchtrain.models.llama import Transformer
+from torchtrain.models.model_config import flavor_config
 from torchtrain.pinned_memory import pinned_like
 
 

@@ -73,7 +73,7 @@ FROZEN = {  # every option, by kind and section
     },
     Kind.IMPOSSIBLE: {
         "model": (
-            "name flavor hf_folder vocab_size shape.dim shape.n_layers shape.n_heads shape.n_kv_heads "
+            "options name flavor hf_folder vocab_size shape.dim shape.n_layers shape.n_heads shape.n_kv_heads "
             "shape.ffn_dim shape.head_dim shape.norm_eps shape.rope_theta shape.rope_scaling.type "
             "shape.rope_scaling.factor shape.rope_scaling.low_freq_factor shape.rope_scaling.high_freq_factor "
             "shape.rope_scaling.original_max_seq_len shape.rope_scaling.beta_fast shape.rope_scaling.beta_slow "

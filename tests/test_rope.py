@@ -14,11 +14,13 @@ from rank_functions import export, recorded_rope, rope_in_a_step
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from torchtrain.checkpoint.hf.config import config_from_hf
+from torchtrain.config.registry import MODELS
 from torchtrain.inference.trained_model import load_model
-from torchtrain.models import families
-from torchtrain.models.families import config_from_hf, flavor_config, hf_config
 from torchtrain.models.llama import Transformer
+from torchtrain.models.llama.hf import hf_config
 from torchtrain.models.llama.model import rope_frequencies
+from torchtrain.models.model_config import flavor_config
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -169,7 +171,7 @@ def test_unsupported_config_values_raise_an_error_that_names_them(change: dict[s
         config_from_hf({**BASE, **change})
 
 
-FLAVORS = [f"{name} {flavor}" for name, family in families.FAMILIES.items() for flavor in family.flavors]
+FLAVORS = [f"{name} {flavor}" for name in MODELS for flavor in MODELS[name].flavors]
 
 
 @pytest.mark.parametrize("name", FLAVORS)

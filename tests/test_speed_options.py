@@ -61,7 +61,7 @@ def test_selective_policy_saves_three_matrix_products_per_block_and_attention() 
     class Context:
         is_recompute = False
 
-    policy: Any = SelectiveACPolicy()
+    policy: Any = SelectiveACPolicy(7)
     matmul = torch.ops.aten.mm.default
     kept = [policy(Context(), matmul) is CheckpointPolicy.MUST_SAVE for _ in range(7)]
     assert kept == [True, False, True, False, True, False, False]

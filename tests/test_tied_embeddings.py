@@ -18,7 +18,7 @@ from torchtrain.checkpoint.hf.weights import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
 from torchtrain.inference.trained_model import load_model
-from torchtrain.models import families as hf
+from torchtrain.models.llama import hf
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from torchtrain import compare as compare_command
 from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
+from torchtrain.checkpoint.hf.config import resolve_model_section
 from torchtrain.checkpoint.hf.conversion import convert
 from torchtrain.checkpoint.hf.weights import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
@@ -35,7 +36,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
-from torchtrain.models.model_config import build_model_config, resolve_model_section
+from torchtrain.models.model_config import build_model_config
 from torchtrain.planning.request import resolve_model_config
 
 ROOT = Path(__file__).parent.parent

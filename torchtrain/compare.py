@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.cli import command, run_and_exit
+from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
@@ -32,6 +33,8 @@ class Options:
     """Print JSON."""
     picture: LocalPath = ""
     """PNG file for a picture of both losses and their difference (pip install 'torchtrain[plot]')."""
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
         check_values(self, "--")
@@ -48,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
     require_one_process("compare")
+    import_modules(options.import_, "--import")
     # Not above: --help needs no torch.
     import torch.distributed as dist
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from torchtrain.cli import command, run_and_exit
+from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, LocalPath, check_values
 
 
@@ -31,6 +32,8 @@ class Options:
     """Average the weights of this number of newest checkpoints of a run."""
     tokenizer_path: LocalPath = ""
     """The model's tokenizer, a file or folder. Default: that of the checkpoint's config or in the source."""
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
         check_values(self, "--")
@@ -40,6 +43,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Convert the weights, and return the exit code of the process."""
     options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
+    import_modules(options.import_, "--import")
     # Imported here, so that --help does not import torch.
     from torchtrain.checkpoint.hf.conversion import convert
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
-    from torchtrain.models.model_config import resolve_model_section
+    from torchtrain.checkpoint.hf.config import resolve_model_section
     from torchtrain.planning.report import draw_memory, format_estimate
     from torchtrain.planning.request import resolve_gpu, resolve_model_config
     from torchtrain.planning.summary import estimate

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtrain.cli import command, is_first_rank, run_and_exit
+from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import require_local
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
@@ -53,10 +54,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output_path", "-o", default="")
     parser.add_argument("--model", "-M")
     parser.add_argument("--config", "-C")
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--import", dest="modules", nargs="+", default=[])
+    imported, argv = own.parse_known_args(argv)
+    import_modules(imported.modules, "--import")
+    sys.argv[1:] = argv  # the harness reads its options from sys.argv
     given, others = parser.parse_known_args(argv)
     is_run = bool(argv) and argv[0] not in ("ls", "validate") and not {"-h", "--help"} & set(others)
     if is_run and not given.model and not given.config:
-        sys.argv += ["--model", "torchtrain"]  # the harness reads its options from sys.argv
+        sys.argv += ["--model", "torchtrain"]
     if path := given.output_path:
         require_local(path, "--output_path")
         folder = Path(path).parent if path.endswith(".json") else Path(path)
@@ -133,7 +139,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        return self.trained.model.config.max_seq_len
+        return int(self.trained.model.config.max_seq_len)
 
     @property
     def eot_token_id(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import tyro
 
 from torchtrain.cli import command, is_first_rank, run_and_exit
+from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, with_retries, writing
@@ -55,6 +56,8 @@ class Options:
     """Device. auto: cuda if a GPU is available, otherwise cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
         check_values(self, "--")
@@ -81,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         use_underscores=True,
         console_outputs=is_first,
     )
+    import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group
     from torchtrain.inference.generation import Sampling

@@ -53,6 +53,7 @@ MEMBERS = {
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",
     "torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn": "an embedding that waits for its result",
+    "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_fn": "gather one input of a module",
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "the V-shaped schedule on gloo",
     "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
     "torch._functorch.config.patch": "undo the memory budget of a simulation",

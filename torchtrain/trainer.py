@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchtrain.checkpoint.hf.config import resolve_model_section
 from torchtrain.checkpoint.hf.export import check_export, export_hf, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.checkpoint.manager import CheckpointManager
@@ -25,7 +26,7 @@ from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
-from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.build import build_loader, document_start
 from torchtrain.datasets.loader import Batch, DataLoader
 from torchtrain.datasets.sources import with_revisions
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
@@ -55,16 +56,13 @@ from torchtrain.metrics.run_description import describe
 from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
-from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.llama.flops import flops_per_token
 from torchtrain.models.loss import IGNORE_INDEX, TokenLoss, exact_nats
 from torchtrain.models.model_config import (
     build_model_config,
-    document_start,
     given,
     longest_context,
-    resolve_model_section,
 )
+from torchtrain.models.spec import Decoder, DecoderConfig, flops_per_token
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.ema import EMA
@@ -100,9 +98,7 @@ class Trainer:
         self.device = device = pick_device(config.job.device)
         config = with_longest_context(replace(config, model=resolve_model_section(config.model)))
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
-        self.model_config = replace(
-            build_model_config(config.model, self.tokenizer, config.training.seq_len), **asdict(config.mup)
-        )
+        self.model_config = build_model_config(config.model, self.tokenizer, config.training.seq_len, config.mup)
         config, self.parallel_dims = resolve_layout(config, self.model_config, world_size())
         dims = self.parallel_dims
         validate(config, device, dims, self.model_config)
@@ -498,10 +494,10 @@ class TrainStep:
         if self.model.pipeline is None:
             return ()
         self.model.pipeline.sync_tied_embedding_grads()
-        return self.model.pipeline.copies
+        return self.model.pipeline.tied_replicas
 
 
-def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: TransformerConfig) -> None:
+def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
     check_writers(config.metrics)
     initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
@@ -581,7 +577,7 @@ def build_loaders(
     return open_loader(config.data), validation_loaders
 
 
-def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) -> None:
+def initialize(parts: Sequence[Decoder], seed: int, device: torch.device) -> None:
     """Initialize the parameters and buffers of the model parts, sharded or not; the values depend only on ``seed``."""
     with layout_independent_init(parts, seed):
         for part in parts:
@@ -589,7 +585,7 @@ def initialize(parts: Sequence[Transformer], seed: int, device: torch.device) ->
     initialize_buffers(parts, device)
 
 
-def check_initial_weights(saved: JobConfig, config: JobConfig, model: TransformerConfig, folder: Path) -> None:
+def check_initial_weights(saved: JobConfig, config: JobConfig, model: DecoderConfig, folder: Path) -> None:
     """Raise ConfigError if the weights in ``folder``, saved with the config ``saved``, do not fit ``model``."""
     # No weight's shape depends on these options, so [model.shape] may change them, for example for longer sequences.
     may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()

@@ -20,9 +20,9 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
-from torchtrain.models.initialization import full_name
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss import TokenLoss
+from torchtrain.models.parameters import full_name
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule

@@ -18,6 +18,7 @@ from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
+from torchtrain.errors import ConfigError
 from torchtrain.inference.generation import Sampling, generate
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -65,9 +66,9 @@ def build_without_tensor_parallel_plan(name: str) -> None:
         return parallelize(model, mesh, {key: style for key, style in plan.items() if not key.endswith(name)})
 
     tensor_parallel.parallelize_module = without_name
-    message = r"layers.0.attention.wo.weight lies on the mesh \('shard',\), not \('shard', 'tensor'\)"
+    message = r"layers.0.attention.wo.weight is on the mesh \('shard',\), not \('shard', 'tensor'\)"
     try:
-        with pytest.raises(AssertionError, match=message):
+        with pytest.raises(ConfigError, match=message):
             build(config_of(parallelism={"tensor_parallel_degree": 2}))
     finally:
         tensor_parallel.parallelize_module = parallelize

@@ -36,8 +36,8 @@ from torchtrain.errors import (
     SupersededError,
     TorchtrainError,
 )
-from torchtrain.models.initialization import full_name
-from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.parameters import full_name
+from torchtrain.models.spec import DecoderConfig, build_model
 from torchtrain.pinned_memory import pinned_like
 
 # A checkpoint may lack these, and is loaded without them: it is of a run without exact sums, averaged weights, or a
@@ -78,10 +78,10 @@ class ModelState(Stateful):
         self.after_load()
 
 
-def parameter_shapes(model: TransformerConfig) -> dict[str, Tensor]:
+def parameter_shapes(model: DecoderConfig) -> dict[str, Tensor]:
     """Meta tensors of the parameters of ``model``, by our names, a tied one once."""
     with torch.device("meta"):
-        return ModelState([Transformer(model)], model.tied_embeddings).state_dict()
+        return ModelState([build_model(model)], model.tied_embeddings).state_dict()
 
 
 def flatten(states: Mapping[str, Stateful]) -> dict[str, Tensor]:

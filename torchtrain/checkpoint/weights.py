@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from torchtrain.checkpoint.format import CONFIG, MANIFEST, VerifiedReader, read_manifest
+from torchtrain.checkpoint.hf.config import CONFIG_FILE
 from torchtrain.checkpoint.hf.weights import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import STEP, saved_steps, step_folder
@@ -14,8 +15,7 @@ from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_a
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.files import printable
-from torchtrain.models.families import CONFIG_FILE
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
 
 
 def require_one_kind(folder: Path, weights: str) -> None:
@@ -86,7 +86,7 @@ def find_weights(path: Path) -> Path:
     return path if is_hf_folder(path) else find_checkpoint(path)
 
 
-def load_weights(parts: Sequence[nn.Module], folder: Path, model: TransformerConfig, weights: str = "trained") -> None:
+def load_weights(parts: Sequence[nn.Module], folder: Path, model: DecoderConfig, weights: str = "trained") -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
     Layouts and dtypes may differ. Whether the weights are of the same architecture is checked by ``check_same_shape``.

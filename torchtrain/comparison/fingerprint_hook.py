@@ -10,8 +10,8 @@ from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder, reco
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.loader import Batch
 from torchtrain.logging import BestEffort
-from torchtrain.models.initialization import full_name
 from torchtrain.models.loss import TokenLoss
+from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.trainer import StepHook

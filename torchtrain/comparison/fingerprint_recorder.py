@@ -21,8 +21,8 @@ from torchtrain.comparison.fingerprints import Box, Fingerprint, StepFingerprint
 from torchtrain.datasets.loader import Batch
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.distributed.mesh import Mesh, local
-from torchtrain.models.initialization import block_held, full_name
-from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.parameters import full_name, local_block
+from torchtrain.models.spec import DecoderConfig, build_model
 
 SAMPLES = 256  # values recorded per tensor
 ROWS, SEQUENCE = -1, -2  # symbolic sizes in shapes: rows of the batch, and positions of the sequence
@@ -62,15 +62,15 @@ def register_hooks(modules: Mapping[str, nn.Module], record: Callable[[str, Tens
         yield module.register_forward_hook(partial(record_output, name))
 
 
-def tensor_shapes(config: TransformerConfig) -> dict[str, list[int]]:
+def tensor_shapes(config: DecoderConfig) -> dict[str, list[int]]:
     """Return the global shape of every recorded tensor by its key, in the order of execution.
 
     ``ROWS`` and ``SEQUENCE`` stand for sizes that do not depend on the model.
     """
     with torch.device("meta"):
-        model = Transformer(config)
+        model = build_model(config)
     # A sequence length that is not equal to any other size, to find the dimensions that depend on it.
-    seq = 1 + max(config.vocab_size, config.ffn_dim, config.dim, config.n_heads * config.head_size)
+    seq = 1 + max(size for parameter in model.parameters() for size in parameter.shape)
     forward: dict[str, list[int]] = {}
 
     def record(key: str, tensor: Tensor) -> None:
@@ -113,7 +113,7 @@ class FingerprintRecorder:
         sequence: the positions of each sequence that this rank has, in its order.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, dtype: str, global_rows: int, sequence: Tensor) -> None:
+    def __init__(self, config: DecoderConfig, mesh: Mesh, dtype: str, global_rows: int, sequence: Tensor) -> None:
         self.tensor_parallel = mesh.tensor
         self.dtype = dtype
         self.shapes = tensor_shapes(config)
@@ -199,7 +199,7 @@ class FingerprintRecorder:
             tensors: tensors or DTensors by full name, on any layout.
         """
         for name, tensor in tensors.items():
-            block, spans = block_held(tensor)
+            block, spans = local_block(tensor)
             indices = [torch.arange(span.start, span.stop) for span in spans]
             self._record_part(f"{name} {what}".strip(), local(block), indices)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtrain.checkpoint.hf.config import hf_format, read_hf_config
 from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference
@@ -17,10 +18,9 @@ from torchtrain.datasets.loader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
-from torchtrain.models.families import hf_name, read_hf_config
-from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.meta import meta_rows_to_ours
 from torchtrain.models.loss import cross_entropy_sum
+from torchtrain.models.spec import Decoder
 
 
 def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:
@@ -36,6 +36,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
         raise ConfigError(f"--against needs transformers: pip install transformers ({error})") from None
     trained, training = load_model(run.path, "cpu", "float32"), run.config.training
     ours = trained.model.requires_grad_(True)
+    hf_name = hf_format(ours.config).parameter_name
     may_differ = ("norm_eps", "rope_theta", "rope_scaling")
     check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, may_differ)
     try:
@@ -70,9 +71,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     return {"computed": summarize(findings)}
 
 
-def fingerprint_of(
-    model: nn.Module, ours: Transformer, name_of: Callable[[str], str], batch: Batch
-) -> StepFingerprints:
+def fingerprint_of(model: nn.Module, ours: Decoder, name_of: Callable[[str], str], batch: Batch) -> StepFingerprints:
     """Record fingerprints of forward and backward of ``batch``; ``name_of`` maps our parameter names to the model's."""
     parameters = {name: model.get_parameter(name_of(name)) for name, _ in ours.named_parameters()}
     modules = {

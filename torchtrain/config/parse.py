@@ -145,6 +145,7 @@ def from_text(text: str, path: str, *, only_model: bool = False, checked: bool =
     this version rejects.
     """
     table = read_table(text, path)
+    modules = missing_modules(table)
     if only_model:
         table = {name: table[name] for name in ("model", "training") if name in table}
         if isinstance(table.get("training"), dict):
@@ -152,7 +153,20 @@ def from_text(text: str, path: str, *, only_model: bool = False, checked: bool =
     try:
         return from_toml(JobConfig, table, checked=checked)
     except ConfigError as error:
+        if modules:
+            listed = " ".join(modules)
+            error = ConfigError(
+                f"{error}; its job.import names modules that are not imported here, because loading a checkpoint runs "
+                f"no code: give --import {listed} (torchtrain.train: --job.import {listed})"
+            )
         raise in_file(path, error) from None
+
+
+def missing_modules(table: dict[str, Any]) -> list[str]:
+    """The modules in ``job.import`` of a config's ``table`` that have not been imported."""
+    job = table.get("job")
+    names = job.get("import") if isinstance(job, dict) else None
+    return [str(name) for name in names if name not in sys.modules] if isinstance(names, list) else []
 
 
 def in_file(path: str, error: ConfigError) -> ConfigError:

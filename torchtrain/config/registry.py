@@ -70,6 +70,18 @@ class Registry:
             )
 
 
+_LLAMA = "torchtrain.models.llama.specs"
+MODELS = Registry(
+    "model.name",
+    {
+        "llama3": f"{_LLAMA}:LLAMA3",
+        "llama2": f"{_LLAMA}:LLAMA2",
+        "mistral": f"{_LLAMA}:MISTRAL",
+        "qwen2": f"{_LLAMA}:QWEN2",
+        "qwen3": f"{_LLAMA}:QWEN3",
+    },
+)
+"""Instances of ``torchtrain.models.spec.ModelSpec``."""
 OPTIMIZERS = Registry(
     "optimizer.name",
     {"adamw": "torchtrain.optimizers.adamw:ShardedAdamW", "muon": "torchtrain.optimizers.muon:Muon"},
@@ -90,22 +102,22 @@ def _origin(entry: Any) -> str:
     return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"
 
 
-def import_modules(names: Sequence[str]) -> None:
-    """Import the modules of ``job.import``, which register their entries.
+def import_modules(names: Sequence[str], option: str = "job.import") -> None:
+    """Import the modules that ``option`` names, which register their entries.
 
     Raises:
         ConfigError: there is no such module. An error inside of a module is raised as it is, with its traceback.
     """
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"job.import = {name!r} must be the name of a module, such as 'my_package.my_module'")
+            raise ConfigError(f"{option} = {name!r} must be the name of a module, such as 'my_package.my_module'")
         try:
             import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module exists, and imports one that does not
             raise ConfigError(
-                f"job.import = {name!r} is not a module that Python finds: install its package, or add its folder to "
+                f"{option} = {name!r} is not a module that Python finds: install its package, or add its folder to "
                 "PYTHONPATH"
             ) from None
 

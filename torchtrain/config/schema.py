@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import DATA_SOURCES, LR_SCHEDULES, METRICS_WRITERS, OPTIMIZERS, Registry
+from torchtrain.config.registry import DATA_SOURCES, LR_SCHEDULES, METRICS_WRITERS, MODELS, OPTIMIZERS, Registry
 from torchtrain.errors import ConfigError
 
 
@@ -189,8 +189,8 @@ class ModelOverrides:
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
-    name: Literal["llama2", "llama3", "mistral", "qwen2", "qwen3"] = "llama3"
-    """Model family."""
+    name: Annotated[str, MODELS] = "llama3"
+    """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that a module in job.import registers."""
     flavor: str = "debugmodel"
     """Size within the model family. Empty: all sizes are set in [model.shape]. llama2: debugmodel, 7B, 13B, 70B;
     llama3: debugmodel, 1B, 3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B,
@@ -208,6 +208,9 @@ class ModelConfig(Section, name="model"):
     package."""
     shape: ModelOverrides = field(default_factory=ModelOverrides)
     """[model.shape]: overrides of the flavor, such as dim = 768 or n_layers = 12."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """[model.options]: fields of the config of a registered model that [model.shape] does not have. Set them in the
+    config file; the command line can then change them."""
 
 
 @dataclass(frozen=True)

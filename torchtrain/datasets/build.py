@@ -8,13 +8,29 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import DataConfig
+from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.loader import DataLoader
 from torchtrain.datasets.order import Mixture, stream_seed, streams_of
 from torchtrain.datasets.source import DataSource, SourceContext, StreamRequest
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
-from torchtrain.errors import DataError
+from torchtrain.errors import ConfigError, DataError
+
+
+def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
+    """Id of the token that begins a document (bos); None without ``data.document_mask``.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    if not config.data.document_mask:
+        return None
+    if tokenizer.bos_id is None:
+        raise ConfigError(
+            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
+            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
+        )
+    return tokenizer.bos_id
 
 
 def build_loader(

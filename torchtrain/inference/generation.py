@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.attention_backend import without_cudnn_attention
 
 WHOLE = 2**52  # probabilities are integers that sum to at most this number, so that float64 represents all sums exactly
@@ -61,7 +61,7 @@ class CachedAttention(nn.Module):
 
 @torch.inference_mode()
 def generate(
-    model: Transformer,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -75,7 +75,7 @@ def generate(
     ranks of a tensor-parallel model must call this, and get the same tokens.
 
     Args:
-        model: its RoPE tables must have a position for each token of the longest text.
+        model: its ``config.max_seq_len`` must be at least the number of tokens of the longest text.
         prompts: token ids of each prompt, at least one each.
         max_new_tokens: maximum number of new tokens, one number for all prompts or one for each.
         eos_ids: tokens that end a text.
@@ -83,10 +83,10 @@ def generate(
     """
     assert all(prompts), "each prompt needs a token to begin with"
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    longest, steps, positions_known = max(map(len, prompts)), max(limits), model.rope_cos.shape[0]
+    longest, steps, positions_known = max(map(len, prompts)), max(limits), model.config.max_seq_len
     capacity = longest + steps
     assert all(len(prompt) + limit <= positions_known for prompt, limit in zip(prompts, limits, strict=True))
-    device = model.rope_cos.device
+    device = next(model.parameters()).device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # (bs,)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     places = torch.arange(capacity, device=device)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.format import CONFIG
+from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
 from torchtrain.checkpoint.hf.weights import is_hf_folder
 from torchtrain.checkpoint.resume import newest_config, read_config
@@ -19,9 +20,8 @@ from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.models.families import read_hf_config
-from torchtrain.models.llama import Transformer
 from torchtrain.models.model_config import build_model_config, longest_context, to_model_section
+from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.parallelisms.validate import check_layout
 
@@ -34,7 +34,7 @@ class TrainedModel:
     token (``begins_with_bos``). Each of ``eos_ids`` ends a text.
     """
 
-    model: Transformer
+    model: Decoder
     tokenizer: Tokenizer
     device: torch.device
     bos: bool
@@ -117,7 +117,7 @@ def load_model(
     init_process_group(place, CommConfig().init_timeout_seconds)
     apply_float32_matmul(getattr(torch, dtype), place)
     with torch.device("meta"):
-        model = Transformer(shape)
+        model = build_model(shape)
     if ranks.tensor > 1:
         apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
     for parameter in model.parameters():

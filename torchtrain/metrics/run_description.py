@@ -11,14 +11,14 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import world_size
 from torchtrain.logging import logger
-from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.spec import DecoderConfig, build_model
 from torchtrain.parallelisms.attention_backend import attention_backend_name
 
 
-def describe(config: JobConfig, model: TransformerConfig, device: torch.device, degrees: ParallelDims) -> None:
+def describe(config: JobConfig, model: DecoderConfig, device: torch.device, degrees: ParallelDims) -> None:
     """Log what is about to be trained, and on what. ``config``: with the global batch size as a number."""
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
+        parameters = sum(parameter.numel() for parameter in build_model(model).parameters())
     axes = [f"{axis} {degree}" for axis, degree in asdict(degrees).items() if degree > 1]
     ranks = f"{world_size()} rank(s) on {device.type}" + (f" ({' x '.join(axes)})" if axes else "")
     rows, dtype = config.training.global_batch_size, config.training.mixed_precision_param

@@ -22,9 +22,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchtrain.torch_internals import compute_local_shape_and_global_offset
+from torchtrain.models.parameters import full_name, local_block
 
 BLOCK = 1 << 15  # elements; small enough that torch runs it in one thread
 BLOCKS_IN_FLIGHT = 64  # at most 8 MiB of float32, for parameters of any size
@@ -32,29 +31,20 @@ BLOCKS_IN_FLIGHT = 64  # at most 8 MiB of float32, for parameters of any size
 # Transforms a float32 block of uniform values in (0, 1) to another distribution.
 Transform = Callable[[Tensor], Tensor]
 
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def full_name(name: str) -> str:
-    """Parameter name without the prefixes that activation checkpointing and torch.compile add."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
 
 @contextmanager
-def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[None]:
-    """Context manager in which ``torch.nn.init`` initializes the parameters of ``parts`` independently of the layout.
+def layout_independent_init(model_parts: Sequence[nn.Module], seed: int) -> Iterator[None]:
+    """Context manager in which ``torch.nn.init`` initializes ``model_parts`` independently of the layout.
 
     So ``init_weights`` can be written as for a single rank. Within the context, functions of ``torch.nn.init`` are
     patched in the entire process; they look up a parameter's name by its identity, and a tensor that is not a parameter
-    of ``parts`` raises AssertionError.
+    of ``model_parts`` raises AssertionError.
 
     ``normal_``, ``trunc_normal_`` and ``uniform_`` follow the contract of this module. Functions that draw no random
-    numbers are unchanged; other random ones raise NotImplementedError. ``parts`` is a model, or this rank's pipeline
-    stages.
+    numbers are unchanged; other random ones raise NotImplementedError. ``model_parts``: a model, or the pipeline stages
+    of this rank.
     """
-    names = {id(parameter): full_name(name) for part in parts for name, parameter in part.named_parameters()}
+    names = {id(parameter): full_name(name) for part in model_parts for name, parameter in part.named_parameters()}
 
     def fill(tensor: Tensor, transform: Transform) -> Tensor:
         assert id(tensor) in names, "only parameters of the model can be initialized by name"
@@ -71,11 +61,11 @@ def layout_independent_init(parts: Sequence[nn.Module], seed: int) -> Iterator[N
         low, high = (normal_cdf((bound - mean) / std) for bound in (a, b))
         return fill(tensor, lambda u: normal_quantile(u.mul_(high - low).add_(low)).mul_(std).add_(mean).clamp_(a, b))
 
-    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+    def reject(*args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError("use normal_, trunc_normal_ or uniform_ in init_weights: others depend on the layout")
 
     others = ("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "xavier_normal_", "xavier_uniform_")
-    replacements: dict[str, Any] = dict.fromkeys(others, refuse)
+    replacements: dict[str, Any] = dict.fromkeys(others, reject)
     replacements |= {"normal_": normal_, "uniform_": uniform_, "trunc_normal_": trunc_normal_}
     with patch.multiple(nn.init, **replacements):
         yield
@@ -91,23 +81,13 @@ def normal_quantile(u: Tensor) -> Tensor:
     return u.mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2.0))
 
 
-def block_held(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of ``tensor`` (a tensor, or a DTensor of any placement), and its global position as slices."""
-    if not isinstance(tensor, DTensor):
-        return tensor, tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    part = tensor.to_local()
-    assert tuple(part.shape) == tuple(shape)
-    return part, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
 @torch.no_grad()
 def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str) -> None:
     """Initialize this rank's part of ``parameter`` (a tensor or DTensor) from the random stream of ``name``."""
     if parameter.is_meta:
         return
     shape = tuple(parameter.shape)
-    local, (own_rows, *columns) = block_held(parameter)
+    local, (own_rows, *columns) = local_block(parameter)
     if local.numel() == 0:
         return
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{shape}".encode(), digest_size=16).digest(), "little")

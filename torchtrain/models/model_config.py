@@ -1,15 +1,14 @@
-"""Build the TransformerConfig from the section [model] and a tokenizer, and the section from a TransformerConfig."""
+"""Build the config of a model from the section [model] and a tokenizer, and the section from a config."""
 
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, RopeScalingConfig
+from torchtrain.config.registry import MODELS
+from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig
 from torchtrain.errors import ConfigError
-from torchtrain.models.families import export_family, flavor_config, read_hf_config
-from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
+from torchtrain.models.spec import DecoderConfig, ModelSpec
 
 
 class Vocabulary(Protocol):
@@ -20,16 +19,29 @@ class Vocabulary(Protocol):
     bos_id: int | None
 
 
-def build_model_config(model: ModelConfig, tokenizer: Vocabulary | None, seq_len: int) -> TransformerConfig:
+def flavor_config(name: str, flavor: str) -> DecoderConfig:
+    """Return the config of a flavor of the model ``name``; ConfigError lists the flavors if it is unknown."""
+    flavors = MODELS[name].flavors
+    if flavor not in flavors:
+        raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
+    config: DecoderConfig = replace(flavors[flavor], family=name)
+    return config
+
+
+def build_model_config(
+    model: ModelConfig, tokenizer: Vocabulary | None, seq_len: int, mup: MupConfig | None = None
+) -> DecoderConfig:
     """Build the model config from the resolved section ``model``, for sequences of ``seq_len`` tokens.
 
-    It combines the flavor, the overrides of [model.shape] and the vocabulary size: ``model.vocab_size``, or by default
-    that of ``tokenizer``, or that of the flavor if ``tokenizer`` is None.
+    It combines the flavor, the overrides of [model.shape] and [model.options], those of ``mup``, and the vocabulary
+    size: ``model.vocab_size``, or by default that of ``tokenizer``, or that of the flavor if ``tokenizer`` is None.
 
     Raises:
-        ConfigError: the flavor does not exist, the shape is invalid, or the tokenizer has more ids than the model.
+        ConfigError: the flavor does not exist, an option is none of this model's or invalid, or the tokenizer has more
+            ids than the model.
     """
-    changes = given(model.shape)
+    spec: ModelSpec = MODELS[model.name]
+    changes = overrides(model, spec, mup)
     scaling = changes.pop("rope_scaling", None)
     vocab_size = model.vocab_size
     if vocab_size is None:
@@ -41,19 +53,42 @@ def build_model_config(model: ModelConfig, tokenizer: Vocabulary | None, seq_len
         )
     try:
         if model.flavor:
-            base = flavor_config(model.name, model.flavor)
+            base: Any = flavor_config(model.name, model.flavor)
         else:
-            base = TransformerConfig(**changes, vocab_size=vocab_size, family=model.name)
+            base = spec.config_class(**changes, vocab_size=vocab_size, family=model.name)
         if scaling is not None:
             old = base.rope_scaling or RopeScaling()
             changes["rope_scaling"] = None if scaling.get("type") == "none" else replace(old, **scaling)
-        shape = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
-        export_family(shape)
+        config: DecoderConfig = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
+        if spec.check is not None:
+            spec.check(config)
     except TypeError as error:  # its message names the missing fields
         raise ConfigError(f"model.flavor is empty, and [model.shape] does not give all: {error}") from error
     except ValueError as error:
         raise ConfigError(f"[model.shape] on {model.name} {model.flavor}: {error}") from error
-    return shape
+    return config
+
+
+def overrides(model: ModelConfig, spec: ModelSpec, mup: MupConfig | None) -> dict[str, Any]:
+    """Values of the config's fields that [model.shape], [model.options] and ``mup`` set.
+
+    Raises:
+        ConfigError: the model's config has no such field.
+    """
+    names = [field.name for field in fields(spec.config_class) if field.init]
+    shape = given(model.shape)
+    if "max_position_embeddings" not in names:
+        shape.pop("max_position_embeddings", None)  # no model computes with it; ``longest_context`` reads it
+    changes: dict[str, Any] = {}
+    sections = {"model.shape": shape, "model.options": model.options, "mup": given(mup) if mup is not None else {}}
+    for section, values in sections.items():
+        for key, value in values.items():
+            if key not in names:
+                raise ConfigError(
+                    f"{section}.{key} is no option of model.name = {model.name!r}; there are {', '.join(names)}"
+                )
+            changes[key] = value
+    return changes
 
 
 def longest_context(config: JobConfig) -> int:
@@ -61,56 +96,31 @@ def longest_context(config: JobConfig) -> int:
     return max(config.training.seq_len, config.model.shape.max_position_embeddings or 0)
 
 
-def document_start(config: JobConfig, tokenizer: Vocabulary) -> int | None:
-    """Id of the token that begins a document (bos); None without ``data.document_mask``.
-
-    Raises:
-        ConfigError: the tokenizer has no such token.
-    """
-    if not config.data.document_mask:
-        return None
-    if tokenizer.bos_id is None:
-        raise ConfigError(
-            "data.document_mask = true needs a tokenizer with a token that begins a document (bos); that of "
-            f"model.tokenizer_path = {config.model.tokenizer_path!r} has none"
-        )
-    return tokenizer.bos_id
-
-
-def given(section: ModelOverrides) -> dict[str, Any]:
+def given(section: ModelOverrides | MupConfig) -> dict[str, Any]:
     """The options that ``section`` sets, as a dict."""
     return {key: value for key, value in to_dict(section).items() if value != {}}
 
 
-def resolve_model_section(model: ModelConfig) -> ModelConfig:
-    """Replace ``hf_folder`` by the explicit options that it stands for, so that the folder is no longer needed.
-
-    Raises:
-        CheckpointError: the folder does not contain a supported model.
-    """
-    if not model.hf_folder:
-        return model
-    explicit = to_model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
-    changes = given(model.shape)
-    if "rope_scaling" in changes:
-        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
-    shape = replace(explicit.shape, **changes)
-    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
-    return replace(explicit, shape=shape, vocab_size=vocab_size)
-
-
-def to_model_section(shape: TransformerConfig, tokenizer_path: str) -> ModelConfig:
-    """Return the section [model] that describes the config ``shape`` explicitly, without a flavor."""
-    names = {field.name for field in fields(ModelOverrides)} - {"rope_scaling"}
-    values = {name: getattr(shape, name) for name in names} | {
-        "head_dim": shape.head_size,
-        "max_position_embeddings": shape.max_position_embeddings or shape.max_seq_len,
+def to_model_section(config: DecoderConfig, tokenizer_path: str) -> ModelConfig:
+    """Return the section [model] that describes ``config`` explicitly, without a flavor."""
+    values = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.init and field.name not in ("family", "vocab_size", "max_seq_len", "base_dim", "base_layers")
     }
-    scaling = RopeScalingConfig() if shape.rope_scaling is None else RopeScalingConfig(**asdict(shape.rope_scaling))
+    shape = {field.name: values.pop(field.name) for field in fields(ModelOverrides) if field.name in values}
+    shape["head_dim"] = config.head_size
+    shape["max_position_embeddings"] = shape.get("max_position_embeddings") or config.max_seq_len
+    if "head_dim" not in {field.name for field in fields(config)}:
+        del shape["head_dim"]
+    if "rope_scaling" in shape:
+        scaling = shape["rope_scaling"]
+        shape["rope_scaling"] = RopeScalingConfig() if scaling is None else RopeScalingConfig(**asdict(scaling))
     return ModelConfig(
-        name=shape.family,  # type: ignore[arg-type]
+        name=config.family,
         flavor="",
-        vocab_size=shape.vocab_size,
+        vocab_size=config.vocab_size,
         tokenizer_path=tokenizer_path,
-        shape=ModelOverrides(rope_scaling=scaling, **values),
+        shape=ModelOverrides(**shape),
+        options=values,
     )

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtrain.config.schema import EMAConfig
 from torchtrain.distributed.mesh import local
-from torchtrain.models.initialization import full_name
+from torchtrain.models.parameters import full_name
 from torchtrain.pinned_memory import in_buckets, pinned_like
 
 BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory

@@ -12,8 +12,8 @@ from torchtrain.config.registry import OPTIMIZERS
 from torchtrain.config.schema import OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
-from torchtrain.models.initialization import full_name
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.parameters import full_name, module_in_block
+from torchtrain.models.spec import DecoderConfig, mup_ratios, spec_of
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer
 from torchtrain.optimizers.container import OptimizerContainer
 
@@ -36,27 +36,26 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "embedding" if full_name(name) in EMBEDDINGS else "hidden"
 
 
-def mup_lr_scale(name: str, group: str, optimizer: str, model: TransformerConfig) -> float:
+def mup_lr_scale(name: str, group: str, optimizer: str, model: DecoderConfig) -> float:
     """Factor on a parameter's learning rate, by width and depth over the base model's; its decay is divided by it.
 
     muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rates of the blocks' matrices are divided by width, Muon's
     by sqrt(width): at the same root mean square, the largest singular value of its update grows only so fast.
     muP's multiplier of the logits, 1 / width, is in the gain of the last norm (its first value and its rate), and
-    CompleteP's 1 / depth of each residual branch (https://arxiv.org/abs/2505.01618) is in wo and w2: so tied
-    embeddings and exported models need no multipliers.
+    CompleteP's 1 / depth of each residual branch (https://arxiv.org/abs/2505.01618) is in its last linear layer
+    (wo and w2 of Llama): so tied embeddings and exported models need no multipliers.
     """
-    width, depth = model.mup_ratios
+    width, depth = mup_ratios(model)
     if name == "norm.weight":
         return 1 / width
     if group != "hidden":
         return 1.0
-    writes_to_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    linear_layers = spec_of(model).linear_layers
+    writes_to_residual = linear_layers.get(module_in_block(name)) == "rowwise"
     return 1 / ((depth if writes_to_residual else 1.0) * (math.sqrt(width) if optimizer == "muon" else width))
 
 
-def settings_of(
-    name: str, parameter: Tensor, config: OptimizerConfig, model: TransformerConfig | None
-) -> GroupSettings:
+def settings_of(name: str, parameter: Tensor, config: OptimizerConfig, model: DecoderConfig | None) -> GroupSettings:
     """The settings of the parameter with this full name. ``model``: for ``mup_lr_scale``; None: no factors."""
     group = group_of(name, parameter)
     of_group: ParameterGroupConfig = getattr(config, group)
@@ -88,7 +87,7 @@ def own_options(name: str, config: OptimizerConfig) -> Any:
 
 
 def check_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, Tensor], model: TransformerConfig | None = None
+    config: OptimizerConfig, parameters: Mapping[str, Tensor], model: DecoderConfig | None = None
 ) -> None:
     """Check ``config`` against all ``parameters`` of a model, by full name; they may be on the meta device.
 
@@ -117,7 +116,7 @@ def build_optimizer(
     parts: Sequence[nn.Module],
     config: OptimizerConfig,
     mesh: Mesh | None = None,
-    model: TransformerConfig | None = None,
+    model: DecoderConfig | None = None,
 ) -> OptimizerContainer:
     """Build the optimizers of the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
 

@@ -9,14 +9,14 @@ from torch.nn.attention import SDPBackend
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.devices import device_kind
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import Transformer, TransformerConfig
+from torchtrain.models.spec import Decoder, DecoderConfig
 
 CPU_BACKENDS = ("flash", "math")
 
 
 def attention_backend_name(
     wanted: str,
-    model: TransformerConfig,
+    model: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -89,7 +89,7 @@ def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) 
     return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
 
 
-def apply_attention_backend(model: Transformer, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
+def apply_attention_backend(model: Decoder, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the inner attention of every block by ``BatchedBackwardAttention`` if ``has_batched_backward``."""
     if has_batched_backward(wanted, dtype, device):
         model.replace_inner_attention(lambda _: BatchedBackwardAttention())

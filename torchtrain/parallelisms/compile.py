@@ -6,11 +6,11 @@ import warnings
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtrain.config.schema import ActivationCheckpointConfig
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.spec import Decoder
 from torchtrain.torch_internals import enable_symm_mem_for_group
 
 
-def apply_compile(model: Transformer, activation_checkpoint: ActivationCheckpointConfig) -> None:
+def apply_compile(model: Decoder, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Compile each block separately: all share one compilation, and the graph of a single block compiles quickly."""
     import torch._functorch.partitioners  # slow to import
 

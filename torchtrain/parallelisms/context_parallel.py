@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.devices import compute_capability, device_kind
-from torchtrain.models.llama.model import Transformer, attend
+from torchtrain.models.llama.model import attend
+from torchtrain.models.spec import Decoder
 
 
 def local_sequence(whole: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
@@ -82,7 +83,7 @@ def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True)
     return attend(q, k, v, mask)
 
 
-def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
+def apply_context_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Replace the inner attention of every block of ``model`` by context-parallel attention over the 1-D ``mesh``.
 
     Each rank must then call the forward with ``local_sequence`` of the tokens and positions.

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from torchtrain.config.schema import Float8Config
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.spec import Decoder
 
 
-def apply_float8(model: Transformer, config: Float8Config, *, shards: int, emulate: bool = False) -> None:
+def apply_float8(model: Decoder, config: Float8Config, *, shards: int, emulate: bool = False) -> None:
     """Convert the linear layers of the blocks to float8, on the meta device; parameter names and shapes do not change.
 
     ``shards`` is the number of ranks over which FSDP shards a parameter. ``emulate`` computes float8 values in a wider

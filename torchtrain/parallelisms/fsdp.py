@@ -10,12 +10,12 @@ from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
 from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
 
 
 def apply_fsdp(
-    model: Transformer,
+    model: Decoder,
     meshes: Mesh,
     training: TrainingConfig,
     parallelism: ParallelismConfig,

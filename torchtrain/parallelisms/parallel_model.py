@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss import OutputLoss
+from torchtrain.models.spec import Decoder, DecoderConfig, spec_of
 from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.fsdp import reduce_dtype, set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
@@ -27,7 +27,7 @@ class ParallelModel:
 
     mesh: Mesh
     device: torch.device
-    parts: Sequence[Transformer]  # the full model, or this rank's pipeline stages
+    parts: Sequence[Decoder]  # the full model, or this rank's pipeline stages
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
@@ -85,18 +85,17 @@ class ParallelModel:
             return losses[0]
 
 
-def build_parallel_model(
-    shape: TransformerConfig, mesh: Mesh, device: torch.device, config: JobConfig
-) -> ParallelModel:
+def build_parallel_model(shape: DecoderConfig, mesh: Mesh, device: torch.device, config: JobConfig) -> ParallelModel:
     """Build the model on the meta device, parallelize it and materialize it with ``to_empty``.
 
     Parameters and buffers are uninitialized: initialize or load them afterwards.
     """
     training, parallelism = config.training, config.parallelism
+    parallelize = spec_of(shape).parallelize or parallelize_llama
     stages = build_stages(shape, mesh, parallelism)
     sums = ExactSums(device) if training.sums == "exact" else None
     for stage in stages.values():
-        parallelize_llama(stage, mesh, config, sums)
+        parallelize(stage, mesh, config, sums)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty splits a shared parameter in two
     loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
@@ -108,7 +107,7 @@ def build_parallel_model(
     )
 
 
-def initialize_buffers(parts: Sequence[Transformer], device: torch.device) -> None:
+def initialize_buffers(parts: Sequence[Decoder], device: torch.device) -> None:
     """Compute the buffers on ``device``, even under CPU offload. Checkpoints do not contain buffers."""
     for part in parts:
         for module in part.modules():

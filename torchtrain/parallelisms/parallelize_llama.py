@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor
 from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.models.initialization import full_name
-from torchtrain.models.llama.model import Transformer
+from torchtrain.errors import ConfigError
+from torchtrain.models.parameters import full_name
+from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.attention_backend import apply_attention_backend
 from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
@@ -19,7 +20,7 @@ from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
 
-def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: ExactSums | None = None) -> None:
+def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, sums: ExactSums | None = None) -> None:
     """Parallelize ``model``, or a pipeline stage of it, in place; it must be on the meta device.
 
     A single rank takes the same code path as many.
@@ -42,14 +43,16 @@ def parallelize_llama(model: Transformer, mesh: Mesh, config: JobConfig, sums: E
     check_meshes(model, mesh.fsdp if sums is None else mesh.hsdp, mesh.tensor)
 
 
-def check_meshes(model: Transformer, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Assert that each parameter is a DTensor on all mesh dimensions that shard the model.
+def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
+    """Raise ConfigError unless each parameter is a DTensor on all mesh dimensions that shard the model.
 
     On ranks of a missing dimension, copies of the parameter would diverge.
     """
     expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        assert axes == expected, (
-            f"{full_name(name)} lies on the mesh {axes}, not {expected}: tensor_parallel.py must have a plan for it"
-        )
+        if axes != expected:
+            raise ConfigError(
+                f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}: add "
+                "its module to linear_layers of the model's ModelSpec, so that tensor parallelism shards it"
+            )

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.loss import OutputLoss, exact_nats
+from torchtrain.models.spec import Decoder, DecoderConfig, build_model, spec_of
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 
 
-def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Transformer]:
+def build_stages(model: DecoderConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Decoder]:
     """Build this rank's pipeline stages on the meta device, keyed by stage index.
 
     Without pipeline parallelism the only stage is the full model. ``resolve_layout`` has resolved ``parallelism``.
@@ -41,21 +41,24 @@ def build_stages(model: TransformerConfig, mesh: Mesh, parallelism: ParallelismC
     return {i: build_stage(model, range(*bounds[i]), first=i == 0, last=i == last) for i in own}
 
 
-def build_stage(model: TransformerConfig, layers: range, *, first: bool, last: bool) -> Transformer:
+def build_stage(model: DecoderConfig, layers: range, *, first: bool, last: bool) -> Decoder:
     """Build a ``Transformer`` on the meta device with only ``layers``.
 
     The first stage also has the embedding, and the last one the final norm and the output layer. With tied embeddings
     the last stage has the embedding, too.
     """
     with torch.device("meta"):
-        stage = Transformer(model)
+        stage = build_model(model)
     for layer_id in list(stage.layers):
         if int(layer_id) not in layers:
             del stage.layers[layer_id]
-    if not (first or (last and model.tied_embeddings)):
-        stage.tok_embeddings = None
-    if not last:
-        stage.norm = stage.output = None
+    spec = spec_of(model)
+    for name in spec.first_stage:
+        if not (first or (last and name == "tok_embeddings" and model.tied_embeddings)):
+            setattr(stage, name, None)
+    for name in spec.last_stage:
+        if not last:
+            setattr(stage, name, None)
     return stage
 
 
@@ -76,7 +79,7 @@ class GradReducingStage(Stage):
     torch's stage disables the reduction before each backward but the last, and so keeps unsharded gradients until then.
     """
 
-    def __init__(self, stage: Transformer, *args: Any, **options: Any):
+    def __init__(self, stage: Decoder, *args: Any, **options: Any):
         super().__init__(stage, *args, **options)
         self.is_last_run = True  # whether this is the last run of the schedule in this step
         self._is_last = False  # whether the current backward is the last of this run
@@ -103,7 +106,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: dict[int, Transformer],
+        stages: dict[int, Decoder],
         mesh: Mesh,
         device: torch.device,
         loss: OutputLoss,
@@ -216,7 +219,7 @@ class Pipeline:
         return losses.sum() / self.global_tokens
 
     @property
-    def copies(self) -> list[nn.Parameter]:
+    def tied_replicas(self) -> list[nn.Parameter]:
         """This rank's replicas of parameters of the first stage, which a gradient norm must not count twice."""
         return [self.last.get_parameter("output.weight")] if self.tied and self.last is not None else []
 

@@ -2,7 +2,7 @@
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
 
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
@@ -23,7 +23,7 @@ def split_evenly(n_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def resolve_layers_per_stage(model: TransformerConfig, parallelism: ParallelismConfig) -> tuple[int, ...]:
+def resolve_layers_per_stage(model: DecoderConfig, parallelism: ParallelismConfig) -> tuple[int, ...]:
     """Return the number of layers of each pipeline stage, by default those of an even split.
 
     Raises:

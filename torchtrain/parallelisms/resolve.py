@@ -5,14 +5,14 @@ from dataclasses import replace
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
 from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage, resolve_microbatches
 
 MOST_TOKENS = 2**25
 """Maximum tokens of a rank per step: twice the global batch of Llama 3 (https://arxiv.org/abs/2407.21783)."""
 
 
-def resolve_layout(config: JobConfig, model: TransformerConfig, world_size: int) -> tuple[JobConfig, ParallelDims]:
+def resolve_layout(config: JobConfig, model: DecoderConfig, world_size: int) -> tuple[JobConfig, ParallelDims]:
     """Return ``config`` with numbers in place of the defaults that depend on the layout, and its parallel dimensions.
 
     These are the data-parallel shard degree, the global batch size, and with pipeline parallelism the microbatches and

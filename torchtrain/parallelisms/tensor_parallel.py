@@ -6,6 +6,7 @@ are sharded along seq outside attention and feed-forward.
 """
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.models.llama.model import Transformer
+from torchtrain.models.spec import Decoder, spec_of
 
 
 class TensorParallelNorm(nn.RMSNorm):
@@ -74,27 +75,35 @@ class EmbeddingParallel(RowwiseParallel):
         return outputs.to_local() if use_local else outputs  # type: ignore[no-any-return]
 
 
-def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+class GatherInput(PrepareModuleInput):
+    """PrepareModuleInput for the first positional input of a module; the others are passed as they are."""
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        first, *others = inputs
+        gathered: Any = super()._prepare_input_fn((first,), device_mesh)  # type: ignore[no-untyped-call]
+        return (*gathered, *others)
+
+
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Apply tensor parallelism to ``model`` over the 1-D ``mesh``, in place.
 
     Afterwards the forward takes the same tokens on all ranks of ``mesh`` and returns logits as a DTensor sharded along
     the vocabulary dimension. Pipeline stages exchange this rank's part of the residual stream.
     """
     residual = Shard(1) if sequence_parallel else Replicate()
+    linear_layers = spec_of(model.config).linear_layers
+    sharded = {name.rpartition(".")[0] for name in linear_layers}  # modules whose width is sharded over the ranks
     for name, norm in list(model.named_modules()):
         if isinstance(norm, nn.RMSNorm):
-            by_heads = name.endswith(("q_norm", "k_norm"))
+            by_heads = any(fnmatchcase(name, f"layers.*.{module}.*") for module in sharded)
             model.set_submodule(name, TensorParallelNorm(norm, mesh, sharded_input=sequence_parallel or by_heads))
     plan: dict[str, ParallelStyle] = {
-        "layers.*.attention": PrepareModuleInput(  # x, cos, sin, mask
-            input_layouts=(residual, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-        ),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=residual),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),)),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=residual),
+        f"layers.*.{module}": GatherInput(input_layouts=residual, desired_input_layouts=Replicate())
+        for module in sorted(sharded)
     }
+    for name, style in linear_layers.items():
+        colwise = style == "colwise"
+        plan[f"layers.*.{name}"] = ColwiseParallel() if colwise else RowwiseParallel(output_layouts=residual)
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
     if model.norm is not None:

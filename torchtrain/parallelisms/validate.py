@@ -9,14 +9,14 @@ from torchtrain.datasets.order import streams_of
 from torchtrain.devices import compute_capability
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import TransformerBlock, TransformerConfig
+from torchtrain.models.spec import DecoderConfig, matrix_shapes
 from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.resolve import nearest_multiples
 
 FLOAT8_MULTIPLE = 16  # float8 kernels require both sides of weights and activations to be multiples of it
 
 
-def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig) -> None:
+def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: DecoderConfig) -> None:
     """Check that the device and the parallel layout support ``config``, which ``resolve_layout`` has resolved.
 
     Raises:
@@ -58,7 +58,7 @@ def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
         )
 
 
-def _check_tensor(model: TransformerConfig, degree: int) -> None:
+def _check_tensor(model: DecoderConfig, degree: int) -> None:
     widths = {"n_heads": model.n_heads, "n_kv_heads": model.n_kv_heads, "ffn_dim": model.ffn_dim}
     for name, width in widths.items():
         if width % degree:
@@ -152,7 +152,7 @@ def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.
 
 
 def _check_float8(
-    config: JobConfig, device: torch.device, degrees: ParallelDims, model: TransformerConfig, tokens: int
+    config: JobConfig, device: torch.device, degrees: ParallelDims, model: DecoderConfig, tokens: int
 ) -> None:
     """Check the requirements of float8. ``tokens``: the number of tokens of one forward on a rank."""
     given = f"float8.recipe = {config.float8.recipe!r}"
@@ -177,10 +177,9 @@ def _check_float8(
             f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
             f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
         )
-    with torch.device("meta"):
-        block = TransformerBlock(model)
-    for name in block.PRODUCTS:
-        rows, columns = block.get_parameter(f"{name}.weight").shape
+    for name, (rows, columns) in matrix_shapes(model).items():
+        if name == "output.weight":  # it is not converted
+            continue
         if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
             raise ConfigError(
                 f"{given} needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "

@@ -6,12 +6,13 @@ from math import prod
 import torch
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.build import document_start
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.model import TransformerConfig
-from torchtrain.models.model_config import build_model_config, document_start
+from torchtrain.models.model_config import build_model_config
+from torchtrain.models.spec import DecoderConfig
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.parallelisms.validate import check_layout
 from torchtrain.planning.hardware import GPUS, Gpu
@@ -27,7 +28,7 @@ def resolve_gpu(config: JobConfig) -> Gpu:
     )
 
 
-def resolve_model_config(config: JobConfig) -> TransformerConfig:
+def resolve_model_config(config: JobConfig) -> DecoderConfig:
     """Return the model's config, with the vocabulary size of the tokenizer if its file exists.
 
     Raises:
@@ -57,9 +58,7 @@ def resolve_world_size(config: JobConfig) -> int:
     return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
 
 
-def resolve_and_validate(
-    config: JobConfig, model_config: TransformerConfig, gpu: Gpu
-) -> tuple[JobConfig, ParallelDims]:
+def resolve_and_validate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> tuple[JobConfig, ParallelDims]:
     """Return ``config`` with its layout resolved, and its parallel dimensions.
 
     Raises:

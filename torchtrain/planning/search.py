@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Literal
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig, flops_per_token, matrix_shapes
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_global_batch_size
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
@@ -87,7 +87,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
     return f"{head}\n{format_ranking(best)}", replace(best[0][0], estimate=JobConfig().estimate)
 
 
-def candidate_layouts(config: JobConfig, model_config: TransformerConfig) -> Iterator[JobConfig]:
+def candidate_layouts(config: JobConfig, model_config: DecoderConfig) -> Iterator[JobConfig]:
     """Yield layouts with the global batch size of ``config``.
 
     They vary the degrees of parallelism, local batch size, activation checkpointing, pipeline schedule and resharding.
@@ -126,7 +126,7 @@ def candidate_layouts(config: JobConfig, model_config: TransformerConfig) -> Ite
 
 
 def analytic_estimate(
-    config: JobConfig, model_config: TransformerConfig, degrees: ParallelDims, gpu: Gpu
+    config: JobConfig, model_config: DecoderConfig, degrees: ParallelDims, gpu: Gpu
 ) -> tuple[float, float]:
     """Estimate the seconds of a step and the GiB of memory by closed forms, to order layouts before simulation.
 
@@ -136,8 +136,9 @@ def analytic_estimate(
     mode, pipelined = config.activation_checkpoint.mode, degrees.pipeline > 1
     local, seq = config.training.local_batch_size, config.training.seq_len
     heads = model_config.head_size * 2 * (model_config.n_heads + model_config.n_kv_heads)
-    block = model_config.dim * (heads + 3 * model_config.ffn_dim)
-    output = model_config.dim * model_config.vocab_size
+    matrices = {name: prod(shape) for name, shape in matrix_shapes(model_config).items()}
+    output = matrices.pop("output.weight")
+    block = sum(matrices.values()) // model_config.n_layers
     elements = model_config.n_layers * block + output + (0 if model_config.tied_embeddings else output)
     rank_elements = elements / degrees.tensor / degrees.pipeline
     count = global_batch_size // degrees.batch // local  # microbatches per step, or runs of the pipeline schedule
@@ -176,7 +177,7 @@ def analytic_estimate(
     return max(compute + tensor_parallel, sharding) + 0.1 * min(compute, sharding), memory / GIB
 
 
-def stage_forwards(config: JobConfig, model_config: TransformerConfig) -> int:
+def stage_forwards(config: JobConfig, model_config: DecoderConfig) -> int:
     """Number of stage forwards that a simulation of ``config`` runs, to which its CPU time is proportional."""
     parallelism, local = config.parallelism, config.training.local_batch_size
     pipeline = parallelism.pipeline_parallel_degree

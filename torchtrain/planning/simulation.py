@@ -23,7 +23,7 @@ from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -162,7 +162,7 @@ def assume_static_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
 
 def simulate(
     config: JobConfig,
-    model_config: TransformerConfig,
+    model_config: DecoderConfig,
     degrees: ParallelDims,
     rank: int,
     *,

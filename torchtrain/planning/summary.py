@@ -9,8 +9,7 @@ from typing import Any
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.models.llama.flops import flops_per_token
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.spec import DecoderConfig, flops_per_token
 from torchtrain.planning.allocator import peak_reserved
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.operations import Operation
@@ -255,7 +254,7 @@ def flops_by_phase(operations: Sequence[Operation]) -> Counter[str]:
     return flops
 
 
-def estimate(config: JobConfig, model_config: TransformerConfig, gpu: Gpu) -> Estimate:
+def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estimate:
     """Simulate representative ranks of a run, and estimate its memory and speed on ``gpu``.
 
     With ``estimate.all_layers`` or ``estimate.picture`` all layers are simulated. Otherwise ``SIMULATED_LAYERS`` are

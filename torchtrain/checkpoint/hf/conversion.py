@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
@@ -23,10 +24,9 @@ from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
 from torchtrain.files import partial_folder, read_file, require_folder
 from torchtrain.logging import logger
-from torchtrain.models.families import read_hf_config
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
-from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.model_config import build_model_config, to_model_section
+from torchtrain.models.spec import DecoderConfig
 
 
 def convert(
@@ -77,7 +77,7 @@ class Weights:
     ``bos``: see ``begins_with_bos``.
     """
 
-    model: TransformerConfig
+    model: DecoderConfig
     shapes: Mapping[str, Tensor]
     read: Callable[[str], Tensor]
     tokenizer_path: str
@@ -115,7 +115,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
         return tensor
 
     for reader in readers:
-        read_of(reader, "norm.weight")  # missing weights are an error before anything is written
+        read_of(reader, next(iter(shapes)))  # missing weights are an error before anything is written
 
     def read(name: str) -> Tensor:
         total = read_of(readers[0], name)

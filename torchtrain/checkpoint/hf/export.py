@@ -17,13 +17,13 @@ from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, read_file, require_folder
 from torchtrain.logging import BestEffort, logger
-from torchtrain.models.llama import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
 
 NOTE = "made_from.json"  # in hf/
 EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
 
 
-def check_export(config: JobConfig, model: TransformerConfig) -> None:
+def check_export(config: JobConfig, model: DecoderConfig) -> None:
     """Raise ConfigError where ``hf/`` cannot be written at the end of the run, or ``model`` not be exported."""
     if not config.checkpoint.last_save_in_hf:
         return
@@ -63,7 +63,7 @@ def _origin(config: JobConfig, step: int) -> dict[str, str]:
     return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}
 
 
-def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model: TransformerConfig) -> None:
+def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
     """Write the weights after ``step``, which ``checkpoint`` has saved, to ``hf/``. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
     set_timeout(EXPORT_SECONDS)

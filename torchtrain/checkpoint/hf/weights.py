@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from torchtrain.checkpoint.hf.config import CONFIG_FILE, hf_format
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
@@ -34,9 +35,8 @@ from torchtrain.files import (
     with_retries,
 )
 from torchtrain.logging import logger
-from torchtrain.models.families import CONFIG_FILE, hf_config, hf_name
-from torchtrain.models.initialization import block_held
-from torchtrain.models.llama.model import TransformerConfig
+from torchtrain.models.parameters import local_block
+from torchtrain.models.spec import DecoderConfig, spec_of
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
@@ -49,12 +49,17 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def check_same_shape(
-    found: TransformerConfig, model: TransformerConfig, folder: Path, may_differ: Collection[str] = ()
+    found: DecoderConfig, model: DecoderConfig, folder: Path, may_differ: Collection[str] = ()
 ) -> None:
     """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``.
 
     ``may_differ``: fields that may have another value in ``model`` than in ``found``, such as ``rope_scaling``.
     """
+    if spec_of(found).model_class is not spec_of(model).model_class:
+        raise CheckpointError(
+            f"{folder} holds a model of another architecture than the config asks for: model.name = {found.family!r}, "
+            f"here {model.family!r}"
+        )
     found = replace(found, max_seq_len=model.max_seq_len)
     names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
     if not names:
@@ -76,7 +81,7 @@ class Source(NamedTuple):
     name: str
 
 
-def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Source]:
+def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
     """Where each parameter of ``model`` is stored, by our names.
 
     As transformers does, this takes the names of a base model, without ``model.``, and a tied matrix stored only as
@@ -95,7 +100,7 @@ def find_tensors(folder: Path, model: TransformerConfig) -> dict[str, Source]:
                     raise CheckpointError(f"{path} lacks {printable(name)}, which {INDEX_FILE} says is in it")
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
-    sources = {}
+    sources, hf_name = {}, hf_format(model).parameter_name
     for ours, parameter in parameter_shapes(model).items():
         names = [hf_name(ours), hf_name(ours).removeprefix("model.")]
         if model.tied_embeddings and ours == ORIGINAL:
@@ -170,7 +175,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
     """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each."""
     for name, tensor in tensors.items():
-        part, spans = block_held(tensor)
+        part, spans = local_block(tensor)
         if part.numel():
             with _opened(sources[name].path) as opened:
                 part.copy_(opened.get_slice(sources[name].name)[spans])
@@ -194,7 +199,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def save_hf(
     tensors: Mapping[str, Tensor],
     folder: Path,
-    model: TransformerConfig,
+    model: DecoderConfig,
     dtype: str,
     tokenizer_path: str,
     *,
@@ -216,7 +221,7 @@ def save_hf(
         ConfigError: see ``finite`` and ``require_exportable``.
     """
     require_exportable(model, dtype)
-    torch_dtype = getattr(torch, dtype)
+    torch_dtype, hf_name = getattr(torch, dtype), hf_format(model).parameter_name
     ours = {hf_name(name): name for name in tensors}
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
     # Of the whole model, of which each rank may have a part: the same files on all ranks.
@@ -275,10 +280,10 @@ def _write_header_again(folder: Path) -> None:
     index.write_text(json.dumps(json.loads(index.read_bytes()), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def require_exportable(model: TransformerConfig, dtype: str) -> None:
+def require_exportable(model: DecoderConfig, dtype: str) -> None:
     """Raise ConfigError unless ``config.json`` can describe ``model``."""
     try:
-        hf_config(model, dtype, None, None)
+        hf_format(model).to_config(model, dtype, None, None)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -304,10 +309,11 @@ def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
     return files
 
 
-def write_hf_config(folder: Path, model: TransformerConfig, dtype: str, tokenizer_path: str, bos: bool = True) -> None:
+def write_hf_config(folder: Path, model: DecoderConfig, dtype: str, tokenizer_path: str, bos: bool = True) -> None:
     """Write what a Hugging Face folder has beside the weights: ``config.json`` and the tokenizer. ``bos``: as above."""
     tokenizer, file = load_tokenizer(tokenizer_path), tokenizer_file(tokenizer_path)
     eos_ids = find_eos_ids(tokenizer, file.parent, bos=bos)
-    config = hf_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id) | {"eos_token_id": one_or_all(eos_ids)}
+    content = hf_format(model).to_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id)
+    config = content | {"eos_token_id": one_or_all(eos_ids)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_hf_tokenizer(folder, tokenizer, file, bos=bos, eos_ids=eos_ids)

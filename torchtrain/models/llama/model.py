@@ -178,15 +178,15 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm transformer block: attention and feed-forward, each with a residual connection."""
 
-    PRODUCTS = [f"attention.{w}" for w in ("wq", "wk", "wv", "wo")] + [f"feed_forward.{w}" for w in ("w1", "w3", "w2")]
-    """Names of the linear layers, in forward order."""
+    feed_forward_class: type[nn.Module] = FeedForward
+    """A subclass of the block may have another one, with the same parameters (docs/adding-a-model.md)."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = self.feed_forward_class(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         h = x + self.attention(self.attention_norm(x), cos, sin, mask)  # (bs, seq, dim)
@@ -196,6 +196,7 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only transformer: maps token ids to logits."""
 
+    block_class: type[nn.Module] = TransformerBlock
     rope_cos: Tensor
     rope_sin: Tensor
 
@@ -204,7 +205,7 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that the layers of a pipeline stage keep their names.
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block_class(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         table = torch.empty(config.max_seq_len, config.head_size // 2, dtype=torch.float32)

@@ -1,28 +1,16 @@
-"""Model families: flavors (published sizes) and conversion of configs and tensor names to Hugging Face's format.
+"""Hugging Face's format of the Llama decoder: parameter names, and ``config.json`` of each family.
 
-Sizes are from the papers and the models' own files: Llama 2 (https://arxiv.org/abs/2307.09288), The Llama 3 Herd of
-Models (https://arxiv.org/abs/2407.21783; 8B, 70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2), Qwen3
-(https://arxiv.org/abs/2505.09388). Each family also has a small flavor for debugging, "debugmodel".
-
-All families share one ``Transformer``. Its wq and wk rows are in Hugging Face's order (see ``apply_rope``), so that
-conversion permutes no weights.
+The rows of wq and wk are in Hugging Face's order (see ``apply_rope``), so that conversion permutes no weights.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.files import MISSING, read_file
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -30,7 +18,6 @@ class Family:
     """A model family. ``model_type`` is its name in ``config.json``; Hugging Face's class is Model_typeForCausalLM."""
 
     model_type: str
-    flavors: Mapping[str, TransformerConfig]
     fixed: Mapping[str, Any]
     """Keys of ``config.json`` that must have these values, because others would change what the model computes."""
     defaults: Mapping[str, Any]
@@ -39,64 +26,20 @@ class Family:
     qkv_bias: bool = False
 
 
-# The positional arguments are dim, n_layers, n_heads, n_kv_heads and ffn_dim.
-_llama2 = partial(TransformerConfig, vocab_size=32000, max_seq_len=4096)
-_llama3 = partial(
-    TransformerConfig, vocab_size=128256, max_seq_len=131072, rope_theta=500000.0, rope_scaling=RopeScaling()
-)
-_qwen3 = partial(
-    TransformerConfig, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, head_dim=128
-)
-_LLAMA32: dict[str, Any] = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
-
-_llama = partial(
-    Family, "llama", fixed={"attention_bias": False, "mlp_bias": False}, defaults={"max_position_embeddings": 2048}
-)
+_LLAMA = Family("llama", fixed={"attention_bias": False, "mlp_bias": False}, defaults={"max_position_embeddings": 2048})
 _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama2": _llama(
-            {
-                "debugmodel": _llama2(256, 6, 8, 8, 768),
-                "7B": _llama2(4096, 32, 32, 32, 11008),
-                "13B": _llama2(5120, 40, 40, 40, 13824),
-                "70B": _llama2(8192, 80, 64, 8, 28672),
-            }
-        ),
-        "llama3": _llama(
-            {
-                "debugmodel": _llama3(256, 6, 8, 4, 768),
-                "1B": _llama3(2048, 16, 32, 8, 8192, **_LLAMA32),
-                "3B": _llama3(3072, 28, 24, 8, 8192, **_LLAMA32),
-                "8B": _llama3(4096, 32, 32, 8, 14336),
-                "70B": _llama3(8192, 80, 64, 8, 28672),
-                "405B": _llama3(16384, 126, 128, 8, 53248),
-            }
-        ),
+        "llama2": _LLAMA,
+        "llama3": _LLAMA,
         "mistral": Family(
             "mistral",
-            {"debugmodel": _llama2(256, 6, 8, 4, 768)},
             fixed={"sliding_window": None},
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
-        "qwen2": Family(
-            "qwen2",
-            {"debugmodel": _llama2(256, 6, 8, 4, 768, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)},
-            fixed={"use_sliding_window": False},
-            defaults=_QWEN_DEFAULTS,
-            qkv_bias=True,
-        ),
+        "qwen2": Family("qwen2", fixed={"use_sliding_window": False}, defaults=_QWEN_DEFAULTS, qkv_bias=True),
         "qwen3": Family(
             "qwen3",
-            {
-                "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
-                "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied_embeddings=True),
-                "1.7B": _qwen3(2048, 28, 16, 8, 6144, tied_embeddings=True),
-                "4B": _qwen3(2560, 36, 32, 8, 9728, tied_embeddings=True),
-                "8B": _qwen3(4096, 36, 32, 8, 12288),
-                "14B": _qwen3(5120, 40, 40, 8, 17408),
-                "32B": _qwen3(5120, 64, 64, 8, 25600),
-            },
             fixed={"attention_bias": False, "use_sliding_window": False},
             defaults={**_QWEN_DEFAULTS, "head_dim": 128},
             qk_norm=True,
@@ -105,23 +48,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def flavor_config(name: str, flavor: str) -> TransformerConfig:
-    """Return the model config of a flavor of the family ``name``; ConfigError lists the flavors if it is unknown."""
-    flavors = FAMILIES[name].flavors
-    if flavor not in flavors:
-        raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
-    return replace(flavors[flavor], family=name)
-
-
-def export_family(config: TransformerConfig) -> Family:
-    """The family under which a model is exported: its own, or one with the same computation.
+def export_family(config: TransformerConfig) -> str:
+    """Name of the family under which a model is exported: its own, or one with the same computation.
 
     Raises:
         ValueError: there is no such family.
     """
-    for family in (FAMILIES[config.family], *FAMILIES.values()):
+    for name in (config.family, *FAMILIES):
+        family = FAMILIES[name]
         if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
-            return family
+            return name
     raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
 
 
@@ -168,18 +104,19 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
     Raises:
         ValueError: ``config.json`` cannot describe ``config``, or no family of Hugging Face's supports it.
     """
-    content = _hf_config(config, dtype, bos_id, eos_id)
+    name = export_family(config)
+    content = _hf_config(FAMILIES[name], config, dtype, bos_id, eos_id)
     # Round trip: it detects new fields of TransformerConfig that the export does not support yet.
-    written = config_from_hf(content)
+    written = config_from_hf(name, content)
     expected = replace(
         config, max_seq_len=content["max_position_embeddings"], rope_scaling=_without_unused(config.rope_scaling)
     )
-    for name in (field.name for field in fields(config) if field.name not in _NOT_EXPORTED):
-        if getattr(written, name) != getattr(expected, name):
+    for key in (field.name for field in fields(config) if field.name not in _NOT_EXPORTED):
+        if getattr(written, key) != getattr(expected, key):
             raise ValueError(
-                f"{name} = {getattr(expected, name)!r} cannot be exported: the config.json of a "
-                f"{content['model_type']} would mean {getattr(written, name)!r}. Teach hf_config and config_from_hf in "
-                "torchtrain/models/families.py this field, or train without it"
+                f"{key} = {getattr(expected, key)!r} cannot be exported: the config.json of a "
+                f"{content['model_type']} would mean {getattr(written, key)!r}. Add this field to hf_config and "
+                "config_from_hf in torchtrain/models/llama/hf.py, or train without it"
             )
     return content
 
@@ -194,8 +131,10 @@ def _without_unused(scaling: RopeScaling | None) -> RopeScaling | None:
     return replace(scaling, **{name: getattr(default, name) for name in names})
 
 
-def _hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    family, scaling = export_family(config), config.rope_scaling
+def _hf_config(
+    family: Family, config: TransformerConfig, dtype: str, bos_id: int | None, eos_id: int | None
+) -> dict[str, Any]:
+    scaling = config.rope_scaling
     rope = None
     if scaling is not None:
         values = {**vars(scaling), _LENGTH: scaling.original_max_seq_len}
@@ -224,37 +163,21 @@ def _hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id
     }
 
 
-def read_hf_config(folder: Path) -> TransformerConfig:
-    """Read the model config from ``config.json`` in ``folder``; CheckpointError if the model is not supported."""
-    try:
-        content = json.loads(read_file(folder / CONFIG_FILE))
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
-        return config_from_hf(content)
-    except KeyError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
-    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} describes no model that can be read here: {error}") from error
+def config_from_hf(name: str, hf: Mapping[str, Any]) -> TransformerConfig:
+    """Convert the content of a ``config.json`` of the family ``name`` to a TransformerConfig.
 
-
-def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    """Convert the content of a ``config.json`` to a TransformerConfig. Missing keys have the defaults of transformers.
+    Missing keys have the defaults of transformers.
 
     Raises:
         KeyError: a required key is missing.
         ValueError: the message names the value that is not supported.
     """
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    model_type = hf.get("model_type", "llama")
-    if model_type not in by_type:
-        raise ValueError(f"model_type = {model_type!r}; there are {', '.join(by_type)}")
-    name = by_type[model_type]
     family = FAMILIES[name]
     hf = {**family.defaults, **hf}
     for key, ours in {**_FIXED, **family.fixed}.items():
         if hf.get(key, ours) != ours:
             why = ", and attention in sliding windows is not supported" if "sliding" in key else ""
-            raise ValueError(f"{key} = {hf[key]!r}; a {model_type} here has {ours!r}{why}")
+            raise ValueError(f"{key} = {hf[key]!r}; a {family.model_type} here has {ours!r}{why}")
     if set(hf.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"layer_types = {hf['layer_types']!r}; here all have 'full_attention', no sliding windows")
     if hf.get("quantization_config"):

@@ -1,0 +1,132 @@
+"""Models of a user's module: the code of docs/adding-a-model.md, run as it is there, from outside of the package."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from forked_command import run_command
+from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+
+from torchtrain.checkpoint.hf.weights import check_same_shape
+from torchtrain.config.registry import MODELS
+from torchtrain.config.schema import ModelConfig
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.model_config import build_model_config
+
+ROOT = Path(__file__).parent.parent
+SIZES = [
+    "--model.flavor=",
+    *("--model.shape.dim", "32", "--model.shape.n_layers", "2", "--model.shape.n_heads", "4"),
+    *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "64", "--training.local_batch_size", "4"),
+]
+LAYOUTS = {
+    "tensor": ["--parallelism.tensor_parallel_degree", "2"],
+    "context": ["--parallelism.context_parallel_degree", "2"],
+    "pipeline": ["--parallelism.pipeline_parallel_degree", "2"],
+}
+WALKTHROUGHS = {"geglu": "adding-a-model.md", "sandwich": "own-architecture.md"}
+
+
+def import_from(folder: Path) -> None:
+    """What PYTHONPATH does for a process that starts."""
+    sys.path.insert(0, str(folder))
+
+
+def options(name: str) -> list[str]:
+    return ["--job.import", name, "--model.name", name, *SIZES]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the first Python block of each walkthrough as a module."""
+    folder = tmp_path_factory.mktemp("modules")
+    for name, page in WALKTHROUGHS.items():
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        (folder / f"{name}.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    return folder
+
+
+@pytest.fixture(scope="module", params=WALKTHROUGHS)
+def trained(
+    request: pytest.FixtureRequest, modules: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """The name of a walkthrough's model, and the folder of a run of it on one rank."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    finish(folder, *options(request.param), ranks=1, hook=partial(import_from, modules))
+    return request.param, folder
+
+
+@pytest.fixture
+def imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """Imports a walkthrough's module into this process."""
+    monkeypatch.syspath_prepend(modules)
+    return __import__
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_model_trains_the_same_run_on_two_ranks(
+    trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
+) -> None:
+    name, one_rank = trained
+    finish(tmp_path, *options(name), *LAYOUTS[layout], ranks=2, hook=partial(import_from, modules))
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
+    assert len(losses(tmp_path)) == 8
+
+
+def test_own_model_resumes_bitwise_identically(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:
+    name, one_rank = trained
+    hook = partial(import_from, modules)
+    finish(tmp_path, *options(name), "--training.steps", "4", "--lr_scheduler.total_steps", "8", ranks=1, hook=hook)
+    finish(tmp_path, *options(name), "--lr_scheduler.total_steps", "8", ranks=1, hook=hook)
+    assert same_tensors(saved_tensors(tmp_path, 8), saved_tensors(one_rank, 8))
+
+
+def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], modules: Path) -> None:
+    name, folder = trained
+    command = [str(folder), "--prompt", "def ", "--max_new_tokens", "3", "--device", "cpu"]
+    rejected = run_command("torchtrain.generate", *command, hook=partial(import_from, modules))
+    assert rejected.returncode == ConfigError.exit_code
+    assert f"loading a checkpoint runs no code: give --import {name}" in " ".join(rejected.stderr.split())
+    found = run_command("torchtrain.generate", *command, "--import", name, hook=partial(import_from, modules))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("def ")
+
+
+def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:
+    name, folder = trained
+    hook = partial(import_from, modules)
+    found = run_command("torchtrain.convert", str(folder), str(tmp_path / "hf"), "--import", name, hook=hook)
+    assert found.returncode == ConfigError.exit_code
+    assert f"model.name = '{name}' has no format of Hugging Face's" in " ".join(found.stderr.split())
+    target = tmp_path / "own"
+    found = run_command(
+        "torchtrain.convert", str(folder), str(target), "--import", name, "--to", "torchtrain", hook=hook
+    )
+    assert found.returncode == 0, found.stderr
+    run = ForkedRun(tmp_path / "run", *options(name), "--checkpoint.last_save_in_hf", ranks=1, hook=hook)
+    assert run.wait() == [ConfigError.exit_code]
+    assert "has no format of Hugging Face's" in " ".join(run.output().split())
+
+
+def test_weights_of_another_architecture_are_rejected(imported: Callable[[str], object], tmp_path: Path) -> None:
+    imported("geglu")
+    try:
+        llama, geglu = (build_model_config(ModelConfig(name=name), None, 128) for name in ("llama3", "geglu"))
+        assert llama == geglu  # but for the family, which is not compared
+        with pytest.raises(CheckpointError, match=r"another architecture.* model.name = 'llama3', here 'geglu'"):
+            check_same_shape(llama, geglu, tmp_path)
+        with pytest.raises(
+            ConfigError, match=r"model.options.window is no option of model.name = 'geglu'; there are dim,"
+        ):
+            build_model_config(ModelConfig(name="geglu", options={"window": 4}), None, 128)
+    finally:
+        del MODELS._entries["geglu"], sys.modules["geglu"]

@@ -1,0 +1,77 @@
+"""Hugging Face's ``config.json``: read it as a model config, and as the section [model]."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchtrain.config.registry import MODELS
+from torchtrain.config.schema import ModelConfig
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.files import MISSING, read_file
+from torchtrain.models.model_config import given, to_model_section
+from torchtrain.models.spec import DecoderConfig, HFFormat, spec_of
+
+CONFIG_FILE = "config.json"
+
+
+def hf_format(model: DecoderConfig) -> HFFormat:
+    """Hugging Face's format of ``model``; ConfigError if it has none."""
+    hf = spec_of(model).hf
+    if hf is None:
+        raise ConfigError(
+            f"model.name = {model.family!r} has no format of Hugging Face's: its ModelSpec has no hf "
+            "(docs/adding-a-model.md). Train it with checkpoint.last_save_in_hf = false, and convert it with "
+            "--to torchtrain"
+        )
+    return hf
+
+
+def read_hf_config(folder: Path) -> DecoderConfig:
+    """Read the model config from ``config.json`` in ``folder``; CheckpointError if the model is not supported."""
+    try:
+        content = json.loads(read_file(folder / CONFIG_FILE))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
+        return config_from_hf(content)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
+    except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} describes no model that can be read here: {error}") from error
+
+
+def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
+    """Convert the content of a ``config.json`` to a model config, by the first of ``MODELS`` with its model_type.
+
+    Raises:
+        KeyError: a required key is missing.
+        ValueError: the message names the value that is not supported.
+    """
+    formats: dict[str, HFFormat] = {}
+    for name in MODELS:
+        hf = MODELS[name].hf
+        if hf is not None:
+            formats.setdefault(hf.model_type, hf)
+    model_type = content.get("model_type", "llama")
+    if model_type not in formats:
+        raise ValueError(f"model_type = {model_type!r}; there are {', '.join(formats)}")
+    config: DecoderConfig = formats[model_type].from_config(content)
+    return config
+
+
+def resolve_model_section(model: ModelConfig) -> ModelConfig:
+    """Replace ``hf_folder`` by the explicit options that it stands for, so that the folder is no longer needed.
+
+    Raises:
+        CheckpointError: the folder does not contain a supported model.
+    """
+    if not model.hf_folder:
+        return model
+    explicit = to_model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
+    changes = given(model.shape)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
+    shape = replace(explicit.shape, **changes)
+    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
+    return replace(explicit, shape=shape, vocab_size=vocab_size, options={**explicit.options, **model.options})
