@@ -9,6 +9,7 @@ from torchtrain.datasets.order import streams_of
 from torchtrain.devices import compute_capability
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
+from torchtrain.models.parameters import module_in_block
 from torchtrain.models.spec import DecoderConfig, matrix_shapes
 from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.resolve import nearest_multiples
@@ -177,8 +178,9 @@ def _check_float8(
             f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
             f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
         )
-    for name, (rows, columns) in matrix_shapes(model).items():
-        if name == "output.weight":  # it is not converted
+    for parameter, (rows, columns) in matrix_shapes(model).items():
+        name = module_in_block(parameter)
+        if not name:  # the output layer is not converted
             continue
         if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
             raise ConfigError(
