@@ -700,6 +700,14 @@ def test_hang_reports_are_found_whatever_the_clock_of_the_file_system(
     assert "ranks 0-1 are at watchdog.py" in caplog.messages[-1]
 
 
+def test_rank_with_a_pending_collective_is_not_awaited_by_a_receive() -> None:
+    """Rank 1 is in a collective that only the flight recorder shows, and rank 2 has written no report."""
+    receiving = watchdog.RankStatus("a.py:1 (b)", "recv", {}, {}, "")
+    in_collective = watchdog.RankStatus("a.py:2 (c)", "", {"0": ["all_gather", 7, [1, 2]]}, {"0": 7}, "")
+    statuses = {0: receiving, 1: in_collective}
+    assert watchdog._awaited(receiving, statuses, 3) == {2}
+
+
 def test_one_rank_reads_the_hang_reports_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,7 +83,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         maybe_save(200): the future's       rank 0: delete old checkpoints
           error is raised here
 
-    ID is the id of the writer lease. Each start of the run acquires its own lease (``resume_point.py``), after which
+    ID is the id of the writer lease. Each start of the run acquires its own lease (``resume.py``), after which
     earlier starts can no longer commit a checkpoint. A start renames and deletes only checkpoints that existed when it
     acquired the lease, or that it has saved itself.
     """

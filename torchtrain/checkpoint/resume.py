@@ -10,7 +10,7 @@ Therefore a start
 3. then lists the checkpoints again: from now on, no other start adds any.
 
 It checks its lease before each checkpoint gets its final name, and before and after it renames an existing checkpoint
-(``history.withdraw``).
+(``storage.withdraw``).
 """
 
 import contextlib

@@ -229,9 +229,8 @@ def _awaited(status: RankStatus, statuses: dict[int, RankStatus], world_size: in
     if not status.waits_in:
         return set()
     # A send or a receive, whose peer is not known: assume all ranks that are not waiting themselves.
-    return {
-        rank for rank in range(world_size) if rank not in statuses or not (statuses[rank].waits_in or status.pending)
-    }
+    waiting = {rank for rank, other in statuses.items() if other.waits_in or other.pending}
+    return set(range(world_size)) - waiting
 
 
 def _ranges(ranks: list[int]) -> str:
