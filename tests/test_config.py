@@ -217,7 +217,7 @@ def test_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: str
     [
         (["--training.step", "3"], "--training.steps"),
         (["--training.steps", "many"], "invalid literal for int() with base 10: 'many'"),
-        (["--model.name", "llama4"], "llama4"),
+        (["--job.device", "tpu"], "tpu"),
     ],
 )
 def test_invalid_command_line_is_rejected(
@@ -244,6 +244,10 @@ def test_invalid_command_line_is_rejected(
         (["--lr_scheduler.decay_ratio", "2"], "lr_scheduler.decay_ratio = 2.0 must be between 0 and 1"),
         (["--activation_checkpoint.selective_option", "0"], "selective_option = '0' must be 'op' or an integer"),
         (["--data.path", "a", "--data.name", "b"], "exclude each other"),
+        (
+            ["--model.name", "llama4"],
+            "model.name = 'llama4' must be one of 'llama2', 'llama3', .*did you mean 'llama3'",
+        ),
         (["--job.description", os.fsdecode(b"\xff")], r"job.description = '\\udcff' must be text in UTF-8"),
     ],
 )

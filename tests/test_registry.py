@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.parse import from_toml, parse, to_toml
 from torchtrain.config.registry import Registry
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 
 
@@ -82,3 +83,9 @@ def test_job_import_of_another_type_is_rejected(value: str, tmp_path: Path):
     config.write_text(f"[job]\nimport = {value}\n")
     with pytest.raises(ConfigError, match=r"config.toml: job.import"):
         parse(["--job.config_file", str(config)])
+
+
+def test_configs_with_options_of_own_components_are_hashable():
+    config = from_toml(JobConfig, {"optimizer": {"options": {"adamw": {}}}}, checked=False)
+    assert hash(config) == hash(JobConfig())
+    assert config != JobConfig()

@@ -74,8 +74,8 @@ _LLAMA = "torchtrain.models.llama.specs"
 MODELS = Registry(
     "model.name",
     {
-        "llama3": f"{_LLAMA}:LLAMA3",
         "llama2": f"{_LLAMA}:LLAMA2",
+        "llama3": f"{_LLAMA}:LLAMA3",
         "mistral": f"{_LLAMA}:MISTRAL",
         "qwen2": f"{_LLAMA}:QWEN2",
         "qwen3": f"{_LLAMA}:QWEN3",

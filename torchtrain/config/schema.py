@@ -208,7 +208,7 @@ class ModelConfig(Section, name="model"):
     package."""
     shape: ModelOverrides = field(default_factory=ModelOverrides)
     """[model.shape]: overrides of the flavor, such as dim = 768 or n_layers = 12."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[model.options]: fields of the config of a registered model that [model.shape] does not have. Set them in the
     config file; the command line can then change them."""
 
@@ -260,7 +260,7 @@ class OptimizerConfig(Section, name="optimizer"):
     """Newton-Schulz iterations by which Muon orthogonalizes a matrix."""
     muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[optimizer.options.NAME]: options of an optimizer that a module in job.import registers under NAME
     (docs/extending.md). Set them in a TOML file."""
     hidden: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
@@ -385,7 +385,7 @@ class SourceConfig(Section):
     type: str = ""
     """Type of the source: files, hub, standard_library, or one that a module in job.import registers
     (docs/extending.md). Empty: files if path is set, hub if name is set."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[data.options]: options of a registered type."""
 
     def __post_init__(self) -> None:
@@ -676,7 +676,7 @@ class MetricsConfig(Section, name="metrics"):
     """Project name in Weights & Biases."""
     writers: tuple[str, ...] = ()
     """More writers of metrics, which a module in job.import registers (docs/extending.md)."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[metrics.options.NAME]: options of the registered writer NAME."""
     straggler_freq: CountOrZero = 100
     """How often to look for stragglers, ranks that delay the others, in steps. 0: never."""
