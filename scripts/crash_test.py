@@ -243,7 +243,7 @@ def all_damaged(trial: Trial) -> None:
         os.truncate(file, file.stat().st_size // 2)
     run = trial.start()
     expect(run, REJECTED)
-    assert "none of these is a good checkpoint" in run.output(), run.output()
+    assert "none of these is a valid checkpoint" in run.output(), run.output()
     shutil.rmtree(trial.checkpoints)
     aside.rename(trial.checkpoints)
 
@@ -317,7 +317,7 @@ def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
     assert trial.disk is not None
     trial.disk.heal()
     expect(older, REJECTED)
-    assert "now saves in" in older.output(), older.output()
+    assert "now saves to" in older.output(), older.output()
     before = trial.newest()
     newer.wait_for(lambda: trial.newest() > before + 2)
     assert not list(trial.checkpoints.glob("*.superseded*")), newer.output()
