@@ -132,6 +132,12 @@ def test_config_sections_list_all_families_flavors_and_fields() -> None:
         assert getattr(transformers, architecture).config_class.model_type == family.model_type
 
 
+def test_config_json_of_a_llama_is_read_as_llama3() -> None:
+    for name, family in {"llama2": "llama3", "llama3": "llama3", "mistral": "mistral", "qwen3": "qwen3"}.items():
+        content = hf.hf_config(flavor_config(name, "debugmodel"), "float32", None, None)
+        assert config_from_hf(content).family == family
+
+
 def section(**values: Any) -> schema.ModelConfig:
     return schema.ModelConfig(**values)
 

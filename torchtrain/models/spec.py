@@ -114,6 +114,8 @@ class HFFormat:
     """Content of ``config.json`` for a model config, a dtype, and the ids of bos and eos. ValueError: there is none."""
     from_config: Callable[[Mapping[str, Any]], Any]
     """Model config for the content of a ``config.json``. KeyError: a key is missing. ValueError: not supported."""
+    reads: bool = True
+    """Whether a ``config.json`` with this ``model_type`` is read as this model; False if it is another model's."""
 
 
 @dataclass(frozen=True, repr=False)

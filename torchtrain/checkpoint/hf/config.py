@@ -42,7 +42,7 @@ def read_hf_config(folder: Path) -> DecoderConfig:
 
 
 def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
-    """Convert the content of a ``config.json`` to a model config, by the first of ``MODELS`` with its model_type.
+    """Convert the content of a ``config.json`` to a model config, by the first of ``MODELS`` that reads its model_type.
 
     Raises:
         KeyError: a required key is missing.
@@ -51,7 +51,7 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
     formats: dict[str, HFFormat] = {}
     for name in MODELS:
         hf = MODELS[name].hf
-        if hf is not None:
+        if hf is not None and hf.reads:
             formats.setdefault(hf.model_type, hf)
     model_type = content.get("model_type", "llama")
     if model_type not in formats:

@@ -26,7 +26,13 @@ LINEAR_LAYERS: Mapping[str, Literal["colwise", "rowwise"]] = {
 
 
 def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
-    hf = HFFormat(FAMILIES[family].model_type, hf_name, hf_config, partial(config_from_hf, family))
+    hf = HFFormat(
+        FAMILIES[family].model_type,
+        hf_name,
+        hf_config,
+        partial(config_from_hf, family),
+        reads=family != "llama2",  # its config.json does not differ from that of Llama 3
+    )
     return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, hf=hf, check=export_family)
 
 
