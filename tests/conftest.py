@@ -16,6 +16,7 @@ from forkserver import Server, free_port
 from gloo_pool import GlooPool
 from hub_server import Hub
 
+from torchtrain.config import registry
 from torchtrain.logging import logger
 
 
@@ -123,6 +124,17 @@ def _restore_logger() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+@pytest.fixture(autouse=True)
+def _restore_registries() -> Iterator[None]:
+    """Unregister the components that a test has registered, which other tests would see in the choices of an option."""
+    registries = [entry for entry in vars(registry).values() if isinstance(entry, registry.Registry)]
+    entries = [dict(entry._entries) for entry in registries]
+    yield
+    for entry, before in zip(registries, entries, strict=True):
+        entry._entries.clear()
+        entry._entries.update(before)
 
 
 @pytest.fixture
