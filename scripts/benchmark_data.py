@@ -40,11 +40,11 @@ import tiktoken
 import torch
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.files import open_standard_library
-from torchtrain.datasets.loader import DataLoader
-from torchtrain.datasets.prepared import MANIFEST, Manifest, Shard
+from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.local_files import open_standard_library
 from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenized import MANIFEST, Manifest, Shard
 from torchtrain.datasets.tokenizers import (
     LLAMA3_RANKS,
     SentencePieceTokenizer,
@@ -115,7 +115,7 @@ def prepare_quietly(source: SourceConfig, tokenizer_path: str, output: Path, pro
 
 
 def loader_of(config: DataConfig, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: int = ROWS) -> DataLoader:
-    return build_loader(
+    return build_dataloader(
         config,
         tokenizer,
         seq_len=seq_len,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
 from torchtrain.config.schema import JobConfig, LRSchedulerConfig, ParallelismConfig, TrainingConfig
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest

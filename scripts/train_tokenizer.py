@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from torchtrain.datasets.files import open_standard_library
+from torchtrain.datasets.local_files import open_standard_library
 
 
 def lines() -> Iterator[str]:

@@ -195,7 +195,7 @@ FAULTS = {
         ranks=2,
     ),
     "batch row swapped": Fault(
-        "datasets/loader.py",
+        "datasets/dataloader.py",
         "(torch.from_numpy(part.copy()) for part",
         "(torch.from_numpy(part[[0, 2, 1, 3]].copy()) for part",
         "step 1, row 1 of the batch, from ",

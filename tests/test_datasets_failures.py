@@ -29,8 +29,8 @@ from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import formats, hub, text
-from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets import file_formats, hub, text_sources
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import on_all_ranks
 from torchtrain.errors import DataError, StorageError, TorchtrainError
@@ -93,7 +93,7 @@ def read_until_failure(prefetch: int) -> tuple[int, str, str]:
 def test_failure_on_one_rank_is_raised_on_all_at_the_same_step(gloo: GlooPool, prefetch: int) -> None:
     others, failed = gloo.run(2, read_until_failure, prefetch)
     assert failed[1:] == ("OSError", "the disk is gone")  # the original error
-    assert others[1:] == ("DataError", "rank 1 cannot go on: the disk is gone")
+    assert others[1:] == ("DataError", "rank 1 cannot continue: the disk is gone")
     # Immediately: the failure is known before the batches that were read ahead are used.
     assert others[0] == failed[0] == (3 if prefetch == 0 else 1)
 
@@ -176,7 +176,7 @@ class Remote:
             return fetch(file_system, path, **limits)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(hub, "_RANGE_BYTES", 256)
-        monkeypatch.setattr(formats, "_BLOCK_BYTES", 256)
+        monkeypatch.setattr(file_formats, "_BLOCK_BYTES", 256)
         monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
 
 
@@ -201,7 +201,7 @@ def test_persistent_error_names_the_source_and_the_position(remote: Remote, paus
     with pytest.raises(StorageError, match=message):
         list(remote.source.read(0, 0))
     assert StorageError.exit_code == 74  # the command may be repeated later
-    assert pauses == list(text.RETRY_SECONDS)
+    assert pauses == list(text_sources.RETRY_SECONDS)
     assert sum(pauses) > 200
 
 

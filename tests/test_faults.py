@@ -284,7 +284,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
     requested = time.monotonic()
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert time.monotonic() - requested < 5  # the full validation takes longer
-    assert "validation after step 4 is cut short: asked to stop" in run.output()
+    assert "validation after step 4 is aborted: the run is asked to stop" in run.output()
     assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
     finish(tmp_path / "run")
     assert_same_end(tmp_path / "run", uninterrupted)
@@ -639,7 +639,7 @@ def stop_before_update() -> Any:
 
 
 def stop_before_batch() -> Any:
-    from torchtrain.datasets.loader import DataLoader
+    from torchtrain.datasets.dataloader import DataLoader
 
     return stop_before(DataLoader, "__next__")
 

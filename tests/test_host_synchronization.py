@@ -16,7 +16,7 @@ import torch
 from forked_run import finish
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from torchtrain.metrics.profiler import Profiler
 

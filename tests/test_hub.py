@@ -27,9 +27,9 @@ from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets import hub as client
-from torchtrain.datasets import packing, text
+from torchtrain.datasets import packing, text_sources
+from torchtrain.datasets.builtin_sources import with_revisions
 from torchtrain.datasets.hub import find_revision
-from torchtrain.datasets.sources import with_revisions
 from torchtrain.errors import DataError, StorageError
 
 CARD = b"""---
@@ -96,7 +96,7 @@ def local_copy(folder: Path, files: dict[str, bytes]) -> str:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record the pauses instead of sleeping, and set the timeouts of requests to half a second."""
     slept: list[float] = []
-    for module in (client, text):
+    for module in (client, text_sources):
         monkeypatch.setattr(module.time, "sleep", slept.append)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
@@ -151,9 +151,9 @@ def test_permanent_network_failure_is_a_storage_error(hub: Hub, pauses: list[flo
     files, config = LAYOUTS["c4"]
     hub.add(config.name, files)
     hub.faults.append(Fault("/api/", 503, times=10**9))
-    with pytest.raises(StorageError, match=r"data.name = 'allenai/c4' .*does not answer: .*503 Service Unavailable"):
+    with pytest.raises(StorageError, match=r"data.name = 'allenai/c4' .*does not respond: .*503 Service Unavailable"):
         find_revision(config, "data.name = 'allenai/c4' (subset 'en')")
-    assert pauses == list(text.RETRY_SECONDS)
+    assert pauses == list(text_sources.RETRY_SECONDS)
     hub.clear()
     hub.add(config.name, files)
     loader = make_loader(config)
@@ -252,11 +252,11 @@ def test_revision_of_the_checkpoint_is_kept_on_resume(hub: Hub) -> None:
     assert differences(to_toml(old), to_toml(new)) == []
 
 
-def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> text.LocalText:
+def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> text_sources.LocalText:
     return client.open_downloaded(source, "it", client.download(source, "it", verify_bytes), verify_bytes)
 
 
-def open_streamed(source: SourceConfig) -> text.StreamedText:
+def open_streamed(source: SourceConfig) -> text_sources.StreamedText:
     return client.open_streamed(source, 2, "it", client.list_files(source, "it"))
 
 
@@ -318,7 +318,7 @@ def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp
 
 
 def use_short_retry_delays() -> Any:
-    text.RETRY_SECONDS = (0.1, 0.1)
+    text_sources.RETRY_SECONDS = (0.1, 0.1)
 
 
 def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.profiler import Profiler
-from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, readable
+from torchtrain.metrics.recorder import MetricsRecorder, duration, format_line, peak_memory_gib
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import WeightsAndBiases, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
@@ -247,9 +247,9 @@ def test_peak_flops_are_not_those_of_a_gpu_whose_name_is_a_substring() -> None:
 def test_log_line_has_the_remaining_time() -> None:
     line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
     line |= {"step": 10, "step_seconds": 2.0, "mfu": None}
-    assert "step  10/100" in readable(line, 100, colour=False)
-    assert readable(line, 100, colour=False).endswith("3m00s left")
-    assert "left" not in readable({**line, "step": 100}, 100, colour=False)
+    assert "step  10/100" in format_line(line, 100, colour=False)
+    assert format_line(line, 100, colour=False).endswith("3m00s left")
+    assert "left" not in format_line({**line, "step": 100}, 100, colour=False)
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 

@@ -25,9 +25,9 @@ from forked_command import checked_command, run_command, start_command
 
 from torchtrain import prepare as command
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import files, tokenize_dataset
-from torchtrain.datasets.prepared import Manifest, PreparedTokens, Shard
+from torchtrain.datasets import local_files, tokenize_dataset
 from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.datasets.tokenized import Manifest, Shard, TokenizedDataset
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError, StorageError
 
@@ -52,8 +52,8 @@ def tokens_of(folder: Path) -> list[int]:
 def use_fewer_files() -> None:
     """A hook: only a quarter of the files of the standard library are tokenized."""
     tokenize_dataset.SHARD_BYTES = 1
-    found = files.standard_library_files()[::4]
-    files.standard_library_files = lambda: found
+    found = local_files.standard_library_files()[::4]
+    local_files.standard_library_files = lambda: found
 
 
 def use_fewer_files_slowly() -> None:
@@ -120,9 +120,10 @@ def test_prepare_killed_ten_times_writes_the_same_bytes(tmp_path: Path, monkeypa
     assert not (killed / "manifest.json").exists()
     checked_command("torchtrain.prepare", "--prepare.output", str(killed), hook=use_fewer_files)
     assert contents(killed) == contents(uninterrupted)
-    monkeypatch.setattr(files, "standard_library_files", files.standard_library_files)  # is restored after the test
+    # Restored after the test:
+    monkeypatch.setattr(local_files, "standard_library_files", local_files.standard_library_files)
     use_fewer_files()
-    source = files.open_standard_library()
+    source = local_files.open_standard_library()
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in source.read_all(range(20)) if text]
     assert tokens_of(killed)[: sum(map(len, expected))] == [token for document in expected for token in document]
 
@@ -221,8 +222,8 @@ def test_disk_failure_in_a_worker_raises_a_storage_error(tmp_path: Path, monkeyp
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("torchtrain.datasets.files._cut", fail)
-    monkeypatch.setattr("torchtrain.datasets.text.RETRY_SECONDS", ())
+    monkeypatch.setattr("torchtrain.datasets.local_files._cut", fail)
+    monkeypatch.setattr("torchtrain.datasets.text_sources.RETRY_SECONDS", ())
     with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
@@ -305,7 +306,7 @@ def test_sources_without_text_raise_a_data_error(tmp_path: Path) -> None:
 def test_windows_span_shards(prepared: Path) -> None:
     tokens = tokens_of(prepared)
     shards = Manifest.read(prepared / "manifest.json", "").shards
-    opened = PreparedTokens(prepared, TOKENIZER.content_hash, 0, "")
+    opened = TokenizedDataset(prepared, TOKENIZER.content_hash, 0, "")
     assert len(opened) == len(tokens)
     out = np.empty(5 * max(shard.tokens for shard in shards), dtype=np.int64)
     for start in (0, 1, shards[0].tokens - 1, shards[0].tokens, len(tokens) - len(out)):
@@ -449,7 +450,7 @@ def test_four_byte_tokens_are_read_at_any_offset(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
     manifest = Manifest("hash", 128_256, "", "", (Shard("shard-00000", 100, 1, 0, 0, "", ""),))
     (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
-    opened, out = PreparedTokens(tmp_path, "hash", 0, ""), np.empty(20, dtype=np.int64)
+    opened, out = TokenizedDataset(tmp_path, "hash", 0, ""), np.empty(20, dtype=np.int64)
     for start in (0, 1, 63, 80):
         opened.read([start], [out])
         assert out.tolist() == list(range(70_000 + start, 70_020 + start))

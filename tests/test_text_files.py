@@ -26,9 +26,9 @@ from disk_faults import DiskFaults
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import files, formats
-from torchtrain.datasets.files import open_files
-from torchtrain.datasets.sources import open_prepared
+from torchtrain.datasets import file_formats, local_files
+from torchtrain.datasets.builtin_sources import open_tokenized
+from torchtrain.datasets.local_files import open_files
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
 
@@ -137,7 +137,7 @@ def test_damaged_converted_copy_is_converted_again(
     content = copy.read_bytes()
     damage(copy)
     assert texts(file) == DOCUMENTS
-    assert f"{copy}, the converted copy of data.path, is damaged: it is converted again" in log.text
+    assert f"{copy}, the converted copy of data.path, is damaged and is converted again" in log.text
     log.clear()
     assert texts(file) == DOCUMENTS
     assert copy.read_bytes() == content
@@ -214,11 +214,11 @@ def test_file_that_changes_during_conversion_raises_a_data_error(
     before = file.stat()
 
     def rewrite(*arguments: Any, **options: Any) -> Any:
-        yield from formats.documents(*arguments, **options)
+        yield from file_formats.documents(*arguments, **options)
         file.write_text(LINES.replace("document 20 ", "document 02 "))
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    monkeypatch.setattr(files, "documents", rewrite)
+    monkeypatch.setattr(local_files, "documents", rewrite)
     with pytest.raises(DataError, match=r"data.path changed while it was converted; start again"):
         texts(file)
     monkeypatch.undo()
@@ -250,7 +250,7 @@ def test_truncated_arrow_stream_raises_an_error(options: dict[str, Any]) -> None
     whole = out.getvalue()
 
     def read(content: bytes) -> list[str | None]:
-        return list(formats.documents(io.BytesIO(content), "a.arrow", "text"))
+        return list(file_formats.documents(io.BytesIO(content), "a.arrow", "text"))
 
     assert read(whole) == DOCUMENTS[:10]
     for size in range(1, len(whole)):
@@ -604,7 +604,7 @@ def test_prepare_accepts_a_copied_file_and_rejects_a_changed_one(tmp_path: Path)
 def test_conversion_retries_transient_storage_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    original, failures = getattr(files, function), [errno.EIO, errno.ESTALE]
+    original, failures = getattr(local_files, function), [errno.EIO, errno.ESTALE]
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if failures:
@@ -612,7 +612,7 @@ def test_conversion_retries_transient_storage_errors(
         return original(*arguments, **options)
 
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    monkeypatch.setattr(files, function, fail)
+    monkeypatch.setattr(local_files, function, fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     opened = opened_text(source)
     assert [text for unit in range(opened.parts) for _, text in opened.read(unit, 0)] == DOCUMENTS
@@ -660,7 +660,7 @@ def test_parent_of_prepared_folders_raises_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")
     with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
         make_loader(DataConfig(path=both[0]))
-    assert open_prepared(SourceConfig(path=file), "data", "", 0) is None
+    assert open_tokenized(SourceConfig(path=file), "data", "", 0) is None
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])
@@ -678,4 +678,4 @@ def test_reading_starts_at_any_document(kind: str) -> None:
         out.write("\n".join([*(["text"] if kind == "csv" else []), *lines]).encode())
     for start in (0, 255, 256, 300, 500, 599):
         raw = io.BytesIO(out.getvalue())
-        assert list(formats.documents(raw, f"a.{kind}", "text", start, text_by_line=True)) == lines[start:]
+        assert list(file_formats.documents(raw, f"a.{kind}", "text", start, text_by_line=True)) == lines[start:]

@@ -107,7 +107,7 @@ def test_text_file_that_is_deleted_during_a_run_is_a_user_error(tmp_path: Path) 
         assert run.wait() == [2, 2], run.output()
     finally:
         run.end()
-    assert ".txt was there when the run began, and is not any more: put it back" in run.output()
+    assert ".txt was there when the run began, and is missing now: restore it" in run.output()
     assert "Traceback" not in run.output()
 
 

@@ -33,7 +33,7 @@ from torchtrain.config.schema import (
     TrainingConfig,
     ValidationConfig,
 )
-from torchtrain.datasets.build import build_loader
+from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
@@ -257,7 +257,7 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
     prepare(SourceConfig(path=str(tmp_path / "text.jsonl")), "data", path, tmp_path / "prepared", processes=1)
     exact = [len(text.encode("utf-8", "replace")) for text in TEXTS]
     for name in ("text.jsonl", "prepared"):
-        loader = build_loader(
+        loader = build_dataloader(
             DataConfig(path=str(tmp_path / name), when_exhausted="stop", prefetch=0),
             tokenizer,
             seq_len=16,

@@ -37,8 +37,8 @@ def run(config: JobConfig) -> int:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
     # Imported here, so that --help and rejected options do not import datasets.
-    from torchtrain.datasets.prepared import verify
     from torchtrain.datasets.tokenize_dataset import prepare
+    from torchtrain.datasets.tokenized import verify
 
     require_one_process("prepare")
     if not config.prepare.output:

@@ -26,9 +26,9 @@ from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
-from torchtrain.datasets.build import build_loader, document_start
-from torchtrain.datasets.loader import Batch, DataLoader
-from torchtrain.datasets.sources import with_revisions
+from torchtrain.datasets.build import build_dataloader, document_start
+from torchtrain.datasets.builtin_sources import with_revisions
+from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
@@ -557,7 +557,7 @@ def build_loaders(
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
     open_loader = partial(
-        build_loader,
+        build_dataloader,
         tokenizer=tokenizer,
         seq_len=config.training.seq_len,
         global_batch_size=config.training.global_batch_size,

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.packing import TextSource
-from torchtrain.datasets.source import SourceContext
-from torchtrain.datasets.sources import open_source
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 
@@ -60,7 +60,7 @@ def make_loader(
     seed: int = 0,
     drop_last: bool = True,
 ) -> DataLoader:
-    return build_loader(
+    return build_dataloader(
         config,
         TOKENIZER,
         seq_len=seq_len,

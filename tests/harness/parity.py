@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain import trainer as trainer_module
 from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
-from torchtrain.datasets.loader import DataLoader
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import (

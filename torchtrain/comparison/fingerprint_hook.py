@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder, recorded_modules
 from torchtrain.config.schema import JobConfig
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import BestEffort
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name

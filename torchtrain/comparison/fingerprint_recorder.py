@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtrain.comparison.fingerprints import Box, Fingerprint, StepFingerprints, assemble, merge
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.models.parameters import full_name, local_block

@@ -13,8 +13,8 @@ from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference
 from torchtrain.comparison.runs import Finding, RunFolder, summarize
-from torchtrain.datasets.build import build_loader
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
@@ -47,7 +47,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
         if all(torch.equal(parameter, parameter.to(dtype).float()) for parameter in theirs.parameters()):
             for parameter in ours.parameters():
                 parameter.data = parameter.data.to(dtype).float()
-    loader = build_loader(
+    loader = build_dataloader(
         replace(run.config.data, when_exhausted="repeat"),  # they may not fill this batch
         trained.tokenizer,
         seq_len=training.seq_len,

@@ -125,9 +125,9 @@ def import_modules(names: Sequence[str], option: str = "job.import") -> None:
 DATA_SOURCES = Registry(
     "data.type",
     {
-        "files": "torchtrain.datasets.sources:Files",
-        "hub": "torchtrain.datasets.sources:HubDataset",
-        "standard_library": "torchtrain.datasets.sources:StandardLibrary",
+        "files": "torchtrain.datasets.builtin_sources:Files",
+        "hub": "torchtrain.datasets.builtin_sources:HubDataset",
+        "standard_library": "torchtrain.datasets.builtin_sources:StandardLibrary",
     },
 )
 """Subclasses of ``datasets.source.DataSource``, or classes with its class methods ``ask_once`` and ``open``."""

@@ -1,4 +1,4 @@
-"""From the ``[data]`` section to a loader."""
+"""Build a ``DataLoader`` from a config section such as ``[data]``."""
 
 import socket
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import DataConfig, JobConfig
-from torchtrain.datasets.loader import DataLoader
-from torchtrain.datasets.order import Mixture, stream_seed, streams_of
-from torchtrain.datasets.source import DataSource, SourceContext, StreamRequest
+from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
+from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
 
 
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
-    """Id of the token that begins a document (bos); None without ``data.document_mask``.
+    """Id of the token that begins a document (bos), for the document mask; None without ``data.document_mask``.
 
     Raises:
         ConfigError: the tokenizer has no such token.
@@ -33,7 +33,7 @@ def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
     return tokenizer.bos_id
 
 
-def build_loader(
+def build_dataloader(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
@@ -47,26 +47,26 @@ def build_loader(
     count_bytes: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> DataLoader:
-    """A loader of the data of ``config``, before its first batch.
+    """Open the data of ``config``, and return a loader at its first batch.
 
     Row ``r`` of the global batch of a step depends on ``config``, ``seq_len``, ``global_batch_size``, ``seed``, the
     step and ``r`` alone.
 
     Args:
-        rows: the rows of the global batch that this rank wants.
+        rows: this rank's rows of the global batch.
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
-        count_bytes: batches have ``label_bytes``.
-        group: a gloo group of all ranks, which open the data together, and on which all raise an error of one of them,
-            now and in the loader; None for a rank that opens data by itself.
+        count_bytes: whether batches have ``label_bytes``.
+        group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
+            here and in the loader. None: this rank opens the data without communication.
 
     Raises:
-        DataError: the data are missing, empty, or not what ``config`` says; or ranks see other data than rank 0.
-        StorageError: the hub does not answer.
+        DataError: the data are missing, empty, or do not match ``config``; or ranks see other data than rank 0.
+        StorageError: the file system or network does not respond.
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
-    readers = streams_of(config.streams, global_batch_size)
+    readers = number_of_readers(config.streams, global_batch_size)
     contexts = [
         SourceContext(
             section=f"{section}.sources[{number}]" if config.sources else section,

@@ -1,4 +1,4 @@
-"""The data files that a path stands for: a file, those in a folder, or those that match a pattern."""
+"""Find data files: a file, all files in a folder, or all files that match a pattern."""
 
 import json
 import re
@@ -8,21 +8,25 @@ from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
 
-from torchtrain.datasets.formats import COMPRESSIONS, KINDS, SUFFIXES, kind_of
+from torchtrain.datasets.file_formats import COMPRESSIONS, KINDS, SUFFIXES, kind_of
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, names_in, read_file
 
 
 def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
-    """The data files that ``pattern`` stands for, in a fixed order, without empty ones."""
+    """The non-empty data files that ``pattern`` names, in a fixed order.
+
+    Raises:
+        DataError: there are none, or they are of several kinds.
+    """
     path = Path(pattern)
     if path.is_dir():
         files = sorted(file for file in _walk(path, split) if kind_of(file.name)[0] and not file.is_dir())
-        for beside in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
-            files = [file for file in files if kind_of(file.name)[0] not in beside] or files
+        for description in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
+            files = [file for file in files if kind_of(file.name)[0] not in description] or files
         if not files:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
-        if gone := [file for file in files if not file.is_file()]:  # to open a pipe would wait for ever
+        if gone := [file for file in files if not file.is_file()]:  # opening a pipe would block indefinitely
             raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
     else:
         found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
@@ -44,15 +48,15 @@ def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
 
 
 def _advice(pattern: str, label: str, column: str, by_kind: Mapping[str, Sequence[Path]]) -> str:
-    """An error message with tables to paste: one for each kind of the files that ``pattern`` stands for."""
+    """An error message with config tables to paste: one for each kind of the files that ``pattern`` names."""
     section = label.split(".")[0]
     total = sum(file.stat().st_size for files in by_kind.values() for file in files)
     tables = []
     for _, files in sorted(by_kind.items()):
         size = sum(file.stat().st_size for file in files)
-        lines = [f"[[{section}.sources]]", f"path = {_spell(_patterns(pattern, files))}"]
+        lines = [f"[[{section}.sources]]", f"path = {_as_toml(_patterns(pattern, files))}"]
         if column != "text":
-            lines.append(f"text_column = {_spell([column])}")
+            lines.append(f"text_column = {_as_toml([column])}")
         lines.append(f"weight = {size / total:.2g}")
         tables.append("\n".join(lines))
     return (
@@ -63,7 +67,7 @@ def _advice(pattern: str, label: str, column: str, by_kind: Mapping[str, Sequenc
 
 
 def _patterns(pattern: str, files: Sequence[Path]) -> list[str]:
-    """Patterns of ``files``, which are all that ``pattern`` gives of one kind; where there are none, their names."""
+    """Patterns that match exactly ``files``, the matches of ``pattern`` of one kind; their names if there is none."""
     suffix = re.compile(rf"\.({'|'.join(KINDS)})(\.({'|'.join(filter(None, COMPRESSIONS))}))?$", re.IGNORECASE)
     suffixes = sorted({match.group() for file in files if (match := suffix.search(file.name))})
     if Path(pattern).is_dir():
@@ -73,14 +77,14 @@ def _patterns(pattern: str, files: Sequence[Path]) -> list[str]:
     return [escape(str(file)) for file in files]
 
 
-def _spell(values: Sequence[str]) -> str:
-    """A string, or an array of several, in TOML."""
-    spelled = [json.dumps(value) for value in values]
-    return spelled[0] if len(spelled) == 1 else f"[{', '.join(spelled)}]"
+def _as_toml(values: Sequence[str]) -> str:
+    """One string, or an array of several, in TOML."""
+    quoted = [json.dumps(value) for value in values]
+    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
-    """What in ``folder`` matches the parts of a pattern; unlike ``glob``, which passes over what cannot be read."""
+    """Paths in ``folder`` that match the parts of a pattern. Unlike ``glob``, it raises errors of the file system."""
     if not pattern:
         yield folder
         return
@@ -97,14 +101,18 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
 
 
 def _walk(path: Path, split: str = "", above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """``path`` and, if it is a folder, all in it, by links too, but nothing hidden; StorageError for a folder that
-    cannot be read.
+    """``path`` and, if it is a folder, everything in it except hidden files; symbolic links are followed.
 
-    ``split``: of a folder that ``DatasetDict.save_to_disk`` wrote, only this split, or those of "train+test"; "": all.
+    Args:
+        split: in a folder that ``DatasetDict.save_to_disk`` wrote, only this split, or several as in "train+test"; "":
+            all splits.
+
+    Raises:
+        StorageError: a folder cannot be read.
     """
     if not path.is_dir():
         yield path
-    elif (real := path.resolve()) not in above:  # else a link that leads up again
+    elif (real := path.resolve()) not in above:  # otherwise a link to a folder above
         yield path
         names = _names_of_data(path)
         splits = _json_in(path, "dataset_dict.json", names, "splits") if split else None
@@ -120,9 +128,9 @@ def _walk(path: Path, split: str = "", above: frozenset[Path] = frozenset()) -> 
 
 
 def _names_of_data(folder: Path) -> list[str]:
-    """Names in ``folder`` without hidden ones; where ``Dataset.save_to_disk`` wrote it, of the dataset's files alone.
+    """Names in ``folder`` without hidden ones; if ``Dataset.save_to_disk`` wrote it, only the files of the dataset.
 
-    Such a folder may hold copies, too: what ``load_from_disk(...).map(...)`` leaves is of the same name and format.
+    Such a folder may also contain the cache files of ``load_from_disk(...).map(...)``, which have the same format.
     """
     names = [name for name in names_in(folder) if not name.startswith(".")]
     listed = _json_in(folder, "state.json", names, "_data_files")
@@ -137,7 +145,7 @@ def _names_of_data(folder: Path) -> list[str]:
 
 
 def _json_in(folder: Path, name: str, names: Sequence[str], key: str) -> Any:
-    """The value of ``key`` in the JSON file ``name``; None where there is no such file or key."""
+    """The value of ``key`` in the JSON file ``name``; None if there is no such file or key."""
     if name not in names:
         return None
     try:

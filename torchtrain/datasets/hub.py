@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub, streamed or downloaded.
 
-Rank 0 alone asks the hub: for the list of files that are streamed, or to download them. Each rank then reads its own
-files: streamed ones in ranges, at the revision that was found.
+Only rank 0 queries the hub for the list of files, or downloads them. Each rank then reads its own files; streamed files
+are read in ranges, at the revision that rank 0 found.
 """
 
 import contextlib
@@ -25,10 +25,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
 from torchtrain.config.schema import SourceConfig
-from torchtrain.datasets import text
-from torchtrain.datasets.copies import Record, copies_folder
-from torchtrain.datasets.files import identity_and_key, identity_of
-from torchtrain.datasets.formats import (
+from torchtrain.datasets import text_sources
+from torchtrain.datasets.conversion_cache import Record, copies_folder
+from torchtrain.datasets.file_formats import (
     SUFFIXES,
     OnMalformed,
     decode_value,
@@ -37,43 +36,50 @@ from torchtrain.datasets.formats import (
     kind_of,
     require_text,
 )
-from torchtrain.datasets.text import LocalText, StreamedText
+from torchtrain.datasets.local_files import identity_and_key, identity_of
+from torchtrain.datasets.text_sources import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
 from torchtrain.logging import logger
 
 T = TypeVar("T")
 
-_RANGE_BYTES = 1 << 23  # of a file that is read from its start
-_HEAD_ROWS = 100  # of the first file, in which its column must be
+_RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
+_HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
 
 def find_revision(source: SourceConfig, label: str) -> str | None:
     """The newest commit of the dataset; None for a dataset in a local folder.
 
     Raises:
-        DataError: there is no such dataset, or it is not open to this user.
-        StorageError: the hub does not answer.
+        DataError: there is no such dataset, or this user may not read it.
+        StorageError: the hub does not respond.
     """
     if Path(source.name).exists():
         return None
     api, seconds = huggingface_hub.HfApi(), huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
     ask = partial(api.dataset_info, source.name, revision=source.revision, timeout=seconds)
-    return cast(str, patiently_asked(ask, label).sha)
+    return cast(str, with_network_retries(ask, label).sha)
 
 
 def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -> bytes:
-    """Download a dataset of the hub in full, unless it is in the cache; returns it pickled: the paths of its files.
+    """Download a dataset of the hub, unless it is in the cache.
 
-    ``verify_bytes``: files of a local folder, and the converted copy, are hashed in full up to this size. Raises as
-    ``find_revision``.
+    Args:
+        verify_bytes: files of a local folder, and the converted copy, are hashed in full up to this size.
+
+    Returns:
+        The pickled dataset, which contains the paths of its files.
+
+    Raises:
+        The errors of ``find_revision``.
     """
     datasets.disable_progress_bars()
 
     def attempt() -> bytes:
         _fetch_card(source)
         files, identity, cache = _local_files(source, label), label, None
-        if files:  # The library's own cache knows local files by their times alone.
+        if files:  # the library's own cache identifies local files only by their times
             identity, key = identity_and_key(files, verify_bytes)
             cache = str(copies_folder() / key)
         try:
@@ -82,7 +88,7 @@ def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -
             )
         except (pyarrow.ArrowInvalid, OSError) as error:
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
-                raise  # of the network or the file system; Arrow's own has no number
+                raise  # an error of the network or the file system; an error of Arrow has no errno
             folder = _builder(source, cache).cache_dir
             raise DataError(
                 f"{label} cannot be opened ({error}). If {folder}, into which it was converted, is damaged, remove it, "
@@ -91,11 +97,11 @@ def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -
         _record(_copies(dataset), identity, verify_bytes)
         return pickle.dumps(dataset)
 
-    return patiently_asked(attempt, label)
+    return with_network_retries(attempt, label)
 
 
 def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_bytes: float = math.inf) -> LocalText:
-    """The dataset that ``download`` returned on another rank; downloaded again where the cache is another."""
+    """Open the dataset that ``download`` returned on another rank; download it if this rank has another cache."""
     column = source.text_column
     try:
         dataset = with_retries(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
@@ -108,7 +114,7 @@ def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_byt
         require_text(column, dataset.data.schema)
     except DataError as error:
         raise DataError(f"{label}: {error}") from None
-    revision = f"revision {dataset._fingerprint}"  # the hub's revision is in it, and no path
+    revision = f"revision {dataset._fingerprint}"  # depends on the revision of the hub, and not on paths
     records = [Record.read(copy) for copy in _copies(dataset)]
 
     def identity(whole: bool = False) -> str:
@@ -117,7 +123,7 @@ def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_byt
             return revision
         if whole or not records or records[0] is None:
             return identity_of(files, verify_bytes, whole=whole)
-        return records[0].source  # of what was converted, whatever is there by now
+        return records[0].source  # of the files at the time of their conversion
 
     texts = dataset.select_columns([column]).rename_columns({column: "text"})
     return LocalText(texts.with_transform(_decode_rows), label, identity, texts.data.nbytes)
@@ -128,19 +134,19 @@ def _copies(dataset: datasets.Dataset) -> list[Path]:
 
 
 def _record(copies: Sequence[Path], source: str, verify_bytes: float) -> None:
-    """Write a record beside each of ``copies`` that has none."""
+    """Write a record beside each copy that has none."""
     hashed = sum(copy.stat().st_size for copy in copies) <= verify_bytes
     for copy in copies:
         if Record.read(copy) is None:
             try:
                 Record(source, copy.stat().st_size, hash_of(copy) if hashed else "").write(copy)
             except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # in a cache that others wrote
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # the cache of another user
                     raise
 
 
 def _require_intact(copies: Sequence[Path], label: str, verify_bytes: float) -> None:
-    """DataError where a copy that the library ``datasets`` made is not as its record says."""
+    """Raise DataError if a copy that the library ``datasets`` made does not match its record."""
     records = {copy: record for copy in copies if (record := Record.read(copy))}
     hashed = sum(record.bytes for record in records.values()) <= verify_bytes
     for copy, record in records.items():
@@ -156,8 +162,8 @@ def _decode_rows(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None
 
 
 def list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
-    """Address and size in bytes of each file of a dataset that is to be streamed; errors as ``find_revision``."""
-    return patiently_asked(partial(_list_files, source, label), label)
+    """URL and size in bytes of each file of a dataset to stream; raises the errors of ``find_revision``."""
+    return with_network_retries(partial(_list_files, source, label), label)
 
 
 def open_streamed(
@@ -167,12 +173,15 @@ def open_streamed(
     files: Sequence[tuple[str, int]],
     verify_bytes: float = math.inf,
 ) -> StreamedText:
-    """A dataset of the hub, to be streamed by ``readers`` readers. ``files``: those of ``list_files``.
+    """Open a dataset of the hub for streaming.
 
-    ``verify_bytes``: up to this size the identity of a local folder is a hash of all its files.
+    Args:
+        readers: number of readers.
+        files: the result of ``list_files``.
+        verify_bytes: files of a local folder are hashed in full up to this total size.
     """
     read_files = [partial(_read, url, size, source.text_column) for url, size in files]
-    names = "\0".join(url for url, _ in files)  # the revision is in them
+    names = "\0".join(url for url, _ in files)  # URLs contain the revision
     of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
 
     def identity() -> str:
@@ -183,29 +192,34 @@ def open_streamed(
 
 
 def _local_files(source: SourceConfig, label: str) -> list[Path]:
-    """The files of a dataset in a local folder; none for one of the hub."""
+    """The files of a dataset in a local folder; an empty list for a dataset of the hub."""
     if not Path(source.name).exists():
         return []
-    splits = patiently_asked(partial(_builder, source), label).config.data_files or {}
+    splits = with_network_retries(partial(_builder, source), label).config.data_files or {}
     urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
     return [Path(url) for url in urls if "://" not in url]
 
 
-def patiently_asked(question: Callable[[], T], label: str) -> T:
-    """``question()``, tried again with growing pauses, or as long as the hub says, while the network fails."""
-    for pause in (*text.RETRY_SECONDS, None):
+def with_network_retries(request: Callable[[], T], label: str) -> T:
+    """Call ``request()``; after transient errors, retry it with growing pauses, or after the time that the hub states.
+
+    Raises:
+        DataError: the error is not transient.
+        StorageError: the last attempt failed with a transient error.
+    """
+    for pause in (*text_sources.RETRY_SECONDS, None):
         try:
-            return question()
+            return request()
         except TorchtrainError:
             raise
-        except Exception as error:  # The clients of the hub and of HTTP raise dozens of kinds.
+        except Exception as error:  # the clients of the hub and of HTTP have dozens of exception types
             chain = _causes(error)
             reason = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
-            if not _may_pass(chain):
+            if not _is_transient(chain):
                 raise DataError(f"cannot open {label}: {reason}") from error
             if pause is None:
                 raise StorageError(
-                    f"{label}: the hub or the network does not answer: {reason}. Start again later; nothing is lost"
+                    f"{label}: the hub or the network does not respond: {reason}. Start again later; nothing is lost"
                 ) from error
             seconds = max(pause, *map(_retry_after, chain))
             logger.error("%s: next attempt in %g s: %s", label, seconds, reason)
@@ -214,7 +228,7 @@ def patiently_asked(question: Callable[[], T], label: str) -> T:
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error and those below it."""
+    """The error, its cause, the cause of that, and so on."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -222,21 +236,21 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-def _may_pass(chain: Sequence[BaseException]) -> bool:
-    """Whether the error is one of the hub, the network or a file system that a later attempt may not meet."""
+def _is_transient(chain: Sequence[BaseException]) -> bool:
+    """Whether an error of the hub, the network or a file system may disappear with a retry."""
     for error in chain:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return status in (408, 425, 429) or status >= 500
         if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return True
-    # HTTP clients have base classes of their own: of httpx, of requests, of aiohttp.
+    # The base classes of exceptions of httpx, requests and aiohttp.
     kinds = {kind.__name__ for error in chain for kind in type(error).__mro__}
     return bool(kinds & {"ConnectionError", "TimeoutError", "HTTPError", "RequestException", "ClientError"})
 
 
 def _retry_after(error: BaseException) -> float:
-    """Seconds that the hub asks to wait; 0 where it says nothing."""
+    """Seconds to wait according to the header Retry-After; 0 without it."""
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
         return float(error.response.headers["Retry-After"])  # type: ignore[attr-defined]
     return 0.0
@@ -267,12 +281,12 @@ def _builder(source: SourceConfig, cache: str | None = None) -> datasets.Dataset
 
 
 def _fetch_card(source: SourceConfig) -> None:
-    """Download the dataset's README into the cache: the library ``datasets`` takes a failed download for no README."""
+    """Download the dataset's README into the cache, because ``datasets`` treats a failed download as a missing file."""
     if Path(source.name).exists():
         return
     try:
         huggingface_hub.hf_hub_download(source.name, "README.md", repo_type="dataset", revision=source.revision)
-    except LocalEntryNotFoundError as error:  # what it is called when the hub does not answer
+    except LocalEntryNotFoundError as error:  # raised if the hub does not respond
         raise ConnectionError(str(error)) from error
     except EntryNotFoundError:
         pass
@@ -289,15 +303,15 @@ def _read(
 
 
 class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
-    """A file that is fetched in ranges. Of the hub's, size and revision are known, so no other requests are made."""
+    """A file that is read by range requests. Its size is known, so no other requests are necessary."""
 
     def __init__(self, url: str, size: int):
-        # Parquet's reader asks for exactly the bytes that it needs.
+        # The reader of Parquet requests exactly the bytes that it needs.
         cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
         super().__init__(None, url, block_size=_RANGE_BYTES, cache_type=cache, size=size)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return patiently_asked(lambda: self._fetch(start, end), self.path)
+        return with_network_retries(lambda: self._fetch(start, end), self.path)
 
     def _fetch(self, start: int, end: int) -> bytes:
         if self.path.startswith("hf://"):
@@ -305,15 +319,15 @@ class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         else:
             file_system, path = fsspec.core.url_to_fs(self.path)
             content = file_system.cat_file(path, start=start, end=end)
-        if len(content) == self.size:  # from a server that knows no ranges
+        if len(content) == self.size:  # the server does not support ranges
             content = content[start:end]
         if len(content) != end - start:
-            raise ConnectionError(f"{len(content)} bytes came instead of {end - start}")
+            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
         return content
 
 
 def _fetch_of_hub(url: str, start: int, end: int) -> bytes:
-    """Bytes of hf://datasets/REPOSITORY@REVISION/PATH."""
+    """Fetch a range of hf://datasets/REPOSITORY@REVISION/PATH."""
     repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
     revision, _, path = rest.partition("/")
     response = http_backoff(

@@ -1,6 +1,6 @@
-"""Orders that are computed and not stored: a seeded permutation, and a choice among sources by weight.
+"""Data order: a seeded permutation, and a mixture of sources by weight.
 
-Both are functions of plain integers: any rank can compute any element of the order directly.
+Both are computed and not stored: any rank can compute any element of the order directly.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, odd
 
 
 def stream_seed(*parts: int | str) -> int:
-    """A 64-bit seed that depends on every one of ``parts``."""
+    """A 64-bit seed that depends on all of ``parts``."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def streams_of(most: int, global_batch_size: int) -> int:
-    """Lanes of streamed data: the largest divisor of ``global_batch_size`` up to ``most``. Neighbors share one."""
+def number_of_readers(most: int, global_batch_size: int) -> int:
+    """Number of readers of streamed data: the largest divisor of ``global_batch_size`` up to ``most``."""
     return max(n for n in range(1, min(most, global_batch_size) + 1) if global_batch_size % n == 0)
 
 
 def permute(indices: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Images of ``indices`` (each in ``range(count)``) under the permutation of ``range(count)`` that ``seed`` names.
+    """Images of ``indices``, each in ``range(count)``, under the permutation of ``range(count)`` for ``seed``.
 
-    A Feistel network is a bijection of the numbers of an even number of bits; an image beyond ``count`` is sent
-    through it again until it falls inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains,
-    2002). At most four numbers of the domain stand for one of the range, so this ends after a few turns.
+    A Feistel network is a bijection of the numbers of an even number of bits. It is applied again to an image outside
+    of ``range(count)`` until the image is inside ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002). The domain of the network is at most four times as large as the range, so a few rounds suffice.
     """
     half_bits = np.uint64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
@@ -57,9 +57,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class Mixture:
     """Chooses a source for each row of the batch, by weight.
 
-    Row ``k``, counted over all steps, goes to the source in whose share of [0, 1) the fractional part of ``k / golden
-    ratio`` lies. Of all such sequences this one spreads most evenly (Kronecker's, or Weyl's, with the least
-    approximable number): after ``n`` rows no source is off by more than the order of log(n).
+    [0, 1) is divided among the sources in proportion to their weights. The source of row ``k``, counted over all steps,
+    is the one whose share contains the fractional part of ``k / golden ratio``. This is the Kronecker (or Weyl)
+    sequence of lowest discrepancy: after ``n`` rows the error of a source's count is of the order of log(n).
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -67,5 +67,5 @@ class Mixture:
         self._borders = np.array([int(share / shares[-1] * 2**64) for share in shares[:-1]], dtype=np.uint64)
 
     def choose(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The source's number for each of ``rows``, counted over all steps."""
+        """Index of the source for each of ``rows``, which are counted over all steps."""
         return np.searchsorted(self._borders, rows.astype(np.uint64) * _GOLDEN, side="right")

@@ -1,6 +1,6 @@
-"""Text sources, and packing of their documents into windows of ``seq_len + 1`` tokens.
+"""Base classes of text sources, and packing of their documents into windows of ``seq_len + 1`` tokens.
 
-A window begins with the last token of the one before, so that every token is predicted exactly once.
+A window begins with the last token of the previous window, so that every token is predicted exactly once.
 """
 
 from abc import abstractmethod
@@ -10,23 +10,23 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from torchtrain.datasets.data_source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.order import permute, stream_seed
-from torchtrain.datasets.source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.logging import logger
 
 
 def text_bytes(text: str) -> int:
-    """Bytes of ``text`` in UTF-8, a lone surrogate as the one byte that tokenizers read in its place."""
+    """Bytes of ``text`` in UTF-8; a lone surrogate counts as one byte, because tokenizers read "?" instead."""
     return len(text.encode("utf-8", "replace"))
 
 
 class TextSource(DataSource):
-    """Documents in ``parts``, each of which can be read independently of the others.
+    """Documents in ``parts`` that can be read independently of each other.
 
     Args:
-        parts: their number.
+        parts: the number of parts.
         name: for messages.
 
     Raises:
@@ -34,8 +34,8 @@ class TextSource(DataSource):
     """
 
     one_reader_per_row: ClassVar[bool] = True
-    """Whether each row of the batch has a reader of its own. false: ``data.streams`` readers share the parts, for data
-    in few large parts; with more readers than parts, some have nothing to read."""
+    """Whether each row of the batch has a reader of its own. False, for data in few large parts: the parts are divided
+    among ``data.streams`` readers; with more readers than parts, some have nothing to read."""
 
     def __init__(self, parts: int, name: str) -> None:
         if parts == 0:
@@ -47,7 +47,7 @@ class TextSource(DataSource):
 
     @abstractmethod
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
-        """Pairs of a document's number in ``part`` and the document, from number ``start``; None if it is not text.
+        """Pairs of a document's number in ``part`` and its text (None if it is not text), from number ``start`` on.
 
         Numbers increase, and may have gaps.
         """
@@ -64,13 +64,13 @@ class TextSource(DataSource):
         return [by_reader[row // rows_per_reader] for row in request.rows]
 
     def count_skipped(self) -> None:
-        """Count a document that is not text; logs the number after the 1st, 2nd, 4th, 8th ..."""
+        """Count a document that is not text; log the count after the 1st, 2nd, 4th, 8th ..."""
         self.skipped += 1
         if self.skipped.bit_count() == 1:
             logger.info("%s: skipped %d document(s) so far that are null or not text", self.name, self.skipped)
 
     def count_malformed(self, location: str) -> None:
-        """Count a malformed line, and log its location as often as ``count_skipped`` does."""
+        """Count a malformed line; log the count and its location after the 1st, 2nd, 4th, 8th ..."""
         self.malformed += 1
         if self.malformed.bit_count() == 1:
             logger.warning("%s: skipped %d malformed line(s) so far: %s", self.name, self.malformed, location)
@@ -80,7 +80,7 @@ class DocumentSource(TextSource):
     """Documents with random access: each part is one document. torchtrain.prepare can tokenize such a source."""
 
     text_bytes: int | None = None
-    """Size of all documents together in UTF-8, if it is known: torchtrain.prepare then divides them more evenly."""
+    """Total size of all documents in UTF-8, if known: torchtrain.prepare then divides them more evenly."""
 
     @abstractmethod
     def document(self, number: int) -> str | None:
@@ -91,19 +91,19 @@ class DocumentSource(TextSource):
             yield 0, self.document(part)
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
-        """The documents of ``numbers``; override it if this is faster than one by one."""
+        """The documents of ``numbers``; override it if there is a faster way than one by one."""
         return map(self.document, numbers)
 
     def full_identity(self) -> str:
-        """``identity`` with all data hashed, whatever their size."""
+        """``identity``, with a hash of all data regardless of their size."""
         return self.identity()
 
 
 def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -> Bytes:
-    """``size``, the bytes of a document, as the shares of its ``tokens``; they add up to it.
+    """Divide ``size``, the number of bytes of a document, among its ``tokens``; the shares add up to ``size``.
 
-    A share is proportional to what the token stands for, ``token_bytes``. So a space that a tokenizer adds, a
-    character that it normalizes or does not know change no sum.
+    A share is proportional to the number of bytes that the token stands for (``token_bytes``). So the sum is exact even
+    if the tokenizer adds a space, normalizes a character or does not know it.
     """
     counted = token_bytes[tokens]
     total = counted.sum()
@@ -111,14 +111,14 @@ def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -
 
 
 class PackedTextStream(Stream):
-    """Packs the documents of one reader, each as bos, tokens, eos; a token that is both bos and eos occurs once.
+    """Packs the documents of one reader: for each, bos, its tokens, eos. A token that is both bos and eos occurs once.
 
     Reader 1 of 2, over a source of 4 parts:
 
-        numbers of parts over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   the reader reads those in brackets
+        numbers of parts over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   this reader reads those in brackets
         their numbers in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
 
-    The state is its position: (number of the part over all epochs, document in it, token in the document).
+    The state is the position: (number of the part over all epochs, document in the part, token in the document).
     """
 
     def __init__(self, source: TextSource, tokenizer: Tokenizer, reader: int, readers: int, seed: int, repeat: bool):
@@ -138,14 +138,14 @@ class PackedTextStream(Stream):
     @state.setter
     def state(self, state: State) -> None:
         self._number, self._document, self._token = state
-        if self._number % self._readers != self._reader:  # with other readers, some would read the same parts
+        if self._number % self._readers != self._reader:  # with another number of readers, parts would be read twice
             raise DataError(
                 f"the saved position in {self._source.name} is not one of {self._readers} streams: resume with the "
                 "same data.streams and data.download, and with data of the same kind"
             )
         self._documents = self._read_documents()
-        self._tokens: Tokens | None = None  # of the document that the state is in
-        self._bytes: Bytes | None = None  # of these tokens, if they are asked for
+        self._tokens: Tokens | None = None  # tokens of the current document
+        self._bytes: Bytes | None = None  # bytes of these tokens, if requested
 
     def fill(
         self,
@@ -157,7 +157,7 @@ class PackedTextStream(Stream):
 
     def _fill(self, window: Tokens, sizes: Bytes | None) -> int:
         filled, self._begun_at, self._length = 0, self._number, len(window)
-        self._read_fully: set[int] = set()  # parts read from their first document for this window
+        self._read_fully: set[int] = set()  # parts read from their first document on for this window
         while filled < len(window):
             if self._tokens is None:
                 self._tokens, size = next(self._documents, (None, 0))
@@ -173,14 +173,14 @@ class PackedTextStream(Stream):
             self._token += len(taken)
             if filled < len(window):
                 self._document, self._token, self._tokens = self._document + 1, 0, None
-        self._token -= 1  # The last token is the first input of the next window.
+        self._token -= 1  # the last token is the first input of the next window
         return filled
 
     def _read_documents(self) -> Iterator[tuple[Tokens, int]]:
-        """Tokens and number of bytes of each document that has text, from the state on."""
+        """Tokens and number of bytes of each document that has text, from the current position on."""
         parts = self._source.parts
         while self._repeat or self._number < parts:
-            # More than an epoch since ``_fill`` began, and every part was read in full: the window will never be full.
+            # After more than an epoch, in which every part was read in full, the window will never be full.
             if self._number > self._begun_at + self._readers * parts and len(self._read_fully) == parts:
                 raise DataError(
                     f"{self._source.name} has too little text: all of it does not fill one window of "
@@ -196,6 +196,6 @@ class PackedTextStream(Stream):
                 elif text:
                     self._document = number
                     tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
-                    if len(tokens):  # a tokenizer may know no character of it
+                    if len(tokens):  # the tokenizer may not know any character of it
                         yield tokens, text_bytes(text)
             self._number, self._document = self._number + self._readers, 0

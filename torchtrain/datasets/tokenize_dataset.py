@@ -28,10 +28,10 @@ import xxhash
 from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.packing import DocumentSource, text_bytes
-from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
-from torchtrain.datasets.source import SourceContext
-from torchtrain.datasets.sources import open_source
+from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import atomic_write, fsync_folder, open_lock_file

@@ -1,6 +1,6 @@
-"""Tokenizers: Hugging Face's tokenizer.json, SentencePiece models and tiktoken rank files, behind one small interface.
+"""Tokenizers: Hugging Face's tokenizer.json, SentencePiece models and tiktoken rank files, with one interface.
 
-The content of a file tells its kind: two kinds have the name ``tokenizer.model``.
+The content of a file determines its type, because two types have the name ``tokenizer.model``.
 """
 
 import base64
@@ -26,36 +26,36 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer(ABC):
-    """What every tokenizer offers. Ids are ints in ``range(vocab_size)``."""
+    """Interface of tokenizers. Ids are ints in ``range(vocab_size)``."""
 
     vocab_size: int
     used_ids: int
-    """One more than the largest id that a text can become: so many rows the embedding needs."""
+    """One more than the largest id that a text can be encoded to: the number of rows that the embedding needs."""
     bos_id: int | None
     """Id that begins a document; None if the tokenizer has none."""
     eos_id: int | None
     """Id that ends a document; None if the tokenizer has none."""
     content_hash: str
-    """SHA-256, in hex, of all that ids depend on: data prepared with one tokenizer is never read with another."""
+    """SHA-256, in hex, of everything that ids depend on: data tokenized with another tokenizer are rejected."""
 
     token_bytes: list[int]
-    """For each id the number of UTF-8 bytes that it stands for; 0 for special tokens. Their sum over a text may differ
-    from the text's own bytes: a tokenizer may add a space, normalize, or have no token for a character."""
+    """For each id, the number of UTF-8 bytes that it stands for; 0 for special tokens. Their sum over a text may differ
+    from the size of the text: a tokenizer may add a space, normalize, or have no token for a character."""
     special_ids: frozenset[int]
-    """Ids that are no text, which a decoder may leave out."""
+    """Ids that are not text, which a decoder may omit."""
     added_ids: tuple[list[int], list[int]] = ([], [])
     """Ids that the tokenizer's own files put before and after each text, as ``AutoTokenizer`` reads them."""
 
     @property
     def identity(self) -> str:
-        """Its hash, as checkpoints keep it."""
+        """Its hash, as stored in checkpoints."""
         return f"SHA-256 {self.content_hash[:16]}..."
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of ``text``, with those that begin and end a document as far as the tokenizer has them.
+        """Ids of ``text``, with bos and eos if requested, as far as the tokenizer has them.
 
-        Where one token is both, a document has it once, before its text: it also ends the document before.
-        Text that spells a special token, but for the unknown one, is plain text: it never yields that token's id.
+        If bos and eos are the same token, it is added once, before the text; it also ends the previous document. Text
+        that spells a special token, except for the unknown token, is encoded as plain text, never to that token's id.
         """
         ids = self.ids_of(text)
         if bos and self.bos_id is not None:
@@ -65,13 +65,13 @@ class Tokenizer(ABC):
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of ``text`` with those that the tokenizer's own files add, as ``AutoTokenizer`` does by default."""
+        """Ids of ``text`` with those that the tokenizer's own files add, as ``AutoTokenizer`` adds them by default."""
         before, after = self.added_ids
         return [*before, *self.ids_of(text), *after]
 
     @abstractmethod
     def ids_of(self, text: str) -> list[int]:
-        """Ids of ``text`` alone."""
+        """Ids of ``text`` without bos and eos."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -123,7 +123,7 @@ def load_tokenizer(path: str = "") -> Tokenizer:
 
 
 def _warn_of_missing(tokenizer: Tokenizer, path: str, file: Path) -> None:
-    """Log what a missing eos means for training and generation, and which file would name it."""
+    """Warn of the effects of a missing eos on training and generation, and name the file that should define it."""
     missing = "eos_token" if tokenizer.bos_id is not None else "bos_token and eos_token"
     result = "documents are separated by bos alone" if tokenizer.bos_id is not None else "documents run into each other"
     if not isinstance(tokenizer, JsonTokenizer):
@@ -139,7 +139,7 @@ def _warn_of_missing(tokenizer: Tokenizer, path: str, file: Path) -> None:
 
 
 def _ids_added_by_config(tokenizer: Tokenizer, folder: Path) -> tuple[list[int], list[int]]:
-    """``added_ids`` of a SentencePiece model or a rank file, which themselves do not say it."""
+    """``added_ids`` of a SentencePiece model or a rank file, from tokenizer_config.json."""
     config = _read_beside(folder, TOKENIZER_CONFIG)
     before, after = (
         [token] if config.get(f"add_{name}_token") and token is not None else []
@@ -149,7 +149,7 @@ def _ids_added_by_config(tokenizer: Tokenizer, folder: Path) -> tuple[list[int],
 
 
 def _read_beside(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file beside the tokenizer's own; empty where there is no such file."""
+    """The JSON object in another file of the tokenizer's folder; empty if there is no such file."""
     try:
         content = json.loads(read_file(folder / name))
     except MISSING:
@@ -185,7 +185,7 @@ class SentencePieceTokenizer(Tokenizer):
         return 1 if processor.IsByte(token) else len(processor.IdToPiece(token).replace("\u2581", " ").encode())
 
     def ids_of(self, text: str) -> list[int]:
-        # A lone surrogate, which JSON can spell, has no UTF-8.
+        # A lone surrogate, which JSON can contain, has no UTF-8 encoding.
         ids: list[int] = self._processor.encode(text.encode("utf-8", "replace").decode())
         return ids
 
@@ -201,10 +201,10 @@ class JsonTokenizer(Tokenizer):
         try:
             about = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library has no narrower one
+        except Exception as error:  # the library has no more specific exception type
             raise TokenizerError(f"it is no {TOKENIZER_JSON}: {error}") from None
         model = self._tokenizer.model
-        kind = type(model).__name__  # old files do not say it
+        kind = type(model).__name__  # old files have no "type"
         if kind not in ("BPE", "Unigram"):
             raise TokenizerError(f"it is a {kind} model; there are BPE and Unigram")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -214,7 +214,7 @@ class JsonTokenizer(Tokenizer):
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
         separators = f" {self.bos_id} {self.eos_id}"
         if self.bos_id is not None and self.bos_id == self.eos_id:
-            separators += " once"  # earlier versions put it before and after a document: other tokens, another hash
+            separators += " once"  # earlier versions added it before and after a document, so the hash must differ
         self.content_hash = hashlib.sha256(content + separators.encode()).hexdigest()
         added = {token["id"]: token for token in about.get("added_tokens", ())}
         unknown = about["model"].get("unk_id"), vocabulary.get(about["model"].get("unk_token"))
@@ -224,29 +224,33 @@ class JsonTokenizer(Tokenizer):
             about, in_vocabulary if kind == "Unigram" or about["model"].get("ignore_merges") else set()
         )
         steps = json.dumps([about.get("pre_tokenizer"), about.get("decoder")])
-        by_letters = '"ByteLevel"' in steps  # each letter of a piece stands for a byte
+        is_byte_level = '"ByteLevel"' in steps  # each character of a piece stands for a byte
         ends = {token for token in (self.bos_id, self.eos_id) if token is not None}
         never = {number for piece, number in vocabulary.items() if piece in special} - ends
-        self.used_ids = max(set(vocabulary.values()) - never, default=-1) + 1  # some have a <pad> beyond the embedding
+        # Without special tokens that never occur: some tokenizers have a <pad> beyond the embedding.
+        self.used_ids = max(set(vocabulary.values()) - never, default=-1) + 1
         self.special_ids = frozenset({number for number, token in added.items() if token["special"]} | ends)
         encoded = self._encoder.encode("a")  # any text
-        text = [place for place, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
-        text = text or [len(encoded.ids)]  # it may have no token for that letter
+        text = [index for index, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+        text = text or [len(encoded.ids)]  # the tokenizer may have no token for that letter
         self.added_ids = encoded.ids[: text[0]], encoded.ids[text[-1] + 1 :]
         self.token_bytes = [0] * self.vocab_size
         for piece, number in vocabulary.items():
             if number in added or number in unknown:
                 plain = number in added and not added[number]["special"]
                 self.token_bytes[number] = len(piece.encode()) if plain else 0
-            elif by_letters or re.fullmatch("<0x[0-9A-F]{2}>", piece):
-                self.token_bytes[number] = len(piece) if by_letters else 1
+            elif is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", piece):
+                self.token_bytes[number] = len(piece) if is_byte_level else 1
             else:
                 self.token_bytes[number] = len(piece.replace("\u2581", " ").encode())
 
     def _make_encoder(self, about: dict[str, Any], hidden: Collection[str]) -> tokenizers.Tokenizer:
-        """The tokenizer of the file ``about``, which gives a text the same ids each time, and special tokens' never.
+        """A deterministic variant of the tokenizer ``about``, which never encodes text to the id of a special token.
 
-        ``hidden``: those that the model itself would find in a text. Their pieces get names that no text has.
+        Args:
+            about: the content of its file.
+            hidden: special tokens that the model itself would find in a text; their pieces get names that no text
+                contains.
         """
         encoder, model = self._tokenizer, about["model"]
         chance = {"dropout", "alpha", "nbest_size"} & {key for key, value in model.items() if value}
@@ -265,7 +269,7 @@ class JsonTokenizer(Tokenizer):
         return encoder
 
     def ids_of(self, text: str) -> list[int]:
-        text = text.encode("utf-8", "replace").decode()  # as above
+        text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         return self._encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -273,7 +277,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | None:
-    """Id of the token ``name`` (bos or eos) by the files in ``folder``; None where they say that there is none."""
+    """Id of the token ``name`` (bos or eos) according to the files in ``folder``; None if they define none."""
     config = _read_beside(folder, TOKENIZER_CONFIG)
     files = [(TOKENIZER_CONFIG, f"{name}_token"), ("generation_config.json", f"{name}_token_id")]
     if "added_tokens_decoder" not in config:  # transformers reads this file only without that key, and then prefers it
@@ -292,8 +296,8 @@ def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | 
     return None
 
 
-# Llama 3's pre-tokenizer, and those of its 256 special tokens that have names in Llama 3.1, by their place; the others
-# are reserved, and numbered (3.0 reserved the ids of those that 3.1 named): https://github.com/meta-llama/llama-models.
+# Llama 3's pre-tokenizer, and the names that Llama 3.1 gives to some of its 256 special tokens, by index. The others
+# are reserved and numbered; Llama 3.0 also reserved those that 3.1 names: https://github.com/meta-llama/llama-models.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -360,12 +364,12 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _short_parts(text: str) -> Iterator[str]:
-    """``text`` in parts that tiktoken can take: a single one, but for rare texts."""
+    """Split ``text`` into parts that tiktoken can encode; almost all texts are a single part."""
     for start in range(0, len(text), _LONGEST_TEXT):
         part = text[start : start + _LONGEST_TEXT]
         begin = length = 0
         for run in _RUNS.finditer(part) if _has_long_run(part) else ():
-            # A run of full length may go on in the next match; the cut falls between the two.
+            # A run of full length may continue in the next match; the text is split between the two.
             if length == _LONGEST_RUN and part[run.start() - 1].isspace() == part[run.start()].isspace():
                 yield part[begin : run.start()]
                 begin = run.start()
@@ -374,7 +378,7 @@ def _short_parts(text: str) -> Iterator[str]:
 
 
 def _has_long_run(text: str) -> bool:
-    """Whether to look at the runs of ``text`` one by one, which takes as long as to tokenize it."""
-    # A run of full length covers one of these stretches, whose bounds lie half of that apart.
+    """Whether ``text`` may have a run of full length; iterating over all runs would take as long as encoding it."""
+    # A run of full length contains one of the intervals between multiples of half of that length.
     half = _LONGEST_RUN // 2
     return any(run.end() - start >= half for start in range(0, len(text), half) if (run := _RUNS.match(text, start)))

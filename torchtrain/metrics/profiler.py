@@ -1,4 +1,4 @@
-"""torch.profiler traces and CUDA memory snapshots, as often as the config says."""
+"""Periodic torch.profiler traces and CUDA memory snapshots."""
 
 import pickle
 import warnings
@@ -13,7 +13,7 @@ MAX_SNAPSHOT_ENTRIES = 100_000
 
 
 class Profiler:
-    """Call ``step`` after each training step; writes ``folder/step-N/rank-R.*``. Does nothing unless switched on."""
+    """Writes ``folder/step-N/rank-R.*``; call ``step`` after each training step. Does nothing unless it is enabled."""
 
     def __init__(self, config: ProfilingConfig, folder: Path, rank: int, device: torch.device, start_step: int):
         self.config = config
@@ -25,7 +25,7 @@ class Profiler:
         if config.enable_memory_snapshot and not self.snapshots:
             logger.info("profiling.enable_memory_snapshot has no effect on %s: it needs CUDA", device.type)
         if config.enable_profiling:
-            # It advises acc_events, which would keep the events of all traces in memory.
+            # The warning recommends acc_events, which would keep the events of all traces in memory.
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             schedule = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
             self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write_trace)
@@ -40,16 +40,16 @@ class Profiler:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.snapshots:
-            cause = error and error.__cause__  # a pipeline's stage raises an error of its own
+            cause = error and error.__cause__  # pipeline stages wrap errors in one of their own
             if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
                 self._write_snapshot("out-of-memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profile is not None:
-            self.profile.on_trace_ready = None  # what is recorded now is of a step that is not made, or not to its end
+            self.profile.on_trace_ready = None  # the step that is being recorded is incomplete
             self.profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> None:
-        """Call it after training step ``number``, which after a rollback is a lower one than before."""
+        """Call it after training step ``number``, which decreases after a rollback."""
         self.step_number = number
         if self.profile is not None:
             self.profile.step()

@@ -1,10 +1,10 @@
-"""What a run reports: a readable line, TensorBoard, and ``metrics.jsonl`` for programs.
+"""Metrics of a run: a log line, TensorBoard, ``metrics.jsonl`` and other writers.
 
-``loss`` is the mean over the unmasked tokens of the global batch, in nats, ``loss_max`` that of the rank with the
-largest. ``z_loss`` is the mean of the z-loss, times its weight; it is not in ``loss``. ``tokens_per_second`` is per
+``loss`` is the mean over the unmasked tokens of the global batch, in nats; ``loss_max`` is the largest mean of a rank.
+``z_loss`` is the mean of the z-loss times its weight; ``loss`` does not include it. ``tokens_per_second`` is per
 device. ``mfu`` is the model FLOPs utilization of PaLM (https://arxiv.org/abs/2204.02311, appendix B): tokens per second
-and device, times ``flops_per_token``, over the device's peak; null where no peak is known. ``memory_gib`` and
-``data_wait_fraction`` are those of the worst rank.
+and device, times ``flops_per_token``, divided by the device's peak; null if the peak is unknown. ``memory_gib`` and
+``data_wait_fraction`` are maxima over all ranks.
 """
 
 import platform
@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from torchtrain.config.schema import MetricsConfig
-from torchtrain.datasets.loader import Batch, DataLoader
+from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import Writers
@@ -33,17 +33,17 @@ GIB = 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of the CUDA allocator since the last call, or peak resident set of the process on CPU."""
+    """Peak of the CUDA allocator since the last call; on CPU, the peak resident set of the process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / GIB
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def where(device: torch.device) -> dict[str, str]:
-    """On what a run goes: device, versions, and a hash of the package's own code."""
+def device_info(device: torch.device) -> dict[str, str]:
+    """Device, version of PyTorch, and a hash of torchtrain's code, for the first line of ``metrics.jsonl``."""
     package = Path(__file__).parent.parent
     code = xxhash.xxh3_64(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py"))))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -52,7 +52,7 @@ def where(device: torch.device) -> dict[str, str]:
 
 @dataclass(eq=False)
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
-    """Collects numbers on each rank; every ``log_freq`` steps they are reduced over all ranks, and rank 0 writes."""
+    """Collects metrics on each rank, reduces them over all ranks every ``log_freq`` steps, and writes on rank 0."""
 
     config: MetricsConfig
     folder: Path
@@ -60,13 +60,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     device: torch.device
     loss_group: dist.ProcessGroup
     gloo_group: dist.ProcessGroup
-    tokens_per_step: int  # of the global batch
+    tokens_per_step: int  # tokens of the global batch
     flops_per_token: int
-    peak_flops: float | None  # of one device; None where unknown
+    peak_flops: float | None  # of one device; None if unknown
     start_step: int
     last_step: int
     config_toml: str
-    run: str  # its id
+    run: str  # id of the run
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
@@ -77,12 +77,12 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.writers: Writers | None = None
 
     def __enter__(self) -> "MetricsRecorder":
-        """Open the files, and begin to measure."""
+        """Open the writers, and start measuring."""
         self.restart(self.start_step)
         if dist.get_rank() == 0:
             self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run)
             with BestEffort("the first line of metrics.jsonl"):
-                started = {"run": self.run, "ranks": dist.get_world_size(), **where(self.device)}
+                started = {"run": self.run, "ranks": dist.get_world_size(), **device_info(self.device)}
                 self.record_event(self.start_step, "start", started)
         return self
 
@@ -93,7 +93,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             self.writers.close()
 
     def time_waiting(self, loader: DataLoader) -> Iterator[Batch]:
-        """The batches of ``loader``; the time it waited for each counts as waiting for data."""
+        """Iterate over ``loader``, and record how long it waits for each batch."""
         for batch in loader:
             self.data_wait_seconds += loader.wait_seconds
             self.waiting_for_step += 1
@@ -102,9 +102,12 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             yield batch
 
     def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float, *, ended: bool = False) -> None:
-        """Write a line after a process's first step, every ``log_freq`` steps, and after the last; then collective.
+        """Write metrics after the first step of a process, every ``log_freq`` steps, and after the last step.
 
-        ``ended``: ``step`` is the last, although the run has more; it may have its line already.
+        Collective in these steps.
+
+        Args:
+            ended: the run stops after ``step``, before its configured end. A line of this step may exist already.
         """
         if step == self.since_step or not (
             ended or step % self.config.log_freq == 0 or step in (self.start_step + 1, self.last_step)
@@ -114,7 +117,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))
         dist.all_reduce(sums, group=self.loss_group)
         total, tokens, z_total = sums.tolist()
-        elapsed = time.perf_counter() - self.since  # the line above has waited for the device
+        elapsed = time.perf_counter() - self.since  # tolist() has synchronized with the device
         own_loss = (loss.total / loss.tokens).item() if loss.tokens else 0.0
         own = (own_loss, peak_memory_gib(self.device), self.data_wait_seconds / elapsed)
         maxima = torch.tensor(own, dtype=torch.float64, device=self.device)
@@ -138,16 +141,16 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         }
         if self.writers is not None:
             self.writers.write(line)
-            logger.info("%s", readable(line, self.last_step, colour=sys.stderr.isatty()))
+            logger.info("%s", format_line(line, self.last_step, colour=sys.stderr.isatty()))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
-        """Write a line with ``step``, ``event`` and the values of the event."""
+        """Write an event: a line with ``step``, ``event``, the time and ``values``."""
         if self.writers is not None:
             self.writers.write({"step": step, "event": event, "time": time.time(), **values})
 
     def record_validation(self, step: int, results: dict[str, float]) -> None:
-        """Write a line of validation results; their names begin with ``validation_``."""
+        """Write validation results, whose names begin with ``validation_``."""
         if self.writers is not None:
             self.writers.write({"step": step, **results})
             words = [
@@ -157,19 +160,19 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """A context whose time does not count as time of training steps."""
+        """Context manager that excludes its duration from the time of training steps."""
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start
 
     def restart(self, step: int) -> None:
-        """Begin a new measuring interval after ``step``: at the start, after each written line, after a rollback."""
+        """Start a new measurement interval after ``step``: at the start, after each written line, after a rollback."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.waiting_for_step = step
 
 
-def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
-    """A line of metrics for a person."""
+def format_line(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
+    """Metrics as a line of the log."""
     words = [
         ("36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
         ("32", f"loss {line['loss']:.4f}"),
@@ -187,7 +190,7 @@ def readable(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 41s, 12m05s, 3h20m or 2d04h."""
+    """Format a duration, such as 41s, 12m05s, 3h20m or 2d04h."""
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:

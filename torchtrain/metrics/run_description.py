@@ -16,7 +16,7 @@ from torchtrain.parallelisms.attention_backend import attention_backend_name
 
 
 def describe(config: JobConfig, model: DecoderConfig, device: torch.device, degrees: ParallelDims) -> None:
-    """Log what is about to be trained, and on what. ``config``: with the global batch size as a number."""
+    """Log model size, layout, dtypes and checkpoint settings. ``config``: the resolved config."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(model).parameters())
     axes = [f"{axis} {degree}" for axis, degree in asdict(degrees).items() if degree > 1]
@@ -38,12 +38,12 @@ def describe(config: JobConfig, model: DecoderConfig, device: torch.device, degr
 
 
 def _describe_checkpoints(config: JobConfig, parameters: int) -> None:
-    """Log when checkpoints are saved, and warn where there is no room for them, or where there are none."""
+    """Log when checkpoints are saved; warn if they are disabled, or if the disk has too little free space."""
     options, folder = config.checkpoint, Path(config.job.dump_folder)
     if not options.enable:
         logger.warning("checkpoint.enable = false: this run saves no checkpoints, and cannot be resumed")
         return
-    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # Muon has one of a matrix: less than that
+    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # bytes; Muon has fewer
     size = parameters * (4 + moments + 4 * config.ema.enable)
     when = f"every {options.interval} steps"
     if options.interval_minutes:

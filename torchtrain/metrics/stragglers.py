@@ -1,7 +1,7 @@
-"""Finds ranks that keep the others waiting.
+"""Straggler detection: find ranks that slow down all others.
 
-All ranks are as slow as the slowest, so the time of a step does not tell which one it is. What each does alone tells:
-its wait for data, and a fixed computation before the first collective of a step.
+In synchronous training the step time of all ranks is that of the slowest. So each rank times what it does alone: its
+wait for data, and a fixed computation before the first collective of a step.
 """
 
 import socket
@@ -29,9 +29,8 @@ LEAST_SHARE_OF_STEP = 0.05
 class StragglerWatch:
     """Call ``before_step`` before each step, on all ranks.
 
-    Every ``straggler_freq`` steps the ranks' times are sent around in the background. The first rank looks at them in
-    the next step, and calls ``report(step, "straggler", values)`` for each rank that takes over ``straggler_factor``
-    times the median.
+    Every ``straggler_freq`` steps the times of all ranks are gathered asynchronously. In the next step, rank 0 calls
+    ``report(step, "straggler", values)`` for each rank whose time exceeds ``straggler_factor`` times the median.
     """
 
     config: MetricsConfig
@@ -48,11 +47,11 @@ class StragglerWatch:
         self.steps = 0
         self.since = time.perf_counter()
         self.pending: tuple[int, dist.Work, list[Tensor]] | None = None
-        probe(self.operand)  # the first one loads kernels
+        probe(self.operand)  # the first call loads kernels
 
     def before_step(self, step: int, waited_seconds: float) -> None:
-        """``waited_seconds``: how long this rank waited for the batch of ``step``."""
-        self.report_pending()  # what all ranks sent when they began the step before
+        """Record how long this rank waited for the batch of ``step``."""
+        self.report_pending()  # the times that were gathered at the previous step
         self.wait_seconds += waited_seconds
         self.steps += 1
         if step % self.config.straggler_freq:
@@ -66,7 +65,7 @@ class StragglerWatch:
         self.pending = (step, work, all_ranks)
 
     def report_pending(self) -> None:
-        """Name the slow ranks by the times under way, if there are any. Call it at the end, too."""
+        """Report slow ranks from the pending all-gather, if there is one. Also called at the end of the run."""
         if self.pending is None:
             return
         step, work, all_ranks = self.pending
@@ -79,7 +78,7 @@ class StragglerWatch:
         for kind, times in zip(KINDS, by_kind, strict=True):
             median = statistics.median(times)
             for rank, seconds in enumerate(times):
-                # A slow computation, of which the fixed one is a sample, delays the whole step.
+                # The probe is a sample of the computation: if it is slow, the whole step is slow by the same factor.
                 delay = seconds - median if kind == "data wait" else (seconds / median - 1) * step_seconds
                 if seconds > self.config.straggler_factor * median and delay > LEAST_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
@@ -90,7 +89,7 @@ class StragglerWatch:
 
 
 def probe(operand: Tensor) -> float:
-    """Seconds of a few matrix products, the same on every rank: the fastest time, times their number."""
+    """Seconds that a few matrix products take: the fastest time, times their number."""
     fastest = float("inf")
     for _ in range(PROBE_PRODUCTS):
         start = time.perf_counter()

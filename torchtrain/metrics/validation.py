@@ -1,4 +1,4 @@
-"""The loss on data that are not trained on: the same tokens and the same number on every layout."""
+"""Validation: the loss on held-out data, which does not depend on the layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,42 +11,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.config.schema import ValidationConfig
-from torchtrain.datasets.loader import Batch, DataLoader
+from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import DataError
 from torchtrain.logging import logger
 from torchtrain.models.loss import IGNORE_INDEX, exact_nats
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
-LARGEST_LOSS = 709  # whose exponential is a float
+LARGEST_LOSS = 709  # the exponential of larger numbers overflows
 
 
 class _Stopped(Exception):
-    """The run was asked to stop, in the middle of a validation."""
+    """The run was asked to stop during a validation."""
 
 
 @dataclass(eq=False)
 class Validator:
-    """Takes the loss on each of ``loaders``, from its beginning to its end, every so many steps."""
+    """Computes the loss on all data of each of ``loaders``, every ``config.interval`` steps."""
 
     config: ValidationConfig
-    loaders: Mapping[str, DataLoader]  # by label; they end, and mask what is left of the last rows
+    loaders: Mapping[str, DataLoader]  # by label; finite, and built with drop_last=False
     model: ParallelModel
     microbatches: Microbatches
     report: Callable[[int, dict[str, float]], None]  # called with the step and the results by name, on all ranks
     _: KW_ONLY
-    must_stop: Callable[[], bool]  # asked before each batch; all ranks get the same answer
-    watch: Callable[[str], AbstractContextManager[None]]  # a context for each batch, which should not take long
+    must_stop: Callable[[], bool]  # called before each batch; returns the same on all ranks
+    watch: Callable[[str], AbstractContextManager[None]]  # context of each batch: the watchdog
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context in which the model has its averaged weights."""
+    """Context manager in which the model has its averaged weights."""
 
     def __post_init__(self) -> None:
         self.beginnings = {label: loader.state_dict() for label, loader in self.loaders.items()}
 
     def maybe_run(self, step: int, last: bool = False) -> None:
-        """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` of the run.
+        """Validate after ``step`` if it is a multiple of ``config.interval``, or the ``last`` step of the run.
 
-        Nothing is reported where the run is asked to stop before the end.
+        If the run is asked to stop during the validation, nothing is reported.
         """
         if not (self.loaders and (last or step % self.config.interval == 0)):
             return
@@ -59,12 +59,12 @@ class Validator:
                 with self.averaged():
                     results |= self._all_results(what, "validation_ema")
         except _Stopped:
-            logger.info("%s is cut short: asked to stop", what)
+            logger.info("%s is aborted: the run is asked to stop", what)
         else:
             self.report(step, results)
 
     def _all_results(self, what: str, prefix: str) -> dict[str, float]:
-        """Of all sources together and of each, with the weights that the model has now."""
+        """Results of all sources together and of each source, with the current weights of the model."""
         sums = {label: self._sums(loader, self.beginnings[label], what) for label, loader in self.loaders.items()}
         results = results_of(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
         if len(sums) > 1:
@@ -74,7 +74,7 @@ class Validator:
 
     @torch.no_grad()
     def _sums(self, loader: DataLoader, beginning: dict[str, Any], what: str) -> Tensor:
-        """Loss in nats, tokens and bytes of a source, summed over all ranks: float64 (3,)."""
+        """Sums over all ranks of loss in nats, tokens, and bytes of a source: float64, shape (3,)."""
         loader.load_state_dict(beginning)
         sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
         number = 0
@@ -92,7 +92,7 @@ class Validator:
         return sums
 
     def _sums_of(self, batch: Batch) -> Tensor:
-        """The part of this rank, for one batch."""
+        """The sums of one batch on this rank."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
         for microbatch in self.microbatches(batch):
             loss = self.model.forward(microbatch)
@@ -105,7 +105,7 @@ class Validator:
 
 
 def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
-    """What a sum of losses, tokens and bytes says: the mean by token, and bits per byte of the text."""
+    """Loss per token, perplexity and bits per byte, from sums of loss in nats, tokens, and bytes."""
     nats, tokens, size = sums.tolist()
     if tokens == 0:
         raise DataError("validation: a source has not a single document with text; correct the [validation] section")

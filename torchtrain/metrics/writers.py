@@ -1,4 +1,4 @@
-"""Writers of metrics: ``metrics.jsonl`` always, TensorBoard, Weights & Biases and registered ones by config."""
+"""Metrics writers: ``metrics.jsonl``, TensorBoard, Weights & Biases, and those that a user's module registers."""
 
 import importlib.util
 import io
@@ -23,7 +23,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.files import names_in
 from torchtrain.logging import BestEffort, logger
 
-# The groups of curves; a number that is not listed goes to "other".
+# Group and name of each curve; metrics that are not listed are in the group "other".
 GROUPS = {
     "loss": "loss/average",
     "loss_max": "loss/max",
@@ -41,7 +41,7 @@ EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 def grouped(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line, by group and name, such as "loss/average"."""
+    """The numbers in a line by group and name, such as "loss/average"."""
     numbers = {}
     for name, value in line.items():
         if name != "step" and isinstance(value, (int, float)):
@@ -51,7 +51,7 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
 
 
 def check_writers(config: MetricsConfig) -> None:
-    """Raise ConfigError if the package of a writer is not installed, or its options are wrong."""
+    """Raise ConfigError if the package of a writer is not installed, or its options are invalid."""
     for name in writer_names(config):
         METRICS_WRITERS[name].check(config.options.get(name, {}))
 
@@ -64,7 +64,7 @@ def writer_names(config: MetricsConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What a writer is opened with."""
+    """Arguments for opening a writer."""
 
     config: MetricsConfig
     folder: Path
@@ -90,7 +90,7 @@ class MetricsWriter(ABC):
 
     @classmethod  # noqa: B027
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Called on all ranks before training; raise ConfigError if ``options`` are wrong or a package is missing."""
+        """Called on all ranks before training; raises ConfigError for invalid ``options`` or a missing package."""
 
     @abstractmethod
     def __init__(self, context: WriterContext) -> None:
@@ -108,17 +108,17 @@ class MetricsWriter(ABC):
 
 
 def append(path: Path, piece: bytes, after: bytes = b"") -> None:
-    """Add ``piece`` to a file, which is first made to end with the byte ``after``, if one is given.
+    """Append ``piece`` to a file; if the file does not end with the byte ``after``, add that byte first.
 
-    If the disk is full, no part of the piece stays. The file is opened for each piece, so that writing works again once
-    a full disk has room or a lost one is back.
+    If the disk is full, nothing is appended. The file is opened for each piece, so that writing works again as soon as
+    the disk has free space or is mounted again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         if after and size and os.pread(descriptor, 1, size - 1) != after:
-            piece = after + piece  # a process was killed while it wrote
+            piece = after + piece  # a process was killed during a write
         try:
             while piece:
                 piece = piece[os.write(descriptor, piece) :]
@@ -130,7 +130,7 @@ def append(path: Path, piece: bytes, after: bytes = b"") -> None:
 
 
 class JsonLines(MetricsWriter):
-    """``metrics.jsonl``: one JSON object per line. A number that is not finite, which JSON does not have, is null."""
+    """``metrics.jsonl``: one JSON object per line. Numbers that are not finite are null, because JSON has none."""
 
     label = "metrics.jsonl"
 
@@ -143,19 +143,20 @@ class JsonLines(MetricsWriter):
 
 
 OUTPUTS = ("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces")
-"""What a run writes to its folder, apart from checkpoints and exports, which know their run."""
+"""Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
 
 
 def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
-    """Rename the ``OUTPUTS`` in ``folder`` to NAME.1, or a higher number, if they are of another run than ``run``.
+    """Rename the ``OUTPUTS`` in ``folder`` to NAME.1, or a higher number, if they belong to another run than ``run``.
 
-    ``resumed``: the run resumes from a checkpoint, so that files without the id of a run are its own.
+    Args:
+        resumed: the run resumes from a checkpoint, so that files without the id of a run belong to it.
     """
     last_start: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         for text in (folder / "metrics.jsonl").read_bytes().splitlines():
             if b'"event": "start"' in text:
-                with suppress(ValueError):  # a line that was cut short
+                with suppress(ValueError):  # a truncated line
                     last_start = json.loads(text)
     if last_start["run"] == run if "run" in last_start else resumed:
         return
@@ -170,12 +171,12 @@ def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Whether ``path`` (metrics.jsonl) has a validation after ``step``, and then no rollback or earlier start."""
+    """Whether ``path`` (metrics.jsonl) has a validation of ``step`` that no later rollback or start has undone."""
     found = False
-    with suppress(OSError):  # no more is lost than the time to validate again
+    with suppress(OSError):  # the run only validates again
         for text in path.read_bytes().splitlines():
             if any(part in text for part in (b'"validation_', b'"event": "start"', b'_rollback"')):
-                with suppress(ValueError):  # a line that was cut short
+                with suppress(ValueError):  # a truncated line
                     line = json.loads(text)
                     if "event" in line:
                         found = found and line["event"] == "start" and line["step"] >= step
@@ -185,9 +186,9 @@ def has_validation(path: Path, step: int) -> bool:
 
 
 class TensorBoard(MetricsWriter):
-    """Curves by group, events as running counts under faults/, the config as text and as hyperparameters.
+    """TensorBoard: curves by group, cumulative counts of events under faults/, the config as text and hyperparameters.
 
-    Not by torch's SummaryWriter, which writes in a thread that ends with the first error.
+    It does not use torch's SummaryWriter, whose writer thread ends with the first error.
     """
 
     label = "TensorBoard"
@@ -197,14 +198,14 @@ class TensorBoard(MetricsWriter):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import hparams, text
 
-        # TensorBoard reads all files of this name in its order: so that of a later start is later, whatever the clock.
+        # TensorBoard reads event files in the order of their names: so the number increases even if the clock does not.
         earlier = [int(match[1]) for match in map(EVENTS.match, names_in(folder)) if match]
         number = max([round(time.time()), *(number + 1 for number in earlier)])
         name = f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}.0"
         self.path = folder / name
         self.counts: dict[str, int] = {}
         self._add(Event(file_version="brain.Event:2"))
-        # Steps that an earlier process reached after the checkpoint from which this one resumes are not shown twice.
+        # TensorBoard then hides steps that an earlier process logged after the checkpoint that this one resumes from.
         self._add(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         as_text = text("config", f"```toml\n{config_toml}\n```")  # type: ignore[no-untyped-call]
         self._add(Event(step=start_step, summary=as_text))
@@ -233,7 +234,7 @@ class TensorBoard(MetricsWriter):
 
 
 class WeightsAndBiases(MetricsWriter):
-    """The same in Weights & Biases. A resumed run continues the run there: its id is in the dump folder."""
+    """Weights & Biases. A resumed run continues its W&B run, whose id is stored in the dump folder."""
 
     label = "Weights & Biases"
 
@@ -248,7 +249,7 @@ class WeightsAndBiases(MetricsWriter):
         folder = context.folder
         name = folder.resolve().name
         id_file = folder / "wandb_id"
-        if not (id_file.exists() and id_file.stat().st_size):  # a full disk leaves an empty one
+        if not (id_file.exists() and id_file.stat().st_size):  # a full disk leaves an empty file
             id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self.run = wandb.init(
             project=context.config.wandb_project,
@@ -269,7 +270,7 @@ class WeightsAndBiases(MetricsWriter):
 
 
 class Writers:
-    """All writers that the config enables, on rank 0. A writer that fails does not end the run or stop the others."""
+    """All writers that the config enables, on rank 0. Errors of a writer affect neither the run nor other writers."""
 
     def __init__(self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int, run: str) -> None:
         self.types: dict[str, type[MetricsWriter]] = {"metrics.jsonl": JsonLines}
@@ -295,6 +296,6 @@ class Writers:
 
 
 def hyperparameters(config_toml: str) -> dict[str, Any]:
-    """The options by full name; lists as text, because TensorBoard's hyperparameters are numbers and text."""
+    """The options of a config by full name; lists as text, because TensorBoard accepts only numbers and text."""
     options = flat(tomli.loads(config_toml))
     return {name: str(value) if isinstance(value, list) else value for name, value in options.items()}

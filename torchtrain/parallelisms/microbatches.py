@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.document_mask import document_mask, document_numbers, document_positions
 from torchtrain.parallelisms.context_parallel import local_sequence

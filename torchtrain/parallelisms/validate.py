@@ -5,7 +5,7 @@ import importlib.util
 import torch
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.datasets.order import streams_of
+from torchtrain.datasets.order import number_of_readers
 from torchtrain.devices import compute_capability
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
@@ -50,7 +50,7 @@ def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
     if not streamed:
         return
     global_batch_size = config.training.global_batch_size
-    streams = streams_of(data.streams, global_batch_size)
+    streams = number_of_readers(data.streams, global_batch_size)
     if streams % degrees.batch:
         raise ConfigError(
             f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch of "

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import adam
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.datasets.loader import Batch
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector

@@ -1,4 +1,4 @@
-"""The loader: this rank's rows of the global batch, step after step, read ahead in the background."""
+"""Data loader: this rank's rows of the global batch of each step, prefetched in a background thread."""
 
 import contextlib
 import queue
@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchtrain.datasets.data_source import Stream
 from torchtrain.datasets.order import Mixture
-from torchtrain.datasets.source import Stream
 from torchtrain.errors import DataError
 from torchtrain.models.loss import IGNORE_INDEX
 
-# Seconds between all-reduces while the batch of any rank is late.
+# Seconds between all-reduces while the batch of any rank is not ready.
 ROUND_SECONDS = 1.0
 
 
@@ -27,8 +27,8 @@ class Batch:
     """One optimizer step's tokens, in CPU memory (pinned where there is a GPU).
 
     ``labels[r, t]`` is the token that follows ``tokens[r, t]``, or -100 where there is none. Both are int64 of shape
-    (rows, seq_len). ``label_bytes``, of that shape, float64: how many bytes of its document a label stands for; those
-    of a document add up to the length of its text in UTF-8. None unless the loader counts them.
+    (rows, seq_len). ``label_bytes`` has the same shape, float64: the number of bytes of its document that a label
+    stands for; for a whole document they add up to the length of its text in UTF-8. None unless the loader counts them.
     """
 
     tokens: torch.Tensor
@@ -37,15 +37,15 @@ class Batch:
 
 
 _Read = tuple[Batch, npt.NDArray[np.int64]]
-"""A batch, and the state of the loader after it, as the background thread hands them over."""
+"""A batch, and the state of the loader after it."""
 
 
 @dataclass(eq=False)
 class DataLoader(Iterator[Batch]):
-    """An iterator of batches. Made by ``build_loader``.
+    """Iterator of batches; see ``build_dataloader``.
 
-    It is endless if the data are repeated. Otherwise it ends, on all ranks at the same step, before the first batch
-    that is not full; or, with ``drop_last`` off, after the last token, the rest of the last rows being masked.
+    It is endless if the data are repeated. Otherwise it ends on all ranks at the same step: with ``drop_last``, before
+    the first batch that is not full; without, after the last token, and the rest of the last rows is masked.
     """
 
     streams: Sequence[Sequence[Stream]]
@@ -60,29 +60,29 @@ class DataLoader(Iterator[Batch]):
     device: torch.device
     count_bytes: bool = False
     identity: Mapping[str, str] = field(default_factory=dict)
-    """By option that names data or the tokenizer, a text that identifies it: equal for the same, and for no other."""
+    """For each option that names data or the tokenizer, a text that identifies their content."""
 
     def __post_init__(self) -> None:
         self._step = 0
-        self._windows_drawn = np.zeros(
-            len(self.streams), dtype=np.int64
-        )  # windows that each source has given to all rows
+        # For each source, the number of windows that it has returned for all rows of all ranks.
+        self._windows_drawn = np.zeros(len(self.streams), dtype=np.int64)
         self._state = self._snapshot()
         self.wait_seconds = 0.0
-        """How long this rank waited for its own last batch."""
+        """How long this rank waited for its last batch."""
         self._group: dist.ProcessGroup | None = None
         self._background: _Background | None = None
-        # The next batch, or the error in place of it; None while it is late.
+        # The next batch, or the error that occurred instead; None while it is not ready.
         self._next_read: _Read | BaseException | None = None
-        # What all ranks know of their next batches: the tensor of their maxima, and the all-reduce under way.
+        # The state of the next batch on all ranks: the tensor of maxima, and its pending all-reduce.
         self._reduction: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """Fail and end at the same step as the loaders of all ranks in ``group``, a gloo group.
+        """Raise errors and end at the same step as the loaders of all other ranks in ``group``, a gloo group.
 
-        For each batch the ranks do a small all-reduce: during the step before, if the batch was read ahead; else every
-        ``ROUND_SECONDS``, until no rank's batch is late. So data may take longer than the group's time-out, but a rank
-        that does not join the all-reduce for that long counts as dead. All users of ``group`` must be on one thread.
+        For each batch the ranks perform a small all-reduce: during the step before, if the batch has been prefetched;
+        else every ``ROUND_SECONDS`` until the batches of all ranks are ready. So reading data may take longer than the
+        timeout of the group, but a rank that does not join the all-reduce in that time counts as dead. All users of
+        ``group`` must be on one thread.
         """
         self._group = group
 
@@ -105,11 +105,11 @@ class DataLoader(Iterator[Batch]):
         batch, self._state = read
         self._next_read = None
         if self._group is not None and self.prefetch > 0:
-            self._poll(0.0)  # at the next batch: its all-reduce runs during this step
+            self._poll(0.0)  # for the next batch: its all-reduce runs during this step
         return batch
 
     def _poll(self, timeout_seconds: float) -> None:
-        """See whether the next batch is there, and tell the other ranks. Collective."""
+        """Check whether the next batch is ready, and start an all-reduce of the result. Collective."""
         if self._next_read is None:
             assert self._background is not None
             start = time.perf_counter()
@@ -127,8 +127,8 @@ class DataLoader(Iterator[Batch]):
         self._reduction = values, work
 
     def _agreed(self) -> list[int]:
-        """Of the ``_poll`` of all ranks that is under way, or a new one that waits for a batch, the maximum of each:
-        whether reading failed, the batch is late, the number of labels that are not masked, whether the data ended."""
+        """Maxima over all ranks of: whether reading failed, whether the batch is late, its number of unmasked labels,
+        and whether the data ended. Waits for the pending ``_poll``, or starts one that waits for a batch."""
         if self._reduction is None:
             self._poll(ROUND_SECONDS)
         assert self._reduction is not None
@@ -141,13 +141,13 @@ class DataLoader(Iterator[Batch]):
         """``{"rows": int64 tensor (rows, k)}``: where each row resumes after the batch that was returned last.
 
         Columns: the step; for each source the windows drawn; for each source the state of the row's stream.
-        Row ``i`` of the tensor belongs to this rank's ``i``-th row of the batch, so the tensors of all ranks, one
-        below the other, are the state of the whole loader, whatever the number of ranks.
+        Row ``i`` of the tensor belongs to this rank's ``i``-th row of the batch. So the concatenated tensors of all
+        ranks are the state of the whole loader, independent of the number of ranks.
         """
         return {"rows": torch.from_numpy(self._state.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``; batches that were read ahead are discarded.
+        """Resume from ``state``; prefetched batches are discarded.
 
         Raises:
             DataError: it was saved with another global batch size, or another number or kind of sources.
@@ -169,7 +169,7 @@ class DataLoader(Iterator[Batch]):
         self._state = self._snapshot()
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -184,7 +184,7 @@ class DataLoader(Iterator[Batch]):
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
-        # For each row: how many windows its source has given before it, to rows of all ranks. With two sources:
+        # For each row, how many windows its source has returned before it for rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
         #   its source                 A  A  B  A
         #   windows drawn before it    7  8  5  9    where self._windows_drawn was [7, 5]; afterwards it is [10, 6]
@@ -223,13 +223,13 @@ class DataLoader(Iterator[Batch]):
         rank, (message, exit_code) = next(
             (rank, failure) for rank, failure in enumerate(everywhere) if failure is not None
         )
-        elsewhere = DataError(f"rank {rank} cannot go on: {message}")
+        elsewhere = DataError(f"rank {rank} cannot continue: {message}")
         elsewhere.exit_code = exit_code
         raise elsewhere
 
 
 class _Background:
-    """Calls ``read`` in a thread, up to ``ahead`` times more than was asked for; with 0, in ``next`` itself."""
+    """Calls ``read`` in a thread, up to ``ahead`` times more often than ``ask``; with 0, in ``next`` itself."""
 
     def __init__(self, read: Callable[[], _Read], ahead: int, device: torch.device):
         self._read = read
@@ -244,11 +244,11 @@ class _Background:
             self._thread.start()
 
     def ask(self) -> None:
-        """Allow one more ``read``. Call it once for each result, before the first ``next`` for it."""
+        """Allow one more ``read``. Call it once per result, before the first ``next`` for it."""
         self._allowed.release()
 
     def next(self, timeout_seconds: float) -> _Read | BaseException | None:
-        """The next result, if there is one in time. After an error always that error, even if results are left."""
+        """The next result, or None after the timeout. After an error always that error, even if results are left."""
         if self._thread is None:
             self._read_one()
         read = None
@@ -257,7 +257,7 @@ class _Background:
         return read if self._error is None else self._error
 
     def close(self) -> None:
-        """Let the thread end. One that hangs on the network is left behind: it ends with the process."""
+        """Stop the thread. One that waits for the network is not joined: it is a daemon thread."""
         self._closed = True
         self._allowed.release()
         if self._thread is not None:
@@ -265,7 +265,7 @@ class _Background:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            # A new thread's device is the first GPU: pinning there would cost every rank memory on it.
+            # The default device of a new thread is the first GPU, where pinning would allocate memory for every rank.
             torch.cuda.set_device(self._device)
         while self._allowed.acquire() and not self._closed and self._error is None:
             self._read_one()

@@ -1,4 +1,4 @@
-"""Text sources over local datasets and over files that are streamed."""
+"""Text sources: documents of a local dataset, and documents of files that are streamed."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import datasets
 
-from torchtrain.datasets.formats import OnMalformed, ignore
+from torchtrain.datasets.file_formats import OnMalformed, ignore
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, with_retries
@@ -18,25 +18,25 @@ from torchtrain.logging import logger
 T = TypeVar("T")
 Documents = Callable[[int, OnMalformed], Iterator[str | None]]
 
-# Pauses before each new attempt to read data, about four minutes in all.
+# Pauses before each retry of reading data, about four minutes in total.
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 
 
-def read_again(read: Callable[[], T], path: Path) -> T:
-    """``read()`` of a file that was there when the run began; tried again for minutes while the file system fails."""
+def read_with_retries(read: Callable[[], T], path: Path) -> T:
+    """Call ``read()``, which reads a file that existed at the start of the run, with retries for about four minutes."""
     try:
         return with_retries(read, path, RETRY_SECONDS)
     except MISSING as error:
-        raise DataError(f"{path} was there when the run began, and is not any more: put it back") from error
+        raise DataError(f"{path} was there when the run began, and is missing now: restore it") from error
 
 
 class LocalText(DocumentSource):
     """The documents in the column "text" of a dataset.
 
     Args:
-        identity: returns the identity of the documents; of local files above data.verify_gib it hashes parts, and with
-            ``whole=True`` all.
-        text_bytes: size of all documents together, in UTF-8.
+        identity: returns the identity of the documents. Of local files above data.verify_gib it hashes only parts,
+            unless ``whole=True``.
+        text_bytes: total size of all documents in UTF-8.
     """
 
     def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str], text_bytes: int):
@@ -63,12 +63,12 @@ class LocalText(DocumentSource):
 class StreamedText(TextSource):
     """Files that are read over the network as they are needed.
 
-    A part is a file. With fewer files than readers, the documents of each file are divided among several parts: each of
-    these reads the whole file and keeps its share.
+    A part is a file. With fewer files than readers, the documents of each file are divided among several parts, each
+    of which reads the whole file and keeps its share.
 
     Args:
-        files: for each file a function that returns its documents from a number on, and calls another function with the
-            location of each malformed line.
+        files: for each file a function that returns its documents from a given number on. Its second argument is called
+            with the location of each malformed line.
         readers: number of readers.
         identity: returns the identity of the documents.
     """

@@ -1,6 +1,6 @@
-"""The documents in one file, of every format that people keep text in.
+"""Read the documents of one file: JSON lines, JSON, CSV, plain text, Parquet and Arrow.
 
-A row without text gives None; a blank or a malformed line gives "", so that documents keep the numbers of their rows.
+A row without text yields None. A blank or malformed line yields "", so that document numbers equal row numbers.
 """
 
 import codecs
@@ -22,27 +22,28 @@ KINDS = ("jsonl", "json", "csv", "tsv", "txt", "md", "parquet", "arrow")
 COMPRESSIONS = ("", "gz", "zst")
 SUFFIXES = ".jsonl, .json, .csv, .tsv, .txt, .md (also .gz or .zst), .parquet or .arrow"
 
-# A text file up to the first size is one document; a larger one is cut at line ends into documents of the second, so
-# that one file that holds a whole corpus can be shuffled.
+# A text file up to the first size is one document; a larger one is split at line ends into documents of the second
+# size, so that a single file with a whole corpus can be shuffled.
 LARGEST_TEXT_FILE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16
-HEAD_BYTES = 1 << 12  # of a text file, from which its encoding is judged
+HEAD_BYTES = 1 << 12  # the start of a text file, in which its encoding is checked
 _BLOCK_BYTES = 1 << 20
 
 OnMalformed = Callable[[str], None]
-"""Is called with the place of each line that is skipped because it is malformed, as in "line 3"."""
+"""Called with the location of each malformed line, such as "line 3"; the line is skipped."""
 
 
 class NotUTF8Error(DataError):
     """Text in another encoding than UTF-8."""
 
 
-def ignore(place: str) -> None:
+def ignore(location: str) -> None:
     """An ``OnMalformed`` that does nothing."""
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """Of a file's name: one of ``KINDS`` and one of ``COMPRESSIONS``; ("", "") if it is not that of a data file."""
+    """Kind and compression of a file, by its name: one of ``KINDS`` and of ``COMPRESSIONS``; ("", "") if it is not a
+    data file."""
     words = name.lower().split(".")
     compression = words.pop() if words[-1] in COMPRESSIONS else ""
     kind = words[-1] if len(words) > 1 and words[-1] in KINDS else ""
@@ -59,15 +60,21 @@ def documents(
     head: int | None = None,
     on_malformed: OnMalformed = ignore,
 ) -> Iterator[str | None]:
-    """The documents of the file ``name`` with the content ``raw``, from number ``start`` on.
+    """The documents of a file, from number ``start`` on.
 
-    ``text_by_line``: each line of a text file is a document, as in the library ``datasets``. ``head``: read only so
-    many lines.
+    Args:
+        raw: the file.
+        name: its name, which determines its format.
+        column: the column that contains the text.
+        start: number of the first document to return.
+        text_by_line: each line of a text file is a document, as in the library ``datasets``.
+        head: read only this number of lines.
+        on_malformed: see ``OnMalformed``.
 
     Raises:
-        NotUTF8Error: its text is in another encoding.
-        DataError: it is not what its name says, or has no text in ``column``.
-        Exception: any other, from the format's reader, for a damaged file.
+        NotUTF8Error: the text is in another encoding.
+        DataError: the content does not match the name of the file, or there is no text in ``column``.
+        Exception: the file is damaged; the reader of each format has its own exceptions.
     """
     kind, compression = kind_of(name)
     if kind == "parquet":
@@ -108,9 +115,9 @@ def require_column(column: str, columns: Sequence[str]) -> None:
 
 
 def require_text(column: str, schema: Any) -> None:
-    """Raise ``DataError`` where an Arrow schema has no such column, or one of another type than text.
+    """Raise ``DataError`` if an Arrow schema has no such column, or if its type is not text.
 
-    A binary column is one of text: some writers of Parquet do not mark its values as UTF-8.
+    Binary columns are accepted: some writers of Parquet do not mark text as UTF-8.
     """
     require_column(column, schema.names)
     dtype, types = schema.field(column).type, pyarrow.types
@@ -121,29 +128,30 @@ def require_text(column: str, schema: Any) -> None:
         raise DataError(f"the column {column!r} (text_column) holds {dtype}, not text")
 
 
-def decode_value(value: str | bytes | None, place: str) -> str | None:
-    """The value of a column of text or of binary; NotUTF8Error where the latter is in another encoding."""
+def decode_value(value: str | bytes | None, location: str) -> str | None:
+    """The text of a value in a text or binary column; NotUTF8Error if a binary value is not UTF-8."""
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError as error:
-        raise _not_utf8_value(place, error) from None
+        raise _not_utf8_value(location, error) from None
 
 
-def _not_utf8_value(place: str, error: UnicodeDecodeError) -> NotUTF8Error:
-    return NotUTF8Error(f"{place} is not UTF-8 at byte {error.start} of its text; write the column in UTF-8")
+def _not_utf8_value(location: str, error: UnicodeDecodeError) -> NotUTF8Error:
+    return NotUTF8Error(f"{location} is not UTF-8 at byte {error.start} of its text; write the column in UTF-8")
 
 
-def place_to_cut(block: bytes) -> int:
-    """Where in ``block`` a new document may begin: after a line end, or else a space, or else there."""
+def find_cut(block: bytes) -> int:
+    """Offset in ``block`` at which a document may begin: after the first line end, else space, else at a character."""
     for separator in (b"\n", b" "):
-        if (place := block.find(separator)) >= 0:
-            return place + 1
-    # Not inside a character: the bytes that continue one have the bits 10 on top.
-    return next((place for place, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
+        offset = block.find(separator)
+        if offset >= 0:
+            return offset + 1
+    # The first byte that does not continue a UTF-8 character; continuation bytes have the leading bits 10.
+    return next((offset for offset, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
 
 
 def _decompressed(raw: BinaryIO, compression: str) -> Iterator[bytes]:
-    """The decompressed content in blocks. A compressed file that was cut is an error."""
+    """The decompressed content in blocks; EOFError if a compressed file is truncated."""
     if compression != "zst":
         file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if compression == "gz" else raw
         yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
@@ -160,7 +168,7 @@ def _decompressed(raw: BinaryIO, compression: str) -> Iterator[bytes]:
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []  # of a line that is longer than a block
+    rest: list[bytes] = []  # blocks of an incomplete line
     for block in blocks:
         first, *others = block.split(b"\n")
         rest.append(first)
@@ -187,12 +195,12 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 def _texts(
     rows: Iterable[tuple[str, object]], column: str, on_malformed: OnMalformed, *, check: bool = True
 ) -> Iterator[str | None]:
-    """``column`` of rows without a schema, each with its place; with ``check``, DataError in the end if none has text
-    there."""
+    """``column`` of rows without a schema, given as pairs of location and row. With ``check``, DataError at the end if
+    no row has text there."""
     columns: dict[str, None] = {}
-    kinds: set[str] = set()  # of values in the column
-    begin = ""  # of the first row that is no JSON object
-    for place, row in rows:
+    kinds: set[str] = set()  # types of the values in the column
+    begin = ""  # start of the first row that is not a JSON object
+    for location, row in rows:
         if isinstance(row, dict):
             if len(columns) < 100:
                 columns.update(dict.fromkeys(row))
@@ -202,7 +210,7 @@ def _texts(
             continue
         if line := str(row).strip():
             begin = begin or line[:40]
-            on_malformed(place)
+            on_malformed(location)
         yield ""
     if not check:
         return
@@ -215,10 +223,10 @@ def _texts(
 
 
 def _row(line: str) -> object:
-    """The JSON object in ``line``, or ``line`` if it is none."""
+    """The JSON object in ``line``; ``line`` itself if it is not a JSON object."""
     try:
         return json.loads(line) if line.lstrip()[:1] == "{" else line
-    except (ValueError, RecursionError):  # the second for lists in lists, thousands deep
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested lists
         return line
 
 
@@ -235,11 +243,11 @@ def _array(content: bytes) -> list[object]:
 def _table(
     lines: Iterator[str], column: str, delimiter: str, on_malformed: OnMalformed, *, strict: bool
 ) -> Iterator[str | None]:
-    """Rows of a file whose first line names the columns. A row without a field for ``column`` is malformed.
+    """``column`` of a CSV file whose first line names the columns. A row without a field for ``column`` is malformed.
 
     Raises:
-        DataError: with ``strict``, a quote is not closed, or stands where none may; or a row has more fields than
-            there are columns, as where a delimiter in a text is not quoted.
+        DataError: a row has more fields than there are columns, for example because a delimiter is not quoted; or, with
+            ``strict``, a quote is not closed or not allowed.
     """
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=strict)
@@ -262,27 +270,27 @@ def _table(
         elif not columns:
             columns = row
             require_column(column, columns)
-            place = columns.index(column)
+            index = columns.index(column)
         elif any(row[len(columns) :]):
             raise DataError(
                 f"line {first} has {len(row)} fields, but there are {len(columns)} columns: quote a field that has "
                 f"{delimiter!r} in it"
             )
-        elif place < len(row):
-            yield row[place]
+        elif index < len(row):
+            yield row[index]
         else:
             on_malformed(f"line {first}")
             yield ""
 
 
 def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
-    """The documents of a text file that is read from its beginning, as a compressed one must be."""
+    """The documents of a text file that is read sequentially, for example because it is compressed."""
     buffer, begin, largest = b"", 0, LARGEST_TEXT_FILE_BYTES
     for block in blocks:
         buffer += block
         while len(buffer) > largest:
             largest = 2 * PIECE_BYTES
-            cut = PIECE_BYTES + place_to_cut(buffer[PIECE_BYTES:largest])
+            cut = PIECE_BYTES + find_cut(buffer[PIECE_BYTES:largest])
             yield decode_piece(buffer[:cut], begin)
             buffer, begin = buffer[cut:], begin + cut
     if buffer:
@@ -290,7 +298,7 @@ def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
 
 
 def decode_piece(piece: bytes, begin: int) -> str:
-    """Raises NotUTF8Error where it is not UTF-8; ``begin`` is its place in the file."""
+    """Decode a piece of a text file; NotUTF8Error if it is not UTF-8. ``begin``: its offset in the file."""
     try:
         return piece.decode("utf-8-sig" if begin == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -298,18 +306,18 @@ def decode_piece(piece: bytes, begin: int) -> str:
 
 
 def require_utf8(head: bytes) -> None:
-    """Raise NotUTF8Error where ``head``, the first bytes of a text file, are in another encoding."""
+    """Raise NotUTF8Error if ``head``, the first bytes of a text file, is not UTF-8."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
-        place = head.find(b"\0")  # as in UTF-16
+        offset = head.find(b"\0")  # as in UTF-16
     except UnicodeDecodeError as error:
-        place = error.start
-    if place >= 0:
-        raise NotUTF8Error(f"it is not UTF-8 at byte {place}; convert the file, as by iconv, or leave it out")
+        offset = error.start
+    if offset >= 0:
+        raise NotUTF8Error(f"it is not UTF-8 at byte {offset}; convert the file, as by iconv, or leave it out")
 
 
 def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
-    """Reads only this column, from the row group that holds document ``start``."""
+    """Documents of a Parquet file; reads only ``column``, from the row group of document ``start`` on."""
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
     first = 0  # row of the batch
@@ -325,7 +333,7 @@ def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
 
 
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
-    """Of both formats: a stream, as the library ``datasets`` writes it, and a file."""
+    """Documents of both Arrow formats: streams, which the library ``datasets`` writes, and files."""
     if raw.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(raw)
         batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
@@ -341,8 +349,8 @@ def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
 
 
 def _batches_of_stream(reader: Any, raw: BinaryIO) -> Iterator[Any]:
-    """All batches of an Arrow stream; EOFError where it does not end with its mark, of which pyarrow does without."""
-    end = raw.tell()  # of the last message
+    """All batches of an Arrow stream; EOFError if the end-of-stream marker is missing, which pyarrow does not check."""
+    end = raw.tell()  # end of the last message
     for batch in reader:
         yield batch
         end = raw.tell()
@@ -353,7 +361,7 @@ def _batches_of_stream(reader: Any, raw: BinaryIO) -> Iterator[Any]:
 
 
 def _values(array: Any, first: int) -> Iterator[str | None]:
-    """Strings of an Arrow array of text or of binary, which begins at row ``first``."""
+    """Texts of an Arrow array of text or binary values, whose first element is row ``first`` of the file."""
     try:
         values = array.to_pylist()
     except UnicodeDecodeError:  # Arrow does not verify that its strings are UTF-8

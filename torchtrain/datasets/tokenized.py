@@ -1,8 +1,8 @@
-"""Prepared data: documents tokenized once, from which a run reads only the windows that it needs.
+"""Tokenized data, which ``torchtrain.prepare`` writes: a data source that reads exactly the windows that it needs.
 
-A folder holds ``manifest.json`` and, for each shard, ``<shard>.tokens`` (little-endian uint16, or uint32 for a
-vocabulary above 65,536: bos, text, eos of one document after the other) and ``<shard>.documents`` (little-endian
-int64: where each document begins, and at last the number of tokens).
+A folder contains ``manifest.json`` and two files per shard: ``<shard>.tokens`` (little-endian uint16, or uint32 for a
+vocabulary above 65,536: bos, text and eos of each document) and ``<shard>.documents`` (little-endian int64: the offset
+of each document in tokens, and the number of tokens).
 """
 
 import contextlib
@@ -19,48 +19,52 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.datasets.data_source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.order import permute, stream_seed
-from torchtrain.datasets.source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
-from torchtrain.datasets.text import read_again
+from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, hash_of, read_file, with_retries
 
 MANIFEST = "manifest.json"
-UNFINISHED = "unfinished.json"  # in place of the manifest until all shards are written
+UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
 _FORMAT = 1
-_OPEN_FILES = 256  # of a source, at most
+_OPEN_FILES = 256  # maximum number of open files of a source
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's entry in the manifest. ``bytes``: of its text in UTF-8; ``skipped``: documents that are not text.
-
-    ``token_bytes``: of its tokens, by the tokenizer; None in data that an earlier version prepared.
-    """
+    """The entry of a shard in the manifest."""
 
     name: str
     tokens: int
+    """Number of tokens."""
     documents: int
+    """Number of documents."""
     bytes: int
+    """Size of its text in UTF-8."""
     skipped: int
+    """Number of documents that are not text, which were skipped."""
     tokens_hash: str
     documents_hash: str
     token_bytes: int | None = None
+    """Bytes that its tokens stand for, by the tokenizer's ``token_bytes``; None in data of an earlier version."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of prepared data holds."""
+    """Metadata of a folder of tokenized data."""
 
     tokenizer_hash: str
     vocab_size: int
     source: str
+    """Name of the source."""
     source_fingerprint: str
+    """Identity of the source."""
     shards: tuple[Shard, ...] = ()
     format: int = _FORMAT
     shard_count: int = 0
-    """Number of shards, known before they are written; 0 where an earlier version began the folder."""
+    """Number of shards, also before they are written; 0 in data of an earlier version."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -68,7 +72,7 @@ class Manifest:
 
     @staticmethod
     def read(path: Path, label: str) -> "Manifest":
-        """Raises DataError where the file is missing, damaged or of another version."""
+        """Read a manifest; DataError if the file is missing, damaged or of another version."""
         try:
             content = json.loads(read_file(path))
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
@@ -82,12 +86,15 @@ class Manifest:
         return manifest
 
 
-class PreparedTokens(DataSource):
-    """All tokens of a folder as one sequence, read from disk when they are asked for.
+class TokenizedDataset(DataSource):
+    """All tokens of a folder as one sequence, which is read from disk on demand.
+
+    Args:
+        verify_bytes: tokens up to this total size are hashed and compared with the manifest.
+        label: name for messages.
 
     Raises:
-        DataError: a shard is missing, has another size than the manifest says, or (up to ``verify_bytes`` of them)
-            another hash; the data were prepared with another tokenizer.
+        DataError: a shard is missing or does not match the manifest; or the data were prepared with another tokenizer.
     """
 
     def __init__(self, folder: Path, tokenizer_hash: str, verify_bytes: float, label: str):
@@ -111,13 +118,13 @@ class PreparedTokens(DataSource):
         counted = [shard.token_bytes for shard in manifest.shards if shard.token_bytes is not None]
         is_known = len(counted) == len(manifest.shards) and sum(counted) > 0
         self.byte_scale = sum(shard.bytes for shard in manifest.shards) / sum(counted) if is_known else 1.0
-        """Bytes of the texts for each of those that the tokenizer's ``token_bytes`` give the tokens."""
+        """Bytes of all texts, divided by the sum of the tokenizer's ``token_bytes`` of all tokens."""
         self._file = functools.lru_cache(_OPEN_FILES)(lambda shard: _File(self._paths[shard]))
         if len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
 
     def identity(self) -> str:
-        """A text that is the same for the same tokens alone."""
+        """Number and hash of all tokens."""
         hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
         return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
 
@@ -131,29 +138,29 @@ class PreparedTokens(DataSource):
     def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
         """Fill each of ``outs`` with the tokens from its start on.
 
-        The file system is asked for all of them at once, and for nothing else: a memory map would read ahead, from a
-        cold disk hundreds of times what is used.
+        All of them are requested from the file system before the first is read, and nothing else is: a memory map would
+        read ahead, from a cold disk hundreds of times as much as is used.
 
         Raises:
             StorageError: the file system fails for minutes.
-            DataError: a file is not what it was when it was opened.
+            DataError: a file has changed since it was opened.
         """
         size = self._manifest.dtype.itemsize
         parts = [part for start, out in zip(starts, outs, strict=True) for part in self._parts(start, out)]
         if hasattr(os, "posix_fadvise"):
             for shard, first, out in parts:
-                with contextlib.suppress(OSError):  # it will come again when it is read
+                with contextlib.suppress(OSError):  # the read below raises it, too
                     descriptor = self._file(shard).descriptor
                     os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
         for shard, first, out in parts:
             read = functools.partial(self._pread, shard, first * size, len(out) * size)
-            out[:] = np.frombuffer(read_again(read, self._paths[shard]), self._manifest.dtype)
+            out[:] = np.frombuffer(read_with_retries(read, self._paths[shard]), self._manifest.dtype)
 
     def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-        """``out`` cut by shards: the shard's number, that of its first token in it, and where it goes."""
+        """Split ``out`` by shards: index of the shard, offset in the shard in tokens, and the part of ``out``."""
         assert start + len(out) <= len(self)
         while len(out):
-            shard = int(np.searchsorted(self._ends, start, side="right"))  # passes over shards without tokens
+            shard = int(np.searchsorted(self._ends, start, side="right"))  # skips shards without tokens
             rest = int(self._ends[shard]) - start
             part, out = out[:rest], out[rest:]
             yield shard, self._manifest.shards[shard].tokens - rest, part
@@ -165,23 +172,23 @@ class PreparedTokens(DataSource):
             try:
                 block = os.pread(self._file(shard).descriptor, size - len(content), offset + len(content))
             except OSError:
-                self._file.cache_clear()  # the next attempt opens it again
+                self._file.cache_clear()  # so that the next attempt opens it again
                 raise
             if not block:
-                raise DataError(f"{self._paths[shard]} is shorter than when the run began: put back what was there")
+                raise DataError(f"{self._paths[shard]} is shorter than when the run began: restore it")
             content += block
         return content
 
 
 class TokenWindowStream(Stream):
-    """Reads windows of prepared data, in another permutation in each epoch.
+    """Reads windows of tokenized data, in another permutation in each epoch.
 
-    The next window depends only on the number of windows drawn. So one stream serves all rows, and its state is empty.
+    The next window depends only on the number of windows drawn. So all rows share one stream, and its state is empty.
     """
 
-    _BLOCK = 1024  # The permutation of many numbers takes little more time than that of one.
+    _BLOCK = 1024  # permuting many numbers at once takes little more time than permuting one
 
-    def __init__(self, source: PreparedTokens, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
+    def __init__(self, source: TokenizedDataset, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
         self.state: State = ()
         self._source = source
         self._token_bytes = np.array(tokenizer.token_bytes)
@@ -190,7 +197,7 @@ class TokenWindowStream(Stream):
         self._repeat = repeat
         targets = max(0, len(source) - 1)
         self._full = targets // seq_len
-        # What is repeated is cut after the last full window; what is read once is read to its end.
+        # Data that are repeated end after the last full window; data that are read once are read to their end.
         self._windows = self._full if repeat else -(-targets // seq_len)
         self._block = functools.lru_cache(64)(self._make_block)
         if self._windows == 0:
@@ -215,15 +222,15 @@ class TokenWindowStream(Stream):
         return filled
 
     def _make_block(self, epoch: int, block: int) -> list[int]:
-        """The first token of each of ``_BLOCK`` windows in their order."""
+        """Offsets of the windows number ``block * _BLOCK`` and following in the order of an epoch."""
         order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
-        full = order < self._full  # the last window may not be
+        full = order < self._full  # the last window may not be full
         order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
         return (order * self._seq_len).tolist()
 
 
 class _File:
-    """An open file, closed when nothing refers to it."""
+    """An open file, which is closed with its last reference."""
 
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY)
@@ -233,7 +240,7 @@ class _File:
 
 
 def verify(folder: Path, label: str) -> Manifest:
-    """Read every byte; DataError names the first file whose hash is not that of the manifest."""
+    """Hash all files; DataError names the first file whose hash differs from the manifest."""
     manifest = Manifest.read(folder / MANIFEST, label)
     for shard in manifest.shards:
         if damaged := damaged_file(folder, shard):
@@ -245,7 +252,7 @@ def verify(folder: Path, label: str) -> Manifest:
 
 
 def damaged_file(folder: Path, shard: Shard) -> str | None:
-    """Name of a file of ``shard`` that is missing or has another hash; None if all is well."""
+    """Name of a file of ``shard`` that is missing or has another hash; None if there is none."""
     for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
         path = folder / f"{shard.name}.{suffix}"
         if not path.exists() or with_retries(functools.partial(hash_of, path), path) != expected:

@@ -1,4 +1,4 @@
-"""Local files of text: found, converted once into one column of text, and read in any order."""
+"""Local text files with random access to documents: plain text in place, other formats by a converted copy."""
 
 import fcntl
 import itertools
@@ -15,9 +15,8 @@ import datasets
 import pyarrow
 import xxhash
 
-from torchtrain.datasets.copies import Record, copies_folder
-from torchtrain.datasets.find_files import find_files
-from torchtrain.datasets.formats import (
+from torchtrain.datasets.conversion_cache import Record, copies_folder
+from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
     PIECE_BYTES,
@@ -25,12 +24,13 @@ from torchtrain.datasets.formats import (
     OnMalformed,
     decode_piece,
     documents,
+    find_cut,
     ignore,
     kind_of,
-    place_to_cut,
     require_utf8,
 )
-from torchtrain.datasets.text import LocalText, read_again
+from torchtrain.datasets.find_files import find_files
+from torchtrain.datasets.text_sources import LocalText, read_with_retries
 from torchtrain.errors import DataError
 from torchtrain.files import (
     BLOCK_BYTES,
@@ -43,11 +43,11 @@ from torchtrain.files import (
 )
 from torchtrain.logging import logger
 
-_CONVERSION = 2  # its version: raise it when the same files give other documents
-_ROWS = 1000  # that are converted at once
-_WHOLE_BYTES = 1 << 20  # up to this size all of a file identifies it
-_BLOCK_BYTES = 1 << 16  # else three blocks of it
-_PLAIN = {("txt", ""), ("md", "")}  # kinds that are read in place
+_CONVERSION = 2  # version of the conversion: increase it if the same files are converted to other documents
+_ROWS = 1000  # number of rows in a batch of a converted copy
+_WHOLE_BYTES = 1 << 20  # files up to this size are hashed in full for their identity
+_BLOCK_BYTES = 1 << 16  # of larger files, three blocks of this size are hashed
+_PLAIN = {("txt", ""), ("md", "")}  # kinds of files that are read in place
 _SKIP_HINT = ", or skip and count such files by skip_not_utf8 = true beside the path"
 
 
@@ -63,12 +63,12 @@ def open_files(
     """The documents of files, of all data files in folders, and of all files that match patterns.
 
     Args:
-        verify_bytes: files up to this size together, and a converted copy up to it, are hashed in full.
-        split: of a folder that ``DatasetDict.save_to_disk`` wrote.
+        verify_bytes: files up to this total size, and a converted copy up to this size, are hashed in full.
+        split: the split of a folder that ``DatasetDict.save_to_disk`` wrote.
         skip_not_utf8: skip files that are not UTF-8, and count them.
 
     Raises:
-        DataError: there are none, they are damaged, or have no column of text ``column``.
+        DataError: there are no such files, they are damaged, or they have no text column ``column``.
     """
     found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
     files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
@@ -79,12 +79,12 @@ def open_files(
 
 
 def open_standard_library() -> LocalText:
-    """The sources of Python's standard library."""
+    """The source code of the Python standard library."""
     return _text_files(standard_library_files(), "the Python standard library", math.inf)
 
 
 def standard_library_files() -> list[Path]:
-    """Python's own modules without their tests, which some systems leave out."""
+    """The modules of the standard library without their tests, which some systems do not install."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -94,7 +94,7 @@ def standard_library_files() -> list[Path]:
 
 
 def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: float, skip_not_utf8: bool) -> LocalText:
-    """The documents of ``files``, which the first process to come writes into the cache of ``datasets``."""
+    """The documents of ``files``, converted by the first process that needs them into the cache of ``datasets``."""
     stats = _stats(files)
     source, key = identity_and_key(files, verify_bytes, _CONVERSION, column, skip_not_utf8)
     path = copies_folder() / f"{key}.arrow"
@@ -107,7 +107,7 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
                 record = _intact_record(path, verify_bytes)  # another process may have written it
                 if record is None:
                     if path.exists():
-                        logger.warning("%s, the converted copy of %s, is damaged: it is converted again", path, label)
+                        logger.warning("%s, the converted copy of %s, is damaged and is converted again", path, label)
                     counts = _convert(files, column, label, path, stats, skip_not_utf8)
                     record = Record(source, path.stat().st_size, hash_of(path), **counts)
                     record.write(path)
@@ -133,13 +133,13 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
         raise DataError(f"{label} has no documents")
 
     def identity(whole: bool = False) -> str:
-        return identity_of(files, whole=True) if whole else source  # of what was converted, whatever is there by now
+        return identity_of(files, whole=True) if whole else source  # of the files at the time of their conversion
 
     return LocalText(dataset, label, identity, record.text_bytes)
 
 
 def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
-    """The record of a copy that is as it was written; None where it is to be written."""
+    """The record of ``copy``; None if the copy is missing or damaged."""
     record = Record.read(copy)
     return record if record is not None and record.fits(copy, verify_bytes) else None
 
@@ -147,32 +147,36 @@ def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
 def _convert(
     files: Sequence[Path], column: str, label: str, path: Path, stats: Sequence[Any], skip_not_utf8: bool
 ) -> dict[str, Any]:
-    """Write the documents of ``files`` to ``path``; returns what its record counts.
+    """Write the documents of ``files`` to ``path``.
 
-    Raises DataError where the files have not ``stats`` any more.
+    Returns:
+        The counts of its record.
+
+    Raises:
+        DataError: ``stats`` of the files have changed.
     """
     schema = pyarrow.schema({"text": pyarrow.large_string()})
-    malformed: list[str] = []  # the first
+    first_malformed = ""
     not_utf8: list[str] = []
     lines, text_bytes = 0, 0
 
-    def count(place: str) -> None:
-        nonlocal lines
+    def count(location: str) -> None:
+        nonlocal lines, first_malformed
         lines += 1
-        malformed.extend([place][: 1 - len(malformed)])
+        first_malformed = first_malformed or location
 
     def texts() -> Iterator[str | None]:
         for file in files:
             if skip_not_utf8 and not _is_utf8(file, column):
                 not_utf8.append(str(file))
             else:
-                yield from _documents_of(file, column, lambda place, file=file: count(f"{file}: {place}"))  # type: ignore[misc]
+                yield from _documents_of(file, column, lambda location, file=file: count(f"{file}: {location}"))  # type: ignore[misc]
 
     with atomic_write(path, flush=True) as output:
         with pyarrow.ipc.new_stream(output, schema) as writer:
             source = texts()
             while rows := list(itertools.islice(source, _ROWS)):
-                # A lone surrogate, which JSON can spell, has no UTF-8: tokenizers replace it in the same way.
+                # A lone surrogate, which JSON can contain, has no UTF-8 encoding: tokenizers also replace it by "?".
                 encoded = [row if row is None else row.encode("utf-8", "replace") for row in rows]
                 text_bytes += sum(len(row) for row in encoded if row is not None)
                 writer.write_batch(pyarrow.record_batch([pyarrow.array(encoded, schema.types[0])], schema))
@@ -181,7 +185,7 @@ def _convert(
     return {
         "text_bytes": text_bytes,
         "malformed": lines,
-        "first_malformed": "".join(malformed),
+        "first_malformed": first_malformed,
         "not_utf8": tuple(not_utf8),
     }
 
@@ -195,7 +199,7 @@ def _is_utf8(file: Path, column: str) -> bool:
 
 
 def _documents_of(file: Path, column: str, on_malformed: OnMalformed = ignore) -> Iterator[str | None]:
-    """The documents of a file. Every error names the file and the place in it."""
+    """The documents of a file. Errors name the file and the location in it."""
     count = 0
     try:
         with file.open("rb") as raw:
@@ -215,9 +219,10 @@ def _documents_of(file: Path, column: str, on_malformed: OnMalformed = ignore) -
 
 
 def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> str:
-    """Number and size of ``files``, and a hash of their names, sizes and content: of a file above 1 MiB of three
-    blocks, unless ``whole``. Where that leaves something out, and the files have up to ``verify_bytes`` together, a
-    second hash is of all content.
+    """Number, total size and hash of ``files``, independent of their folder.
+
+    The hash is of names, sizes and content; of a file above 1 MiB, of three blocks only, unless ``whole``. If some
+    content is not hashed, and the total size is at most ``verify_bytes``, a second hash of all content is added.
     """
     sizes, digest = _digest_of(files, whole)
     text = f"{len(files)} file(s) of {sum(sizes):,} bytes, hash {digest}"
@@ -229,21 +234,21 @@ def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole:
 def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[str, str]:
     """The identity of ``files``, and a name for their copy that is converted with ``options``.
 
-    The name depends on the content; and, since that is not hashed in full above ``verify_bytes``, also on the times of
-    the files, among them that of the last change of the inode, which cannot be set.
+    The name depends on the content. Since content above ``verify_bytes`` is not hashed in full, it also depends on the
+    times of the files, among them the change time of the inode, which users cannot set.
     """
     identity = identity_of(files, verify_bytes)
     return identity, xxhash.xxh3_128_hexdigest(repr((options, identity, _stats(files))).encode())
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
-    """Path, size, and times in nanoseconds of the last change of each file's content and of its inode."""
+    """Of each file: path, size, modification time and inode change time, both in nanoseconds."""
     stats = [(str(file.absolute()), file.stat()) for file in files]
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
 
 
 def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
-    """Size of each of ``files``, and a hash of all, as in ``identity_of``."""
+    """Size of each of ``files``, and the hash of all as in ``identity_of``."""
     digest, sizes = xxhash.xxh3_128(), []
     for path in files:
         size, digest = with_retries(partial(_with_file, digest, path, whole), path)
@@ -252,7 +257,7 @@ def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
 
 
 def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
-    """Size of a file, and the digest ``before`` with what ``identity_of`` takes of it."""
+    """Size of a file, and a copy of the digest ``before`` that is updated with the file as in ``identity_of``."""
     digest = before.copy()
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
@@ -269,7 +274,7 @@ def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, x
 
 
 def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
-    """Whether a file is not to be skipped; DataError where it cannot be opened, or has the wrong encoding."""
+    """Whether to read a file; DataError if it cannot be opened, or is not UTF-8 and may not be skipped."""
     try:
         with file.open("rb") as content:
             head = content.read(HEAD_BYTES)
@@ -293,7 +298,7 @@ def _log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None
 
 
 def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
-    """The documents of ``files``, each read when it is asked for."""
+    """The documents of plain text ``files``, which are read on demand."""
     rows: dict[str, list[Any]] = {"path": [], "start": [], "stop": []}
     for file in files:
         size = file.stat().st_size
@@ -310,17 +315,18 @@ def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> Local
 
 
 def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
-    return {"text": [_read_piece(Path(os.fsdecode(path)), *place) for path, *place in zip(*rows.values(), strict=True)]}
+    pieces = zip(rows["path"], rows["start"], rows["stop"], strict=True)
+    return {"text": [_read_piece(Path(os.fsdecode(path)), start, stop) for path, start, stop in pieces]}
 
 
 def _read_piece(path: Path, start: int, stop: int) -> str | None:
     def read() -> tuple[bytes, int]:
         with path.open("rb") as file:
-            begin, end = _cut(file, start), _cut(file, stop)
+            begin, end = _start_of_piece(file, start), _start_of_piece(file, stop)
             file.seek(begin)
             return file.read(end - begin), begin
 
-    piece, begin = read_again(read, path)
+    piece, begin = read_with_retries(read, path)
     try:
         return decode_piece(piece, begin)
     except DataError as error:  # it is not UTF-8
@@ -328,8 +334,8 @@ def _read_piece(path: Path, start: int, stop: int) -> str | None:
         return None
 
 
-def _cut(file: BinaryIO, near: int) -> int:
-    """Where the piece that nominally begins at ``near`` begins."""
-    file.seek(near)
+def _start_of_piece(file: BinaryIO, offset: int) -> int:
+    """The first offset from ``offset`` on at which a piece may begin."""
+    file.seek(offset)
     block = file.read(PIECE_BYTES)
-    return near if near == 0 or not block else near + place_to_cut(block)
+    return offset if offset == 0 or not block else offset + find_cut(block)

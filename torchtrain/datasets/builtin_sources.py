@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig, SourcesConfig
-from torchtrain.datasets.files import open_files, open_standard_library
-from torchtrain.datasets.formats import kind_of
+from torchtrain.datasets.data_source import DataSource, SourceContext
+from torchtrain.datasets.file_formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
-from torchtrain.datasets.prepared import MANIFEST, UNFINISHED, PreparedTokens
-from torchtrain.datasets.source import DataSource, SourceContext
+from torchtrain.datasets.local_files import open_files, open_standard_library
+from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, TokenizedDataset
 from torchtrain.errors import DataError
 from torchtrain.files import names_in, with_retries
 from torchtrain.logging import logger
@@ -20,11 +20,11 @@ One = TypeVar("One", bound=SourceConfig)
 Several = TypeVar("Several", bound=SourcesConfig)
 
 
-def open_prepared(source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float) -> PreparedTokens | None:
-    """The folder that ``source`` names, if it holds prepared data."""
+def open_tokenized(source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float) -> TokenizedDataset | None:
+    """Open the folder ``source.path`` if it contains tokenized data; None if it does not."""
     label = f"{key}.path = {source.path!r}"
     if len(source.paths) == 1 and Path(source.paths[0], MANIFEST).exists():
-        opened = PreparedTokens(Path(source.paths[0]), tokenizer_hash, verify_bytes, label)
+        opened = TokenizedDataset(Path(source.paths[0]), tokenizer_hash, verify_bytes, label)
         if opened.skipped:
             logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
         return opened
@@ -32,17 +32,17 @@ def open_prepared(source: SourceConfig, key: str, tokenizer_hash: str, verify_by
         if (path / UNFINISHED).exists():
             raise DataError(f"{label}: {path} is only partly prepared; run torchtrain.prepare again to finish it")
         inner = [path / name for name in names_in(path) if not kind_of(name)[0]] if path.is_dir() else []
-        prepared = [str(folder) for folder in (path, *inner) if (folder / MANIFEST).exists()]
-        if prepared:
+        tokenized = [str(folder) for folder in (path, *inner) if (folder / MANIFEST).exists()]
+        if tokenized:
             raise DataError(
-                f"{label} holds prepared data in several folders ({', '.join(prepared)}); name each in a table "
+                f"{label} holds prepared data in several folders ({', '.join(tokenized)}); name each in a table "
                 "[[data.sources]] with its path and its weight"
             )
     return None
 
 
 def with_revisions(config: Several, saved: SourcesConfig | None, key: str) -> Several:
-    """``config`` with the revision of each dataset of the hub: its own, that in ``saved``, or else the newest."""
+    """``config`` with the revision of each hub dataset: that of the config, else that in ``saved``, else the newest."""
 
     def pin(source: One, key: str) -> One:
         if source.source_type != "hub" or source.revision:
@@ -61,7 +61,7 @@ def label_of(source: SourceConfig, key: str) -> str:
 
 
 class Files:
-    """data.type = "files": local files of text, or a folder that torchtrain.prepare wrote."""
+    """data.type = "files": local text files, or a folder that torchtrain.prepare wrote."""
 
     @staticmethod
     def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
@@ -71,8 +71,8 @@ class Files:
     def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
         first = Path(config.paths[0])
         tokenizer_hash = context.tokenizer.content_hash
-        prepared = partial(open_prepared, config, context.section, tokenizer_hash, context.verify_bytes)
-        opening = partial(
+        tokenized = partial(open_tokenized, config, context.section, tokenizer_hash, context.verify_bytes)
+        text = partial(
             open_files,
             config.paths,
             config.text_column,
@@ -81,7 +81,7 @@ class Files:
             split=config.split,
             skip_not_utf8=config.skip_not_utf8,
         )
-        return with_retries(prepared, first) or with_retries(opening, first)
+        return with_retries(tokenized, first) or with_retries(text, first)
 
 
 class HubDataset:
@@ -113,7 +113,7 @@ class StandardLibrary:
 
 
 def open_source(config: SourceConfig, context: SourceContext) -> DataSource:
-    """Open a source on this rank only, without the others."""
+    """Open a source on this rank only, without communication."""
     source_type = DATA_SOURCES[config.source_type]
     opened: DataSource = source_type.open(config, context, source_type.ask_once(config, context))
     return opened

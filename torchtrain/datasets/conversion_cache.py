@@ -1,4 +1,4 @@
-"""Converted copies of text, in a cache, each with a record beside it: what it was made from, and its hash."""
+"""Cache of converted copies of text files. A record beside each copy has the identity of its source and its hash."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,25 +12,25 @@ from torchtrain.files import MISSING, atomic_write, hash_of, read_file, with_ret
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a copy since it was written."""
+    """Metadata of a converted copy, written after the copy."""
 
     source: str
-    """The identity of what it was made from."""
+    """The identity of the files that were converted."""
     bytes: int
     hash: str
-    """Of the copy; "" where it was too large to be hashed."""
+    """XXH3-128 of the copy; "" if it was too large to be hashed."""
     text_bytes: int = 0
-    """Size of its documents, in UTF-8."""
+    """Total size of its documents in UTF-8."""
     malformed: int = 0
-    """Malformed lines of the source, which were skipped."""
+    """Number of malformed lines of the source that were skipped."""
     first_malformed: str = ""
-    """File and place of the first of them."""
+    """File and location of the first malformed line."""
     not_utf8: tuple[str, ...] = ()
     """Files of the source that were skipped because they are not UTF-8."""
 
     @staticmethod
     def read(copy: Path) -> "Record | None":
-        """The record beside ``copy``; None where there is none, or a damaged one."""
+        """The record beside ``copy``; None if it is missing or damaged."""
         try:
             content = json.loads(read_file(_beside(copy)))
             return Record(**{**content, "not_utf8": tuple(content["not_utf8"])})
@@ -42,7 +42,7 @@ class Record:
             file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def fits(self, copy: Path, verify_bytes: float) -> bool:
-        """Whether ``copy`` is as it was written: by its size, and up to ``verify_bytes`` by its hash."""
+        """Whether ``copy`` is intact: compares its size, and up to ``verify_bytes`` its hash."""
         try:
             if with_retries(copy.stat, copy).st_size != self.bytes:
                 return False
@@ -53,7 +53,7 @@ class Record:
 
 
 def copies_folder() -> Path:
-    """Where torchtrain keeps its copies."""
+    """The folder of the cache."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "torchtrain"
 
 

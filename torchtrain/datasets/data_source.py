@@ -31,11 +31,15 @@ class Stream(ABC):
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
     ) -> list[int]:
-        """Write the next tokens into each window; returns how many, fewer than fit only at the end of the data.
+        """Write the next tokens into each window.
 
         Args:
-            windows_drawn: for each window, how many the source has given to all rows of all ranks before it.
-            sizes: for each window, where to write how many bytes of text each token stands for.
+            windows: int64 arrays of shape (seq_len + 1,).
+            windows_drawn: for each window, how many the source has returned for all rows of all ranks before it.
+            sizes: for each window, an array for the number of bytes of text that each token stands for.
+
+        Returns:
+            The number of tokens written into each window; fewer than fit only at the end of the data.
 
         Raises:
             DataError: the whole source does not fill one window, although it is repeated.
@@ -45,15 +49,15 @@ class Stream(ABC):
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source is opened with, besides its config."""
+    """Arguments for opening a source, besides its config."""
 
     section: str
-    """Where its config is, such as "data" or "data.sources[1]": for messages."""
+    """The section of its config, such as "data" or "data.sources[1]", for messages."""
     tokenizer: Tokenizer
     readers: int = 1
     """Number of readers of streamed data."""
     verify_bytes: float = math.inf
-    """Size up to which data are hashed in full."""
+    """Data up to this size are hashed in full."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,13 @@ class StreamRequest:
     """Number of readers of streamed data; it divides the global batch size."""
     seed: int
     repeat: bool
-    """Read the source again, in another order, at its end."""
+    """At its end, read the source again in another order."""
 
 
 class DataSource(ABC):
-    """Data from which windows of tokens are read. It is opened in one thread and read in another.
+    """A source of windows of tokens. It is opened in one thread and read in another.
 
-    The windows of a row may depend on the config of the data, the seed and the row, and not on the number of ranks.
+    The windows of a row may depend on the config of the data, the seed and the row, but not on the number of ranks.
     """
 
     name: str
@@ -83,7 +87,7 @@ class DataSource(ABC):
 
     @classmethod
     def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
-        """Called on rank 0 only, before ``open``, to ask a server once for all ranks. The result is pickled."""
+        """Called on rank 0 only, before ``open``, to query a server once for all ranks. The result is pickled."""
         return None
 
     @classmethod
@@ -91,17 +95,17 @@ class DataSource(ABC):
         """Open a source on each rank. ``answer`` is the result of ``ask_once``.
 
         Raises:
-            DataError: the data are missing, or not what ``config`` says. All ranks raise an error of one rank.
+            DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.
         """
         return cls(config, context)  # type: ignore[call-arg]
 
     @abstractmethod
     def identity(self) -> str:
-        """A text that is the same for the same data only, wherever they are stored; without "; ".
+        """A text that identifies the content of the data, independent of where they are stored; without "; ".
 
-        Checkpoints contain it: a run does not resume with other data. All ranks must see the same.
+        It is stored in checkpoints: a run does not resume with other data. It must be the same on all ranks.
         """
 
     @abstractmethod
     def streams(self, request: StreamRequest) -> list[Stream]:
-        """A stream for each of ``request.rows``; rows may share a stream."""
+        """One stream for each of ``request.rows``; rows may share a stream."""
