@@ -1,7 +1,8 @@
 """Plot the curves of one or more runs: python scripts/plot.py RUN [RUN ...] -o curves.png
 
 RUN is a run's folder, or its metrics.jsonl. For steps that a restart repeated, the last value is plotted. A dashed line
-marks a restart, a cross a fault, each in the color of its run. Needs matplotlib: pip install -e '.[plot]'
+marks a restart, a cross a fault, each in the color of its run. The axis at the top shows the tokens of the first run.
+--x tokens plots over tokens instead, to compare runs with other batches. Needs matplotlib: pip install -e '.[plot]'
 """
 
 import argparse
@@ -16,9 +17,10 @@ import matplotlib as mpl
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 PANELS = (
     ("loss", "Loss (nats per token)"),
@@ -78,33 +80,59 @@ def read_run(path: Path) -> Run:
     return Run(file.parent.resolve().name, [by_step[step] for step in sorted(by_step)], restarts, faults)
 
 
-def draw(axes: Axes, run: Run, key: str, color: str) -> None:
+def tokens_after(run: Run, steps: Sequence[float]) -> list[float]:
+    """The tokens of ``run`` up to each of ``steps``, interpolated between its lines."""
+    known = [(0, 0), *((line["step"], line["tokens"]) for line in run.lines if isinstance(line.get("tokens"), int))]
+    return [float(tokens) for tokens in np.interp(steps, *zip(*known, strict=True))]
+
+
+def draw(axes: Axes, run: Run, key: str, color: str, over: str) -> None:
     points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
     steps, values = [step for step, _ in points], [value for _, value in points]
-    axes.plot(steps, values, color=color, linewidth=1.6, label=run.name, marker="." if len(points) == 1 else "")
-    for step in run.restarts:
-        axes.axvline(step, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+
+    def positions(steps: Sequence[float]) -> Sequence[float]:
+        return tokens_after(run, steps) if over == "tokens" else steps
+
+    marker = "." if len(points) == 1 else ""
+    axes.plot(positions(steps), values, color=color, linewidth=1.6, label=run.name, marker=marker)
+    for x in positions(run.restarts):
+        axes.axvline(x, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     for step, _ in run.faults if points else ():
         nearest = min(points, key=lambda point: abs(point[0] - step))
-        axes.plot(step, nearest[1], color=color, marker="X", markersize=8, markeredgecolor="white", linestyle="")
+        (x,) = positions([step])
+        axes.plot(x, nearest[1], color=color, marker="X", markersize=8, markeredgecolor="white", linestyle="")
 
 
-def plot(runs: Sequence[Run], output: Path) -> Figure:
-    """Write the picture, in the format of the name's ending; also returns it."""
+def add_token_axis(axes: Axes, run: Run) -> None:
+    """Label the top of ``axes``, which has steps, with the tokens of ``run``."""
+    top = axes.secondary_xaxis("top")
+    steps = [step for step in axes.get_xticks() if axes.get_xlim()[0] <= step <= axes.get_xlim()[1] and step >= 0]
+    top.set_xticks(steps, [EngFormatter(sep="").format_eng(tokens) for tokens in tokens_after(run, steps)])
+    top.tick_params(labelsize=8, colors="#555555", length=2)
+    top.set_xlabel("Tokens", fontsize=8, color="#555555")
+
+
+def plot(runs: Sequence[Run], output: Path, over: str = "step") -> Figure:
+    """Write the picture, in the format of the name's ending; also returns it. ``over``: "step" or "tokens"."""
     figure, grid = plt.subplots(2, 2, figsize=(12, 7.5), sharex=True, layout="constrained")
     for axes, (key, title) in zip(grid.flat, PANELS, strict=True):
         for run, color in zip(runs, (COLORS * len(runs))[: len(runs)], strict=True):
-            draw(axes, run, key, color)
-        axes.set_title(title, loc="left", fontsize=11)
+            draw(axes, run, key, color, over)
+        axes.set_title(title, loc="left", fontsize=11, pad=6)
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if over == "tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         if key in ("tokens_per_second", "memory_gib"):
             axes.margins(y=0.1)
             axes.set_ylim(bottom=0)
     for axes in grid[1]:
-        axes.set_xlabel("Step")
+        axes.set_xlabel("Step" if over == "step" else "Tokens")
+    if over == "step" and any("tokens" in line for line in runs[0].lines):
+        for axes in grid[0]:
+            add_token_axis(axes, runs[0])
     handles, names = grid[0, 0].get_legend_handles_labels()
     if any(run.restarts for run in runs):
         handles.append(plt.Line2D([], [], color="#555555", linewidth=1, linestyle=(0, (4, 3))))
@@ -121,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves.png"), help="default: curves.png")
+    parser.add_argument("--x", choices=("step", "tokens"), default="step", help="what to plot over; default: step")
     arguments = parser.parse_args(argv)
     formats = Figure().canvas.get_supported_filetypes()
     if arguments.output.suffix[1:].lower() not in formats:
@@ -128,8 +157,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not arguments.output.absolute().parent.is_dir():
         fail(f"--output {arguments.output}: its folder does not exist")
     runs = [read_run(path) for path in arguments.runs]
+    for run in runs if arguments.x == "tokens" else ():
+        if not any("tokens" in line for line in run.lines):
+            fail(f"--x tokens: {run.name} was trained by a version that did not write tokens; plot it over steps")
     try:
-        plot(runs, arguments.output)
+        plot(runs, arguments.output, arguments.x)
     except OSError as error:
         fail(f"--output {arguments.output} could not be written: {error.strerror}; free space, or name another file")
     print(f"wrote {arguments.output}")

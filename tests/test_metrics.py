@@ -36,6 +36,7 @@ def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsReco
         loss_group=dist.group.WORLD,
         gloo_group=dist.group.WORLD,
         tokens_per_step=100,
+        tokens_after=lambda step: 100 * step,
         flops_per_token=6,
         peak_flops=None,
         start_step=start_step,
@@ -95,9 +96,9 @@ def test_logged_metrics_are_reduced_over_ranks(gloo: GlooPool, tmp_path: Path) -
     assert first.pop("memory_gib") > 0
     expected = {"loss": 2.5, "loss_max": 4.0, "z_loss": 0.1, "grad_norm": 0.5, "lr": 1e-3, "step_seconds": 2.0}
     # 100 tokens on 2 ranks in 2 seconds; 6 FLOPs per token; a peak of 1000 FLOPs per second.
-    expected |= {"step": 1, "tokens_per_second": 25.0, "mfu": 0.15, "data_wait_fraction": 0.25}
+    expected |= {"step": 1, "tokens": 100, "tokens_per_second": 25.0, "mfu": 0.15, "data_wait_fraction": 0.25}
     assert first == pytest.approx(expected)
-    assert {key: last[key] for key in expected} == pytest.approx(expected | {"step": 3})
+    assert {key: last[key] for key in expected} == pytest.approx(expected | {"step": 3, "tokens": 300})
 
 
 def test_tensorboard_has_grouped_curves_the_config_and_faults(gloo: GlooPool, tmp_path: Path) -> None:
@@ -246,8 +247,8 @@ def test_peak_flops_are_not_those_of_a_gpu_whose_name_is_a_substring() -> None:
 
 def test_log_line_has_the_remaining_time() -> None:
     line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
-    line |= {"step": 10, "step_seconds": 2.0, "mfu": None}
-    assert "step  10/100" in format_line(line, 100, colour=False)
+    line |= {"step": 10, "tokens": 20480, "step_seconds": 2.0, "mfu": None}
+    assert "step  10/100  20.5K tokens" in format_line(line, 100, colour=False)
     assert format_line(line, 100, colour=False).endswith("3m00s left")
     assert "left" not in format_line({**line, "step": 100}, 100, colour=False)
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]

@@ -53,6 +53,21 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     script.plt.close(figure)
 
 
+def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    lines = [{**numbers(step, 8.0 - step), "tokens": 1000 * max(step, 2 * step - 2)} for step in range(1, 5)]
+    run = script.read_run(write_run(tmp_path / "ramp", lines))  # from step 3 on with twice the batch
+    figure = script.plot([run], tmp_path / "steps.png")
+    (top,) = figure.axes[0].child_axes
+    labels = {tick: label.get_text() for tick, label in zip(top.get_xticks(), top.get_xticklabels(), strict=True)}
+    assert (labels[2], labels[4]) == ("2k", "6k")
+    figure = script.plot([run], tmp_path / "tokens.png", "tokens")
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [1000, 2000, 4000, 6000]
+    script.plt.close("all")
+
+
 def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

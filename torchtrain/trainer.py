@@ -147,13 +147,15 @@ class Trainer:
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
         # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
+        tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.metrics = MetricsRecorder(
             config.metrics,
             folder,
             device=device,
             loss_group=mesh.loss.get_group(),
             gloo_group=self.gloo_group,
-            tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+            tokens_per_step=tokens_per_step,
+            tokens_after=tokens_per_step.__mul__,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             start_step=self.start_step,

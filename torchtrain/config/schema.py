@@ -46,6 +46,15 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 NO_URL = "be a local path; URLs are not supported: give a folder where the storage is mounted, or copy the files"
 LOCAL: Rule = (NO_URL, lambda value: not URL.match(value))
 LocalPath = Annotated[str, LOCAL]
+TOKENS = r"([0-9]+(?:\.[0-9]+)?)([KMBT]?|x)"
+"""A number of tokens, such as 500M or 20B, or of tokens for each parameter of the model, such as 20x."""
+TokenCount = Annotated[
+    str,
+    (
+        "be a number of tokens such as '500M' or '20B', or of tokens for each parameter such as '20x'",
+        lambda value: not value or bool(re.fullmatch(TOKENS, value) and float(value.rstrip("KMBTx")) > 0),
+    ),
+]
 
 
 def require_local(path: str, option: str) -> None:
@@ -102,6 +111,20 @@ class Section:
 
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
+
+
+def require_one(section: Any, in_tokens: str, other: str) -> None:
+    """Raise ``ConfigError`` if two options of ``section`` that stand for the same number are both set.
+
+    An option that has its default counts as not set.
+    """
+    tokens, value, name = getattr(section, in_tokens), getattr(section, other), section.section_name
+    defaults = {option.name: option.default for option in fields(section)}
+    require(
+        not tokens or value == defaults[other],
+        f"{name}.{in_tokens} = {tokens!r} and {name}.{other} = {value!r} exclude each other; set one of them (an empty "
+        f"string, --{name}.{in_tokens} '', unsets that of the config file)",
+    )
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -303,18 +326,30 @@ class MupConfig(Section, name="mup"):
 class LRSchedulerConfig(Section, name="lr_scheduler"):
     warmup_steps: CountOrZero = 200
     """Steps of linear warm-up of the learning rate; at most the whole schedule."""
+    warmup_tokens: TokenCount = ""
+    """The warm-up in tokens, such as "2B", in place of warmup_steps."""
     total_steps: Count | None = None
     """Total number of steps of the schedule; later steps have the minimum learning rate. None: training.steps. Set it
     if training.steps may be increased later."""
+    total_tokens: TokenCount = ""
+    """Length of the schedule in tokens, in place of total_steps."""
     decay_ratio: Fraction | None = None
     """Fraction of the schedule, at its end, that is allocated to the decay phase. Between warm-up and decay the
     learning rate is constant (WSD). None: the decay starts directly after the warm-up."""
+    decay_tokens: TokenCount = ""
+    """Length of the decay in tokens, in place of decay_ratio."""
     decay_type: Annotated[str, LR_SCHEDULES] = "cosine"
     """Shape of the decay, or a schedule that a module in job.import registers. constant: no decay, the peak learning
     rate after the warm-up."""
     min_lr_factor: Fraction = 0.0
     """Minimum learning rate, as a fraction of optimizer.lr. The decay reaches it one step after the end of the
     schedule, so that no step of the schedule has a learning rate of 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one(self, "warmup_tokens", "warmup_steps")
+        require_one(self, "total_tokens", "total_steps")
+        require_one(self, "decay_tokens", "decay_ratio")
 
 
 @dataclass(frozen=True)
@@ -328,6 +363,9 @@ class TrainingConfig(Section, name="training"):
     """Sequence length, in tokens."""
     steps: Count = 10000
     """Number of training steps, each of which is one optimizer step."""
+    tokens: TokenCount = ""
+    """Number of tokens to train on, in place of steps: such as "500M" or "20B", or "20x", 20 tokens for each parameter
+    of the model, embeddings included. It is rounded up to whole steps. Such numbers have the units K, M, B or T."""
     max_norm: Annotated[float, ("be above 0", lambda value: value > 0)] = 1.0
     """Maximum norm for gradient clipping: if the norm of the global gradient exceeds it, the gradient is scaled down to
     it."""
@@ -358,6 +396,10 @@ class TrainingConfig(Section, name="training"):
     """Use only deterministic kernels, so that a resumed run is bitwise identical on CUDA, too. Slower on CUDA."""
     gc_freq: Count = 50
     """Number of steps between runs of Python's garbage collector, which runs on all ranks at the same step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one(self, "tokens", "steps")
 
 
 @dataclass(frozen=True)
@@ -482,6 +524,8 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Compute the loss on held-out data. With several sources, for each source and for all of them together."""
     interval: Count = 500
     """Number of steps between validations. There is always one after the last step."""
+    interval_tokens: TokenCount = ""
+    """Number of tokens between validations, in place of interval."""
     steps: CountOrAuto = -1
     """Number of batches of each source. -1: the whole source, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
@@ -493,6 +537,7 @@ class ValidationConfig(SourcesConfig, name="validation"):
             not self.enable or bool(self.sources) or self.is_set,
             "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
         )
+        require_one(self, "interval_tokens", "interval")
         labels = [source.label for source in self.all]
         require(
             len(set(labels)) == len(labels),
@@ -598,6 +643,8 @@ class CheckpointConfig(Section, name="checkpoint"):
     """Save checkpoints, and resume from the latest."""
     interval: Count = 500
     """Checkpointing interval in steps. The last step is always saved."""
+    interval_tokens: TokenCount = ""
+    """Checkpointing interval in tokens, in place of interval."""
     interval_minutes: NotNegative = 30.0
     """Also save a checkpoint if this many minutes have passed since the end of the previous save, which bounds the work
     lost with slow steps. 0: save by steps only."""
@@ -629,6 +676,7 @@ class CheckpointConfig(Section, name="checkpoint"):
         super().__post_init__()
         given = self.enable or self.load_step == -1
         require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
+        require_one(self, "interval_tokens", "interval")
 
 
 @dataclass(frozen=True)

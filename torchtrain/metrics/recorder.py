@@ -11,7 +11,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from torchtrain.config.schema import MetricsConfig
+from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.stragglers import StragglerWatch
@@ -61,6 +62,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     loss_group: dist.ProcessGroup
     gloo_group: dist.ProcessGroup
     tokens_per_step: int  # tokens of the global batch
+    tokens_after: Callable[[int], int]  # the number of tokens of the run up to a step
     flops_per_token: int
     peak_flops: float | None  # of one device; None if unknown
     start_step: int
@@ -128,6 +130,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         mfu = None if self.peak_flops is None else tokens_per_second * self.flops_per_token / self.peak_flops
         line = {
             "step": step,
+            "tokens": self.tokens_after(step),
             "loss": total / tokens,
             "loss_max": loss_max,
             **({} if loss.z is None else {"z_loss": z_total / tokens}),
@@ -152,7 +155,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def record_validation(self, step: int, results: dict[str, float]) -> None:
         """Write validation results, whose names begin with ``validation_``."""
         if self.writers is not None:
-            self.writers.write({"step": step, **results})
+            self.writers.write({"step": step, "tokens": self.tokens_after(step), **results})
             words = [
                 f"{name.removeprefix('validation_').replace('_', ' ')} {value:,.4g}" for name, value in results.items()
             ]
@@ -175,6 +178,7 @@ def format_line(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
     """Metrics as a line of the log."""
     words = [
         ("36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
+        ("36", f"{format_tokens(line['tokens'])} tokens"),
         ("32", f"loss {line['loss']:.4f}"),
         ("33", f"grad norm {line['grad_norm']:.3f}"),
         ("0", f"lr {line['lr']:.2e}"),

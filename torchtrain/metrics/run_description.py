@@ -8,21 +8,25 @@ from pathlib import Path
 import torch
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.config.tokens import format_tokens
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import world_size
 from torchtrain.logging import logger
-from torchtrain.models.spec import DecoderConfig, build_model
+from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.parallelisms.attention_backend import attention_backend_name
 
 
 def describe(config: JobConfig, model: DecoderConfig, device: torch.device, degrees: ParallelDims) -> None:
     """Log model size, layout, dtypes and checkpoint settings. ``config``: the resolved config."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(model).parameters())
+    parameters = count_parameters(model)
     axes = [f"{axis} {degree}" for axis, degree in asdict(degrees).items() if degree > 1]
     ranks = f"{world_size()} rank(s) on {device.type}" + (f" ({' x '.join(axes)})" if axes else "")
     rows, dtype = config.training.global_batch_size, config.training.mixed_precision_param
-    logger.info(f"{parameters:,} parameters, vocabulary {model.vocab_size}; {ranks}; {rows} sequences a step")
+    tokens = config.training.steps * rows * config.training.seq_len
+    logger.info(
+        f"{parameters:,} parameters, vocabulary {model.vocab_size}; {ranks}; {rows} sequences a step, "
+        f"{config.training.steps} steps, {format_tokens(tokens)} tokens ({tokens / parameters:.3g} per parameter)"
+    )
     numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
     compiled = "compiled" if config.compile.enable else "not compiled"
     attention = attention_backend_name(

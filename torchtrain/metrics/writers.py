@@ -32,6 +32,7 @@ GROUPS = {
     "lr": "optimization/lr",
     "tokens_per_second": "throughput/tokens_per_second",
     "mfu": "throughput/mfu",
+    "tokens": "data/tokens",
     "step_seconds": "throughput/step_seconds",
     "memory_gib": "memory/peak_gib",
     "data_wait_fraction": "data/wait_fraction",

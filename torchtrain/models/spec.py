@@ -162,6 +162,12 @@ def build_model(config: DecoderConfig) -> Decoder:
     return model  # type: ignore[no-any-return]
 
 
+def count_parameters(config: DecoderConfig) -> int:
+    """Number of parameters of the model that ``config`` describes, a shared one once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(config).parameters())
+
+
 def matrix_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the weights of all linear layers by full name: those of the blocks, and ``output.weight``."""
     key: Any = config

@@ -1,11 +1,13 @@
 """Resolve the options that depend on the model and the number of ranks: each default becomes a number, once."""
 
 from dataclasses import replace
+from functools import partial
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.config.tokens import resolve_tokens
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.spec import DecoderConfig
+from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage, resolve_microbatches
 
 MOST_TOKENS = 2**25
@@ -15,8 +17,8 @@ MOST_TOKENS = 2**25
 def resolve_layout(config: JobConfig, model: DecoderConfig, world_size: int) -> tuple[JobConfig, ParallelDims]:
     """Return ``config`` with numbers in place of the defaults that depend on the layout, and its parallel dimensions.
 
-    These are the data-parallel shard degree, the global batch size, and with pipeline parallelism the microbatches and
-    the layers of each stage. A resolved config is returned as it is.
+    These are the data-parallel shard degree, the global batch size, the options in tokens, and with pipeline
+    parallelism the microbatches and the layers of each stage. A resolved config is returned as it is.
 
     Raises:
         ConfigError: the degrees do not multiply to ``world_size``, the batch cannot be divided, or the layers cannot.
@@ -36,7 +38,8 @@ def resolve_layout(config: JobConfig, model: DecoderConfig, world_size: int) -> 
         pipeline_parallel_microbatches=microbatches,
     )
     training = replace(config.training, global_batch_size=global_batch_size)
-    return replace(config, parallelism=parallelism, training=training), dims
+    config = replace(config, parallelism=parallelism, training=training)
+    return resolve_tokens(config, partial(count_parameters, model)), dims
 
 
 def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
