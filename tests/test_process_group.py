@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gl
 from torchtrain.distributed.process_group import init_process_group, set_timeout
 from torchtrain.environment import limit_error
 from torchtrain.errors import ConfigError
-from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS
+from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog
 from torchtrain.torch_internals import all_groups
 from torchtrain.trainer import Trainer
 
@@ -113,6 +114,24 @@ def timeouts_after_the_first_step() -> tuple[float, float]:
     return tuple(  # type: ignore[return-value]
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, longer)
     )
+
+
+def test_slow_first_step_of_any_cpu_rank_raises_the_timeout_of_all(gloo: GlooPool, tmp_path: Path) -> None:
+    (slow, configured, gpu), other_rank = gloo.run(2, watchdog_timeouts_after_a_slow_step_of_rank_0, tmp_path)
+    assert 3 * 0.4 <= slow < 60
+    assert (configured, gpu) == (60, 1)
+    assert other_rank == (slow, configured, gpu)
+
+
+def watchdog_timeouts_after_a_slow_step_of_rank_0(folder: Path) -> tuple[float, float, float]:
+    watchdog = Watchdog(folder, dist.get_rank(), 2, 100, doing=str)
+    with watchdog.watch("step 1"):
+        time.sleep(0.4 if dist.get_rank() == 0 else 0)
+    timeouts = []
+    for configured_seconds, device in ((1, "cpu"), (60, "cpu"), (1, "cuda")):
+        watchdog.set_timeout_after_first_step(configured_seconds, torch.device(device))
+        timeouts.append(watchdog.timeout_seconds)
+    return timeouts[0], timeouts[1], timeouts[2]
 
 
 def test_groups_of_a_new_trainer_have_the_init_timeout(gloo: GlooPool, tmp_path: Path) -> None:
