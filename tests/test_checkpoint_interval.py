@@ -20,6 +20,7 @@ from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, Job
 from torchtrain.fault_tolerance import nonfinite_guard
 from torchtrain.logging import logger
 from torchtrain.metrics import run_description
+from torchtrain.models.model_config import flavor_config
 
 BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
 
@@ -107,7 +108,7 @@ def test_minimal_config_saves_and_resumes(tmp_path: Path) -> None:
     )
     options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"))
     output = checked_command("torchtrain.train", *options).stderr
-    assert "GB are saved every 500 steps and 30 minutes after the last one, and after the last step" in output
+    assert "checkpoints  every 500 steps and 30 minutes, the newest 5 kept, " in output
     assert saved_steps(tmp_path / "run/checkpoint") == [2]
     assert "resumed from" in checked_command("torchtrain.train", *options, "--training.steps", "3").stderr
 
@@ -136,6 +137,5 @@ def test_too_little_disk_space_is_a_warning(
     for free, warns in ((400e9, True), (600e9, False)):
         caplog.clear()
         with patch.object(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
-            run_description._describe_checkpoints(config, 8_030_261_248)
-        assert "checkpoints of about 128.5 GB" in caplog.text
+            run_description.warn_about_checkpoints(config, flavor_config("llama3", "8B"))
         assert ("may need 513.9 GB: make room" in caplog.text) == warns

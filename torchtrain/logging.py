@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+import textwrap
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 logger = logging.getLogger("torchtrain")
@@ -52,3 +54,27 @@ class BestEffort(AbstractContextManager["BestEffort"]):
             logger.warning("%s: %s; training continues without it", self.what, error)
         self.failing = True
         return True
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that the log is written to; None if it is written to a file or a pipe."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):  # no terminal, no file, or closed
+        return None
+
+
+def aligned(rows: Iterable[tuple[str, str]], width: int | None = None) -> str:
+    """Lines of labels and texts in two columns, indented by two spaces; texts are wrapped to ``width`` if it is given.
+
+    Of consecutive rows with the same label, only the first shows it.
+    """
+    rows = list(rows)
+    column = 2 + max(len(label) for label, _ in rows) + 2
+    lines, shown = [], ""
+    for label, text in rows:
+        room = max(20, width - column) if width else len(text) + 1
+        for part in textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False):
+            lines.append(f"{'' if label == shown else f'  {label}':{column}}{part}")
+            shown = label
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from torchtrain import __version__
 from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
@@ -15,6 +16,8 @@ from torchtrain.logging import logger
 def main(argv: Sequence[str]) -> int:
     """Run the trainer; returns the exit code of the process."""
     config = parse(argv, print_errors=is_first_rank())
+    # The import of PyTorch takes from three seconds to half a minute, on a busy machine or a slow file system.
+    logger.info("torchtrain %s, %s: importing PyTorch", __version__, config.job.config_file or "no config file")
     try:
         return train(config)
     except RuntimeError as error:

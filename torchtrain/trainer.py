@@ -52,7 +52,7 @@ from torchtrain.inference.trained_model import saved_config, with_longest_contex
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
-from torchtrain.metrics.run_description import describe
+from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
 from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
@@ -146,6 +146,10 @@ class Trainer:
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
+        self.description = describe_run(
+            config, self.model_config, device, dims, self.dataloader.sources, self.tokenizer, self.start_step
+        )
+
         # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
         tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.metrics = MetricsRecorder(
@@ -162,6 +166,7 @@ class Trainer:
             last_step=config.training.steps,
             config_toml=config_toml,
             run=self.checkpointer.lease.run,
+            description=self.description.record,
         )
         self.watchdog = Watchdog(
             folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
@@ -242,7 +247,8 @@ class Trainer:
         Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end.
         """
         self.write_config()
-        describe(self.config, self.model_config, self.device, self.parallel_dims)
+        self.description.log()
+        warn_about_checkpoints(self.config, self.model_config)
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):

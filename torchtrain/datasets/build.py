@@ -113,6 +113,7 @@ def build_dataloader(
         count_bytes=count_bytes,
         device=device,
         identity={option: "; ".join(identities), "model.tokenizer_path": tokenizer.identity},
+        sources=[source for source, _ in opened],
     )
     if group is not None:
         loader.connect(group)

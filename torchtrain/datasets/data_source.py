@@ -76,6 +76,17 @@ class StreamRequest:
     """At its end, read the source again in another order."""
 
 
+@dataclass(frozen=True)
+class SourceSize:
+    """The size of a source; None where it is not known."""
+
+    tokens: int | None = None
+    text_bytes: int | None = None
+    """Of the text, in UTF-8."""
+    is_estimate: bool = False
+    """Whether ``tokens`` is an estimate."""
+
+
 class DataSource(ABC):
     """A source of windows of tokens. It is opened in one thread and read in another.
 
@@ -109,3 +120,7 @@ class DataSource(ABC):
     @abstractmethod
     def streams(self, request: StreamRequest) -> list[Stream]:
         """One stream for each of ``request.rows``; rows may share a stream."""
+
+    def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
+        """The size of the source, for the log. It may read a little of the data."""
+        return SourceSize()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchtrain.datasets.data_source import Stream
+from torchtrain.datasets.data_source import DataSource, Stream
 from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DataError
 from torchtrain.models.loss import IGNORE_INDEX
@@ -61,6 +61,8 @@ class DataLoader(Iterator[Batch]):
     count_bytes: bool = False
     identity: Mapping[str, str] = field(default_factory=dict)
     """For each option that names data or the tokenizer, a text that identifies their content."""
+    sources: Sequence[DataSource] = ()
+    """The sources of ``streams``."""
 
     def __post_init__(self) -> None:
         self._step = 0

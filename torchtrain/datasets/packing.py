@@ -10,11 +10,15 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torchtrain.datasets.data_source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
+from torchtrain.datasets.data_source import Bytes, DataSource, SourceSize, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.logging import logger
+
+# Of these, the number of tokens of a source is estimated.
+SAMPLED_DOCUMENTS = 16
+SAMPLED_CHARACTERS = 2000
 
 
 def text_bytes(text: str) -> int:
@@ -97,6 +101,16 @@ class DocumentSource(TextSource):
     def full_identity(self) -> str:
         """``identity``, with a hash of all data regardless of their size."""
         return self.identity()
+
+    def size(self, tokenizer: Tokenizer) -> SourceSize:
+        """The number of tokens is estimated from the beginnings of a few documents."""
+        if self.text_bytes is None:
+            return SourceSize()
+        numbers = sorted({int(number) for number in np.linspace(0, self.parts - 1, SAMPLED_DOCUMENTS)})
+        texts = [(self.document(number) or "")[:SAMPLED_CHARACTERS] for number in numbers]
+        tokens, size = sum(len(tokenizer.encode(text)) for text in texts), sum(map(text_bytes, texts))
+        estimate = round(self.text_bytes * tokens / size) if size else None
+        return SourceSize(estimate, self.text_bytes, is_estimate=True)
 
 
 def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -> Bytes:

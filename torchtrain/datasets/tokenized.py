@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from torchtrain.datasets.data_source import Bytes, DataSource, State, Stream, StreamRequest, Tokens
+from torchtrain.datasets.data_source import Bytes, DataSource, SourceSize, State, Stream, StreamRequest, Tokens
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -127,6 +127,9 @@ class TokenizedDataset(DataSource):
         """Number and hash of all tokens."""
         hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
         return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
+
+    def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
+        return SourceSize(len(self), sum(shard.bytes for shard in self._manifest.shards))
 
     def streams(self, request: StreamRequest) -> list[Stream]:
         stream = TokenWindowStream(self, request.tokenizer, request.seq_len, request.seed, request.repeat)

@@ -11,9 +11,9 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     last_step: int
     config_toml: str
     run: str  # id of the run
+    description: Mapping[str, Any] = field(default_factory=dict)  # for the event "start"
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
@@ -84,7 +85,12 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if dist.get_rank() == 0:
             self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run)
             with BestEffort("the first line of metrics.jsonl"):
-                started = {"run": self.run, "ranks": dist.get_world_size(), **device_info(self.device)}
+                started = {
+                    "run": self.run,
+                    "ranks": dist.get_world_size(),
+                    **device_info(self.device),
+                    **self.description,
+                }
                 self.record_event(self.start_step, "start", started)
         return self
 

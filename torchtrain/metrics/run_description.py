@@ -1,60 +1,238 @@
-"""Log the run configuration before the first step."""
+"""Describe a run before its first step: a banner in the log, and the same as a record in ``metrics.jsonl``."""
 
+import os
+import platform
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from torchtrain import __version__
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
+from torchtrain.datasets.data_source import DataSource, SourceSize
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.distributed.process_group import world_size
-from torchtrain.logging import logger
+from torchtrain.distributed.process_group import rank, world_size
+from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.models.spec import DecoderConfig, count_parameters
+from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import attention_backend_name
 
+MAX_SOURCE_ROWS = 2  # of the banner; the last one sums up the sources that are left
 
-def describe(config: JobConfig, model: DecoderConfig, device: torch.device, degrees: ParallelDims) -> None:
-    """Log model size, layout, dtypes and checkpoint settings. ``config``: the resolved config."""
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What is trained, on what, and how."""
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+    """Label and text of each line of the banner."""
+    record: dict[str, Any]
+    """The same as numbers and texts, for the event ``start`` in ``metrics.jsonl``."""
+
+    def log(self) -> None:
+        """Log the banner."""
+        logger.info("%s\n%s", self.title, aligned(self.rows, terminal_width()))
+
+
+def describe_run(
+    config: JobConfig,
+    model: DecoderConfig,
+    device: torch.device,
+    dims: ParallelDims,
+    sources: Sequence[DataSource],
+    tokenizer: Tokenizer,
+    start_step: int,
+) -> RunDescription:
+    """Describe the run with the resolved ``config``.
+
+    Args:
+        sources: those of ``config.data``. Only rank 0 asks them for their sizes.
+        start_step: the step from which the run resumes; 0 in a new run.
+    """
+    training = config.training
+    rows_per_step = training.global_batch_size
+    tokens_per_step = rows_per_step * training.seq_len
+    total = tokens_per_step * training.steps
     parameters = count_parameters(model)
-    axes = [f"{axis} {degree}" for axis, degree in asdict(degrees).items() if degree > 1]
-    ranks = f"{world_size()} rank(s) on {device.type}" + (f" ({' x '.join(axes)})" if axes else "")
-    rows, dtype = config.training.global_batch_size, config.training.mixed_precision_param
-    tokens = config.training.steps * rows * config.training.seq_len
-    logger.info(
-        f"{parameters:,} parameters, vocabulary {model.vocab_size}; {ranks}; {rows} sequences a step, "
-        f"{config.training.steps} steps, {format_tokens(tokens)} tokens ({tokens / parameters:.3g} per parameter)"
+    length = f"in {training.steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
+    layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
+    family = config.model.hf_folder or f"{model.family} {config.model.flavor}".strip()
+    data = describe_sources(config, sources, tokenizer, total)
+    rows = [
+        ("versions", f"torchtrain {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"),
+        ("devices", _devices(device, layout)),
+        (
+            "model",
+            f"{family}, {parameters:,} parameters, vocabulary {model.vocab_size:,}, seq_len {training.seq_len:,}",
+        ),
+        *(("data", text) for text in _source_rows(data)),
+        ("validation", _validation(config)),
+        ("batch", f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {length}"),
+        ("optimizer", _optimizer(config)),
+        ("schedule", _schedule(config)),
+        ("precision", _precision(config, model, device, dims)),
+        ("compile", _compile(config)),
+        ("checkpoints", _checkpoints(config, parameters)),
+        ("start", _start(config, start_step)),
+    ]
+    name = Path(config.job.dump_folder).name
+    title = f"run {name}: {config.job.config_file or 'no config file'}, outputs in {config.job.dump_folder}"
+    record = {
+        "config_file": config.job.config_file,
+        "parameters": parameters,
+        "vocab_size": model.vocab_size,
+        "seq_len": training.seq_len,
+        "tokens_per_step": tokens_per_step,
+        "steps": training.steps,
+        "layout": layout,
+        "sources": data,
+        "banner": [[label, text] for label, text in rows],
+    }
+    return RunDescription(title, rows, record)
+
+
+def describe_sources(
+    config: JobConfig, sources: Sequence[DataSource], tokenizer: Tokenizer, total_tokens: int
+) -> list[dict[str, Any]]:
+    """For each source its label, weight, size, and the epochs that the run reads of it; None where unknown."""
+    weights = [source.weight for source in config.data.all]
+    described = []
+    for source_config, source, weight in zip(config.data.all, sources, weights, strict=True):
+        size = SourceSize()
+        if rank() == 0:
+            with BestEffort(f"the size of {source.name}"):
+                size = source.size(tokenizer)
+        share = weight / sum(weights)
+        described.append(
+            {
+                "source": source_config.label or source_config.source_type,
+                "share": share,
+                "tokens": size.tokens,
+                "tokens_are_an_estimate": size.is_estimate,
+                "bytes": size.text_bytes,
+                "epochs": share * total_tokens / size.tokens if size.tokens else None,
+            }
+        )
+    return described
+
+
+def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per source, those with the largest weights first."""
+    rows = []
+    ordered = sorted(sources, key=lambda source: -source["share"])
+    shown = ordered if len(ordered) <= MAX_SOURCE_ROWS else ordered[: MAX_SOURCE_ROWS - 1]
+    for source in shown:
+        about = "about " if source["tokens_are_an_estimate"] else ""
+        words = [f"weight {source['share']:.3g}"] if len(sources) > 1 else []
+        words += [f"{source['bytes'] / 1e6:,.3g} MB"] if source["bytes"] else []
+        words += [f"{about}{format_tokens(source['tokens'])} tokens"] if source["tokens"] else []
+        words += ["size not known"] if not (source["bytes"] or source["tokens"]) else []
+        if source["epochs"]:
+            words.append(f"{source['epochs']:,.2f} epochs" if source["epochs"] >= 0.01 else "under 0.01 epochs")
+        rows.append(f"{source['source']}: {', '.join(words)}")
+    if len(shown) < len(ordered):
+        rest = ordered[len(shown) :]
+        rows.append(f"{len(rest)} more sources: weight {sum(source['share'] for source in rest):.3g}")
+    return rows
+
+
+def _devices(device: torch.device, layout: dict[str, int]) -> str:
+    ranks, local = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+    machines = f" on {-(-ranks // local)} machines" if ranks > local else ""
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.items())
+    return f"{name}, {ranks} rank{'s' * (ranks > 1)}{machines}{f': {axes}' if axes else ''}"
+
+
+def _validation(config: JobConfig) -> str:
+    options = config.validation
+    if not options.enable:
+        return "off (validation.enable)"
+    labels = ", ".join(source.label or source.source_type for source in options.all)
+    return f"{labels}, every {options.interval:,} steps and at the end"
+
+
+def _optimizer(config: JobConfig) -> str:
+    options = config.optimizer
+    ema = f", EMA with decay {config.ema.decay:g}" if config.ema.enable else ""
+    return (
+        f"{options.name}, learning rate {options.lr:g}, weight decay {options.weight_decay:g}, clipping at "
+        f"{config.training.max_norm:g}{ema}"
     )
-    numbers = dtype if config.float8.recipe == "none" else f"{dtype} and float8 ({config.float8.recipe})"
-    compiled = "compiled" if config.compile.enable else "not compiled"
+
+
+def _schedule(config: JobConfig) -> str:
+    options = config.lr_scheduler
+    phases = LRSchedule(options, config.optimizer.lr, config.training.steps).phases
+    warmup = f"warm-up of {phases.warmup:,} steps, then " if phases.warmup else ""
+    if options.decay_type == "constant" or not phases.decay:
+        return f"{warmup}constant"
+    stable = phases.total - phases.warmup - phases.decay
+    constant = f"constant for {stable:,} steps, then " if stable else ""
+    last = f"{config.optimizer.lr * phases.min_lr_factor:g}"
+    return f"{warmup}{constant}{options.decay_type} to {last} after step {phases.total:,}"
+
+
+def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, dims: ParallelDims) -> str:
+    dtype = config.training.mixed_precision_param
+    float8 = "" if config.float8.recipe == "none" else f" and float8 ({config.float8.recipe})"
+    exact = ", exact sums" if config.training.sums == "exact" else ""
     attention = attention_backend_name(
         config.training.attention_backend,
         model,
         getattr(torch, dtype),
         device,
         documents=config.data.document_mask,
-        split=degrees.context > 1,
+        split=dims.context > 1,
     )
-    logger.info(f"{numbers}, {compiled}; attention: {attention}")
-    _describe_checkpoints(config, parameters)
+    return f"{dtype}{float8}{exact}; attention: {attention}"
 
 
-def _describe_checkpoints(config: JobConfig, parameters: int) -> None:
-    """Log when checkpoints are saved; warn if they are disabled, or if the disk has too little free space."""
+def _compile(config: JobConfig) -> str:
+    mode = config.activation_checkpoint.mode
+    return f"{'on' if config.compile.enable else 'off'}; activation checkpointing: {mode}"
+
+
+def _checkpoint_size(config: JobConfig, parameters: int) -> int:
+    """Bytes of a checkpoint."""
+    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # Muon has one of a matrix: less than that
+    return parameters * (4 + moments + 4 * config.ema.enable)
+
+
+def _checkpoints(config: JobConfig, parameters: int) -> str:
+    options = config.checkpoint
+    if not options.enable:
+        return "off (checkpoint.enable): the run cannot be resumed"
+    minutes = f" and {options.interval_minutes:g} minutes" if options.interval_minutes else ""
+    kept = f"the newest {options.keep_latest_k} kept" if options.keep_latest_k else "all kept"
+    return (
+        f"every {options.interval:,} steps{minutes}, {kept}, {_checkpoint_size(config, parameters) / 1e9:.3g} GB each"
+    )
+
+
+def _start(config: JobConfig, start_step: int) -> str:
+    if start_step:
+        return f"resumes from {config.job.dump_folder}/checkpoint/step-{start_step}"
+    if config.checkpoint.initial_load_path:
+        return f"new run, weights of {config.checkpoint.initial_load_path}"
+    return f"new run, initial weights of seed {config.training.seed}"
+
+
+def warn_about_checkpoints(config: JobConfig, model: DecoderConfig) -> None:
+    """Warn if no checkpoints are saved, or if the disk has too little room for them."""
     options, folder = config.checkpoint, Path(config.job.dump_folder)
     if not options.enable:
         logger.warning("checkpoint.enable = false: this run saves no checkpoints, and cannot be resumed")
         return
-    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # bytes; Muon has fewer
-    size = parameters * (4 + moments + 4 * config.ema.enable)
-    when = f"every {options.interval} steps"
-    if options.interval_minutes:
-        when += f" and {options.interval_minutes:g} minutes after the last one"
-    kept = f"the newest {options.keep_latest_k} are kept" if options.keep_latest_k else "all are kept"
-    logger.info(f"checkpoints of about {size / 1e9:,.1f} GB are saved {when}, and after the last step; {kept}")
     with suppress(OSError):
+        size = _checkpoint_size(config, count_parameters(model))
         free, needed = shutil.disk_usage(folder).free, size * (options.keep_latest_k + 1)
         if free < needed:
             logger.warning(

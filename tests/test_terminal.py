@@ -1,0 +1,136 @@
+"""What a run shows in a terminal of 80 and of 120 columns, and in a log file."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forked_run import finish, read_metrics
+from terminal import Terminal
+
+from torchtrain import __version__
+from torchtrain.config.schema import DataConfig, JobConfig, LRSchedulerConfig, SourceConfig
+from torchtrain.datasets.data_source import SourceSize
+from torchtrain.logging import aligned
+from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
+
+LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
+LABELS += ["compile", "checkpoints", "start"]
+PREPARE_IMPORTS = """
+import sys
+from torchtrain import train
+def imported(config): print("torch" in sys.modules, config.job.dump_folder); return 0
+train.train = imported
+train.main(["--job.config_file", "train_configs/debug_model.toml"])
+"""
+
+
+def banner(screen: str) -> list[str]:
+    """The lines of the last banner, its title first."""
+    lines = screen.splitlines()
+    first = max(number for number, line in enumerate(lines) if " run " in line and "outputs in" in line)
+    last = next(number for number in range(first + 1, len(lines)) if not lines[number].startswith("  "))
+    return lines[first:last]
+
+
+def show(folder: Path, columns: int | None, *options: str, ranks: int = 1) -> str:
+    """Train; returns what a terminal of ``columns`` shows, or what a log file contains."""
+    if columns is None:
+        return finish(folder, *options, ranks=ranks)
+    terminal = Terminal(columns)
+    finish(folder, *options, ranks=ranks, hook=terminal.hook)
+    return terminal.close()
+
+
+@pytest.mark.parametrize("columns", [80, 120, None])
+def test_screen_of_a_new_run_and_of_a_resumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    monkeypatch.chdir(tmp_path)  # short paths, as a user's
+    for steps, start in ((2, "new run, initial weights of seed 0"), (4, "resumes from run/checkpoint/step-2")):
+        options = ("--training.steps", str(steps), "--metrics.log_freq", "2")
+        screen = show(Path("run"), columns, *options)
+        lines = banner(screen)
+        assert len(lines) <= 15, screen
+        assert lines[0].endswith("run run: run/test.toml, outputs in run")
+        assert [line[:15].strip() for line in lines[1:] if line[:15].strip()] == LABELS
+        assert all(line[14] == " " and line[15] != " " for line in lines[1:]), "texts are aligned"
+        assert lines[-1] == f"  start        {start}"
+        if columns is not None:
+            assert max(map(len, lines)) <= columns
+        # PyTorch is imported, the ranks connect and data are opened between these two lines.
+        assert f"torchtrain {__version__}, run/test.toml: importing PyTorch" in screen.splitlines()[0]
+    starts = [line for line in read_metrics(Path("run")) if line.get("event") == "start"]
+    assert [line["step"] for line in starts] == [0, 2]
+    assert starts[0]["tokens_per_step"] == 4 * 32
+    assert starts[0]["parameters"] == 2 * 4096 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32 + 3 * 16
+    (source,) = starts[1]["sources"]
+    assert source["epochs"] == pytest.approx(4 * 128 / source["tokens"])
+    assert source["share"] == 1
+
+
+def test_screen_of_two_ranks_is_the_same_in_a_log_file(tmp_path: Path) -> None:
+    screen = show(tmp_path, None, "--training.steps", "1", "--data.path", "README.md", "docs", ranks=2)
+    lines = banner(screen)
+    assert len(lines) <= 15
+    assert "  devices      cpu (" in screen
+    assert "2 ranks: shard 2" in screen
+    assert "  batch        4 sequences, 128 tokens; in 1 steps 128, 0.00096 per parameter" in screen
+    assert "  data         README: " in screen
+    assert sum("importing PyTorch" in line for line in screen.splitlines()) == 1, "rank 0 alone logs"
+
+
+def test_first_line_is_logged_before_torch_is_imported() -> None:
+    found = subprocess.run([sys.executable, "-c", PREPARE_IMPORTS], capture_output=True, text=True, check=True)
+    assert found.stdout == "False outputs/debug_model\n"
+    assert f"torchtrain {__version__}, train_configs/debug_model.toml: importing PyTorch" in found.stderr
+
+
+@dataclass
+class Sized:
+    """A data source that knows its size."""
+
+    found: SourceSize
+    name: str = "sized"
+
+    def size(self, tokenizer: object) -> SourceSize:  # noqa: ARG002
+        return self.found
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sources_have_their_weight_size_and_epochs() -> None:
+    """The epochs of a source: the tokens that the run reads from it, by its weight, over those that it has."""
+    weights = {"books": 1.0, "web": 3.0, "code": 1.0}
+    config = JobConfig(data=DataConfig(sources=tuple(SourceConfig(path=p, weight=w) for p, w in weights.items())))
+    sizes = [SourceSize(1000, 5000), SourceSize(4_100_000, 12_000_000, is_estimate=True), SourceSize()]
+    found = describe_sources(config, [Sized(size) for size in sizes], None, 10_000)  # type: ignore
+    assert [source["epochs"] for source in found] == [2.0, pytest.approx(6000 / 4_100_000), None]
+    assert _source_rows(found[:2]) == [
+        "web: weight 0.6, 12 MB, about 4.1M tokens, under 0.01 epochs",
+        "books: weight 0.2, 0.005 MB, 1K tokens, 2.00 epochs",
+    ]
+    assert _source_rows(found)[1:] == ["2 more sources: weight 0.4"]
+    assert _source_rows(found[2:]) == ["code: size not known"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"decay_type": "constant", "warmup_steps": 0}, "constant"),
+        ({"warmup_steps": 10}, "warm-up of 10 steps, then cosine to 0 after step 10,000"),
+        (
+            {"warmup_steps": 10, "decay_ratio": 0.25, "decay_type": "linear", "min_lr_factor": 0.1},
+            "warm-up of 10 steps, then constant for 7,490 steps, then linear to 3e-05 after step 10,000",
+        ),
+    ],
+)
+def test_schedule_is_described(options: dict[str, object], text: str) -> None:
+    assert _schedule(JobConfig(lr_scheduler=LRSchedulerConfig(**options))) == text  # type: ignore[arg-type]
+
+
+def test_long_texts_are_wrapped_below_themselves() -> None:
+    rows = [("a", "one two three four five six"), ("long", "x" * 40)]
+    wrapped = ["  a     one two three four", "        five six", f"  long  {'x' * 40}"]
+    assert aligned(rows, 30).splitlines() == wrapped
+    assert aligned(rows).splitlines() == ["  a     one two three four five six", f"  long  {'x' * 40}"]
