@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, TensorSavePlanner, flatten
@@ -54,7 +55,8 @@ class Benchmark:
     def manager(self, mode: str) -> CheckpointManager:
         config = CheckpointConfig(enable=True, interval=1, keep_latest_k=0, async_mode=mode)  # type: ignore[arg-type]
         folder = self.folder / mode
-        return CheckpointManager(config, folder, self.states, "", find_resume_point(config, folder, ""))
+        storage = LocalStorage(str(folder))
+        return CheckpointManager(config, storage, self.states, "", find_resume_point(config, storage, ""))
 
     def step(self) -> None:
         self.model(self.input).square().mean().backward()

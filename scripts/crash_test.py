@@ -44,7 +44,7 @@ from disk_faults import DiskFaults
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.format import read_manifest, verify
-from torchtrain.checkpoint.storage import saved_steps, step_folder
+from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
 from torchtrain.files import PARTIAL_SUFFIX
 
 RANKS = 2
@@ -375,7 +375,8 @@ def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:
         trial.rounds[name] += 1
         for step in saved_steps(trial.checkpoints):
             folder = step_folder(trial.checkpoints, step)
-            verify(folder, read_manifest(folder).files)
+            checkpoint = LocalCheckpoint(folder)
+            verify(checkpoint, read_manifest(checkpoint).files)
         print(f"{number}/{len(rounds)} {name}: newest step {trial.newest()}", flush=True)
     steps = trial.newest() + 4
     expect(trial.start(steps), [0] * RANKS)

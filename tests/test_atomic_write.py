@@ -16,7 +16,7 @@ from parity import TINY
 from rank_functions import export
 
 from torchtrain import files
-from torchtrain.checkpoint.format import HashingFileSystem
+from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.comparison.fingerprints import FILE, StepFingerprints
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.tokenize_dataset import prepare
@@ -57,8 +57,8 @@ def test_partial_file_is_not_written_through_a_link(
 
 def test_checkpoint_file_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to(secret)
-    with pytest.raises(FileExistsError), HashingFileSystem().create_stream(tmp_path / "__0_0.distcp", "wb"):
-        pass
+    with pytest.raises(FileExistsError):
+        LocalStagedCheckpoint(tmp_path / "step-1", tmp_path).create("__0_0.distcp")
     assert secret.read_text() == "of another user"
 
 

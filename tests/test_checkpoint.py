@@ -21,18 +21,19 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtrain import files
 from torchtrain.checkpoint import format as checkpoint_format
+from torchtrain.checkpoint import local_storage
 from torchtrain.checkpoint.format import (
-    MANIFEST,
     FileRecord,
     VerifiedReader,
     VerifiedWriter,
+    manifest_bytes,
     read_manifest,
-    write_manifest,
 )
+from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalStagedCheckpoint, LocalStorage, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import saved_steps
+from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
@@ -82,8 +83,9 @@ class Run:
             "optimizer": self.optimizer,
             "data": self.loader,
         }
-        start = find_resume_point(config, folder, config_toml)
-        self.manager = CheckpointManager(config, folder, states, config_toml, start)
+        storage = LocalStorage(str(folder))
+        start = find_resume_point(config, storage, config_toml)
+        self.manager = CheckpointManager(config, storage, states, config_toml, start)
 
     def train(self, first: int, last: int) -> "Run":
         for step in range(first, last + 1):
@@ -281,7 +283,7 @@ def test_run_id_is_kept_by_restarts_and_in_a_moved_folder(tmp_path: Path) -> Non
     first.train(1, 2)
     again = Run(tmp_path)
     again.train(3, 4)
-    runs = {read_manifest(tmp_path / f"checkpoint/step-{step}").run for step in (2, 4)}
+    runs = {read_manifest(LocalCheckpoint(tmp_path / f"checkpoint/step-{step}")).run for step in (2, 4)}
     assert len(runs) == 1
     (tmp_path / "checkpoint/generation.json").unlink()
     (tmp_path / "checkpoint").rename(tmp_path / "moved")
@@ -290,7 +292,7 @@ def test_run_id_is_kept_by_restarts_and_in_a_moved_folder(tmp_path: Path) -> Non
     moved = Run(tmp_path / "elsewhere")
     assert moved.manager.start.step == 4
     moved.train(5, 6)
-    assert {read_manifest(tmp_path / "elsewhere/checkpoint/step-6").run} == runs
+    assert {read_manifest(LocalCheckpoint(tmp_path / "elsewhere/checkpoint/step-6")).run} == runs
 
 
 def test_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
@@ -366,11 +368,11 @@ def test_of_two_simultaneous_starts_the_older_keeps_the_checkpoint_of_the_newer(
     assert older.manager.lease.generation == newest.manager.lease.generation
     retire = CheckpointManager._retire_newer_checkpoints
 
-    def retire_late(manager: CheckpointManager, step: int) -> None:
+    def retire_late(manager: CheckpointManager, step: int) -> bool:
         if manager is newest.manager:  # its files are written; the older run now saves the same step
             with pytest.raises(SupersededError):
                 older.train(1, 2)
-        retire(manager, step)
+        return retire(manager, step)
 
     monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", retire_late)
     newest.train(1, 2)
@@ -424,10 +426,10 @@ class Malicious:
 def replace_metadata(folder: Path, content: bytes) -> None:
     """Replace the metadata file and make the manifest agree, as an attacker could."""
     (folder / ".metadata").write_bytes(content)
-    before = read_manifest(folder)
+    before = read_manifest(LocalCheckpoint(folder))
     records = [record for record in before.files if record.name != ".metadata"]
     own = FileRecord(".metadata", len(content), xxhash.xxh3_128_hexdigest(content))
-    write_manifest(folder, replace(before, files=[*records, own]))
+    (folder / MANIFEST).write_bytes(manifest_bytes(replace(before, files=[*records, own])))
 
 
 def test_malicious_metadata_is_rejected_without_running_code(tmp_path: Path) -> None:
@@ -471,9 +473,10 @@ def test_tensors_of_all_layouts_and_dtypes_are_loaded(tmp_path: Path) -> None:
         "float64": torch.randn(2, 2, 2, dtype=torch.float64),
         "large": torch.randn(1000, 1000),
     }
-    save_tensors(tensors, tensors.__getitem__, VerifiedWriter(tmp_path / "step-1", ""), tmp_path / "step-1")
+    staged = LocalStagedCheckpoint(tmp_path / "step-1")
+    save_tensors(tensors, tensors.__getitem__, VerifiedWriter(staged, ""), staged.location)
     loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    load_tensors(loaded, VerifiedReader(tmp_path / "step-1"))
+    load_tensors(loaded, VerifiedReader(LocalCheckpoint(tmp_path / "step-1")))
     assert_bitwise_equal(loaded, tensors)
 
 
@@ -528,13 +531,14 @@ def test_checkpoint_is_renamed_after_all_its_files_are_flushed(tmp_path: Path, m
         status = os.fstat(descriptor)
         flushed.append((status.st_ino, status.st_size))
 
-    def recorded_retire(manager: CheckpointManager, step: int) -> None:
-        retire(manager, step)
-        (partial,) = manager.folder.glob("step-2.*")
+    def recorded_retire(manager: CheckpointManager, step: int) -> bool:
+        supersedes = retire(manager, step)
+        (partial,) = manager.storage.folder.glob("step-2.*")
         for path in (partial, *partial.iterdir()):
             assert (path.stat().st_ino, path.stat().st_size) in flushed, path
             files_at_rename.append(path.name)
         flushed.clear()
+        return supersedes
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(CheckpointManager, "_retire_newer_checkpoints", recorded_retire)
@@ -546,6 +550,7 @@ def test_checkpoint_is_renamed_after_all_its_files_are_flushed(tmp_path: Path, m
 
 def test_files_larger_than_a_block_are_hashed_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_format, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(local_storage, "BLOCK_BYTES", 7)
     monkeypatch.setattr(files, "BLOCK_BYTES", 7)
     run = Run(tmp_path).train(1, 2)
     resumed = Run(tmp_path, seed=1)
@@ -623,7 +628,7 @@ def test_files_on_another_node_are_an_error(tmp_path: Path, monkeypatch: pytest.
     finish = VerifiedWriter.finish
 
     def finish_without_a_file(writer: VerifiedWriter, metadata: Metadata, results: Any) -> None:
-        next(writer.partial.glob("*.distcp")).unlink()
+        next(writer.staged.partial.glob("*.distcp")).unlink()
         finish(writer, metadata, results)
 
     monkeypatch.setattr(VerifiedWriter, "finish", finish_without_a_file)
@@ -653,4 +658,4 @@ def test_ctrl_c_in_a_load_or_save_is_not_damage(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(VerifiedWriter, "write_data", interrupt)
     tensors = {"a": torch.ones(2)}
     with pytest.raises(KeyboardInterrupt):
-        save_tensors(tensors, tensors.__getitem__, VerifiedWriter(tmp_path / "b", ""), tmp_path / "b")
+        save_tensors(tensors, tensors.__getitem__, VerifiedWriter(LocalStagedCheckpoint(tmp_path / "b"), ""), "b")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, flatten
@@ -71,7 +72,10 @@ class Run:
             "optimizer": self.optimizer,
         }
         checkpoint = CheckpointConfig(enable=True, interval=3)
-        self.manager = CheckpointManager(checkpoint, folder, self.states, "", find_resume_point(checkpoint, folder, ""))
+        storage = LocalStorage(str(folder))
+        self.manager = CheckpointManager(
+            checkpoint, storage, self.states, "", find_resume_point(checkpoint, storage, "")
+        )
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
@@ -135,7 +139,8 @@ class Rows:
 
 def rows_manager(folder: Path, value: float) -> CheckpointManager:
     config = CheckpointConfig(enable=True, interval=1)
-    return CheckpointManager(config, folder, {"rows": Rows(value)}, "", find_resume_point(config, folder, ""))
+    storage = LocalStorage(str(folder))
+    return CheckpointManager(config, storage, {"rows": Rows(value)}, "", find_resume_point(config, storage, ""))
 
 
 def save_rows(folder: Path) -> None:

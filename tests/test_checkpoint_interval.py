@@ -14,8 +14,8 @@ from forked_command import checked_command
 from forked_run import finish, logged_losses, patched_loss, same_tensors, saved_tensors
 
 from torchtrain.checkpoint import manager
+from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
-from torchtrain.checkpoint.storage import saved_steps
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection
 from torchtrain.fault_tolerance import nonfinite_guard
 from torchtrain.logging import logger

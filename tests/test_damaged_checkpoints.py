@@ -19,7 +19,9 @@ import xxhash
 from test_checkpoint import Run, assert_bitwise_equal, only_file, replace_metadata
 
 from torchtrain import convert, generate
-from torchtrain.checkpoint.format import MANIFEST, FileRecord, _manifest_text, read_manifest, write_manifest
+from torchtrain.checkpoint.format import FileRecord, _manifest_text, manifest_bytes, read_manifest
+from torchtrain.checkpoint.local_storage import LocalCheckpoint
+from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.errors import CheckpointError
 from torchtrain.logging import logger
 
@@ -84,9 +86,11 @@ def write(name: str, content: bytes) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         (folder / name).write_bytes(content)
-        before = read_manifest(folder)
+        before = read_manifest(LocalCheckpoint(folder))
         own = FileRecord(name, len(content), xxhash.xxh3_128_hexdigest(content))
-        write_manifest(folder, replace(before, files=[own, *(file for file in before.files if file.name != name)]))
+        (folder / MANIFEST).write_bytes(
+            manifest_bytes(replace(before, files=[own, *(file for file in before.files if file.name != name)]))
+        )
 
     return change
 
@@ -151,11 +155,13 @@ def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         first.length = len(new)
         content = new + old[first.length - moved :]
         file.write_bytes(content)
-        before = read_manifest(folder)
+        before = read_manifest(LocalCheckpoint(folder))
         (record,) = (record for record in before.files if record.name == file.name)
         pieces = [(len(new), xxhash.xxh3_128_hexdigest(new)), *record.pieces[1:]]
         own = FileRecord(file.name, len(content), pieces=pieces)
-        write_manifest(folder, replace(before, files=[own, *(r for r in before.files if r.name != file.name)]))
+        (folder / MANIFEST).write_bytes(
+            manifest_bytes(replace(before, files=[own, *(r for r in before.files if r.name != file.name)]))
+        )
         replace_metadata(folder, pickle.dumps(metadata))
 
     return change

@@ -31,9 +31,9 @@ from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
 from torchtrain import convert, files, generate
+from torchtrain.checkpoint.local_storage import LocalStorage, saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
-from torchtrain.checkpoint.storage import saved_steps, step_folder
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
@@ -99,11 +99,11 @@ class Numbers:
 
 
 def make_manager(folder: Path, start: ResumePoint) -> CheckpointManager:
-    return CheckpointManager(CONFIG, folder / "checkpoint", {"state": Numbers()}, "", start)
+    return CheckpointManager(CONFIG, LocalStorage(str(folder / "checkpoint")), {"state": Numbers()}, "", start)
 
 
 def save_two_checkpoints(folder: Path) -> None:
-    manager = make_manager(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
+    manager = make_manager(folder, find_resume_point(CONFIG, LocalStorage(str(folder / "checkpoint")), ""))
     for step in (1, 2):
         manager.maybe_save(step, last=True)
     manager.close()
@@ -124,7 +124,7 @@ def use_short_retry_delays() -> None:
 @short_retry_delays()
 def resume(folder: Path) -> str:
     try:
-        manager = make_manager(folder, find_resume_point(CONFIG, folder / "checkpoint", ""))
+        manager = make_manager(folder, find_resume_point(CONFIG, LocalStorage(str(folder / "checkpoint")), ""))
     except StorageError as error:
         return f"{error.exit_code}: {error}"
     manager.states["state"].numbers.zero_()

@@ -24,7 +24,7 @@ from forked_command import start_command
 from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
 
 from torchtrain.checkpoint.format import read_manifest, verify
-from torchtrain.checkpoint.storage import saved_steps, step_folder
+from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import StoppedError
@@ -52,7 +52,7 @@ def assert_same_end(folder: Path, uninterrupted: Path) -> None:
 
 def assert_all_complete(folder: Path) -> None:
     for step in saved_steps(folder / "checkpoint"):
-        checkpoint = step_folder(folder / "checkpoint", step)
+        checkpoint = LocalCheckpoint(step_folder(folder / "checkpoint", step))
         verify(checkpoint, read_manifest(checkpoint).files)
 
 
@@ -122,29 +122,29 @@ def die_at(owner: Any, name: str) -> None:
 
 
 def die_in_data() -> None:
-    from torchtrain.checkpoint.format import HashingFileSystem
+    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 
-    original = HashingFileSystem.create_stream
+    original = LocalStagedCheckpoint.create
 
-    def dying(self: Any, path: Any, mode: str) -> Any:
-        if "step-6" in str(path) and "__1_0" in str(path):
-            Path(path).write_bytes(b"the beginning")
+    def dying(self: Any, name: str) -> Any:
+        if "step-6" in str(self.partial) and "__1_0" in name:
+            (self.partial / name).write_bytes(b"the beginning")
             die()
-        return original(self, path, mode)
+        return original(self, name)
 
-    HashingFileSystem.create_stream = dying  # type: ignore[method-assign]
+    LocalStagedCheckpoint.create = dying  # type: ignore[method-assign]
 
 
 def die_before_manifest() -> None:
-    from torchtrain.checkpoint import format
+    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 
-    die_at(format, "write_manifest")
+    die_at(LocalStagedCheckpoint, "commit")
 
 
 def die_before_rename() -> None:
-    from torchtrain.checkpoint import format
+    from torchtrain.checkpoint import local_storage
 
-    die_at(format, "fsync_folder")
+    die_at(local_storage, "fsync_folder")
 
 
 def test_signals_save_the_step_at_which_they_stop(tmp_path: Path, uninterrupted: Path) -> None:

@@ -32,11 +32,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_command
 from torchtrain import generate
-from torchtrain.checkpoint.format import MANIFEST
 from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
 from torchtrain.checkpoint.hf.conversion import Weights, convert
 from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_shape, files_by_size, write_hf_config
+from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file

@@ -13,6 +13,7 @@ from gloo_pool import GlooPool
 from parity import TINY, default_guard, global_mean, use_existing_process_group
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.config.schema import (
@@ -63,9 +64,9 @@ def train(config: JobConfig, shape: TransformerConfig) -> RankResult:
     with use_existing_process_group(shape):
         trainer = Trainer(config)
     if trainer.step:
-        folder = Path(config.job.dump_folder) / "loaded"
-        start = find_resume_point(config.checkpoint, folder, "")
-        with CheckpointManager(config.checkpoint, folder, trainer.checkpointer.states, "", start) as again:
+        storage = LocalStorage(f"{config.job.dump_folder}/loaded")
+        start = find_resume_point(config.checkpoint, storage, "")
+        with CheckpointManager(config.checkpoint, storage, trainer.checkpointer.states, "", start) as again:
             again.maybe_save(trainer.step, last=True)
     step = TrainStep(
         trainer.model,

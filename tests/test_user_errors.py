@@ -17,7 +17,9 @@ from forked_command import run_command
 from forked_run import ForkedRun
 
 from torchtrain import convert, generate, prepare, train
-from torchtrain.checkpoint.format import FileRecord, read_manifest, write_manifest
+from torchtrain.checkpoint.format import FileRecord, manifest_bytes, read_manifest
+from torchtrain.checkpoint.local_storage import LocalCheckpoint
+from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError
@@ -228,11 +230,11 @@ def test_checkpoint_with_an_option_value_that_is_no_longer_valid_is_loaded(train
     shutil.copytree(trained_run / "checkpoint/step-8", step)
     config = (step / "config.toml").read_text()
     (step / "config.toml").write_text(config.replace("eps = 1e-08\n", "eps = 0.0\n").replace("gc_freq", "old_freq"))
-    manifest = read_manifest(step)
+    manifest = read_manifest(LocalCheckpoint(step))
     content = (step / "config.toml").read_bytes()
     record = FileRecord("config.toml", len(content), xxhash.xxh3_128_hexdigest(content))
     files = [record if file.name == record.name else file for file in manifest.files]
-    write_manifest(step, replace(manifest, files=files))
+    (step / MANIFEST).write_bytes(manifest_bytes(replace(manifest, files=files)))
     with pytest.raises(ConfigError, match=r"optimizer\.eps = 0\.0 must be above 0"):
         from_file(str(step / "config.toml"))
     assert generate.main([str(step), "--prompt", "a", "--max_new_tokens", "2"]) == 0
@@ -284,8 +286,10 @@ def test_checkpoint_without_config_is_a_user_error(tmp_path: Path) -> None:
     run = ForkedRun(tmp_path, "--training.steps", "2", ranks=1)
     assert run.wait() == [0]
     step = tmp_path / "checkpoint/step-2"
-    manifest = read_manifest(step)
-    write_manifest(step, replace(manifest, files=[file for file in manifest.files if file.name != "config.toml"]))
+    manifest = read_manifest(LocalCheckpoint(step))
+    (step / MANIFEST).write_bytes(
+        manifest_bytes(replace(manifest, files=[file for file in manifest.files if file.name != "config.toml"]))
+    )
     (step / "config.toml").unlink()
     resumed = ForkedRun(tmp_path, "--training.steps", "4", ranks=1)
     assert resumed.wait() == [2]

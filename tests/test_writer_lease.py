@@ -18,7 +18,7 @@ import torch.distributed as dist
 from test_checkpoint import Run
 
 from torchtrain.checkpoint.format import read_manifest, verify
-from torchtrain.checkpoint.storage import saved_steps, step_folder
+from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
 from torchtrain.errors import CheckpointError, SupersededError
 
 OPERATIONS = {"os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
@@ -91,7 +91,7 @@ def verify_checkpoints(folder: Path) -> list[int]:
     """Verify all complete checkpoints; return their steps."""
     steps = saved_steps(folder / "checkpoint")
     for step in steps:
-        checkpoint = step_folder(folder / "checkpoint", step)
+        checkpoint = LocalCheckpoint(step_folder(folder / "checkpoint", step))
         verify(checkpoint, read_manifest(checkpoint).files)
     return steps
 
@@ -289,10 +289,11 @@ def test_commit_fails_if_its_files_were_removed(tmp_path: Path, monkeypatch: pyt
     run = wait_for_saves(Run(tmp_path, **OPTIONS).train(1, 4))
     retire_newer = run.manager._retire_newer_checkpoints
 
-    def remove_files_and_retire(step: int) -> None:
-        retire_newer(step)
+    def remove_files_and_retire(step: int) -> bool:
+        supersedes = retire_newer(step)
         for file in (tmp_path / "checkpoint").glob("step-6.*.partial/*.distcp"):
             file.unlink()
+        return supersedes
 
     monkeypatch.setattr(run.manager, "_retire_newer_checkpoints", remove_files_and_retire)
     wait_for_saves(run.train(5, 6))

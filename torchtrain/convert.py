@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     # Imported here, so that --help does not import torch.
     from torchtrain.checkpoint.hf.conversion import convert
 
-    source, target = Path(options.source), Path(options.target)
-    convert(source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
+    target = Path(options.target)
+    convert(options.source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
     return 0
 
 

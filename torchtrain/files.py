@@ -39,7 +39,7 @@ PAUSES_SECONDS = (0.25, 1.0, 2.0)
 BLOCK_BYTES = 16 * 2**20  # size of the blocks in which large files are read, hashed and written
 
 
-def with_retries(read: Callable[[], T], path: Path, pauses_seconds: Sequence[float] = PAUSES_SECONDS) -> T:
+def with_retries(read: Callable[[], T], path: Path | str, pauses_seconds: Sequence[float] = PAUSES_SECONDS) -> T:
     """Call ``read()``, which reads ``path``, and retry it after each of the pauses if the file system fails.
 
     Raises:
@@ -59,7 +59,7 @@ def with_retries(read: Callable[[], T], path: Path, pauses_seconds: Sequence[flo
     raise AssertionError
 
 
-def unreadable(path: Path, error: OSError, attempts: int = len(PAUSES_SECONDS) + 1) -> StorageError:
+def unreadable(path: Path | str, error: OSError, attempts: int = len(PAUSES_SECONDS) + 1) -> StorageError:
     """The StorageError for a ``path`` that could not be read in so many ``attempts``; ``error``: of the last one."""
     where, why = error.filename or path, error.strerror or error
     storage_error = StorageError(

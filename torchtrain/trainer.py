@@ -22,7 +22,7 @@ from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point, newest_config
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
-from torchtrain.checkpoint.storage import saved_steps
+from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
@@ -120,15 +120,14 @@ class Trainer:
         require_choice(as_given)
         # After the checks above, so that a rejected run leaves no folder behind.
         require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")
-        if config.checkpoint.enable and os.path.lexists(folder / "checkpoint"):
-            require_folder(folder / "checkpoint", str(folder / "checkpoint"))
+        storage = checkpoint_storage(config)
+        if config.checkpoint.enable:
+            storage.check_access()
 
         # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
         self.model = build_parallel_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
-        resume_point = find_resume_point(
-            config.checkpoint, folder / "checkpoint", config_toml, lambda: self.dataloader.identity
-        )
+        resume_point = find_resume_point(config.checkpoint, storage, config_toml, lambda: self.dataloader.identity)
         self.init_or_load_weights(resume_point.step)
 
         # Optimizer. Built after to_empty, which replaces the parameters.
@@ -140,7 +139,7 @@ class Trainer:
 
         # Checkpoints: all state that the next step depends on.
         self.checkpointer = CheckpointManager(
-            config.checkpoint, folder / "checkpoint", self.states(), config_toml, resume_point, self.stop
+            config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop
         )
         self.step = self.start_step = self.checkpointer.resume() or 0
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
@@ -235,7 +234,7 @@ class Trainer:
                     f"{resume_step}"
                 )
             return
-        folder = find_weights(Path(initial))
+        folder = find_weights(initial)
         saved = broadcast_from_rank0(lambda: saved_config(folder))
         check_initial_weights(saved, config, self.model_config, folder)
         load_weights(parts, folder, self.model_config)
@@ -508,9 +507,9 @@ class TrainStep:
 def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
     check_writers(config.metrics)
-    initial, own = config.checkpoint.initial_load_path, Path(config.job.dump_folder) / "checkpoint"
-    if initial and not (config.checkpoint.enable and saved_steps(own)):  # a resumed run does not read it
-        find_weights(Path(initial))
+    initial, own = config.checkpoint.initial_load_path, checkpoint_storage(config)
+    if initial and not (config.checkpoint.enable and own.steps()):  # a resumed run does not read it
+        find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
     check_export(config, model)
@@ -542,11 +541,11 @@ def with_dataset_revisions(config: JobConfig) -> JobConfig:
 
     The revision is that in the checkpoint to resume from, if there is one, otherwise the newest.
     """
-    folder = Path(config.job.dump_folder) / "checkpoint"
     held_out = config.validation.all if config.validation.enable else ()
     if not any(source.name for source in (*config.data.all, *held_out)):
         return config
-    saved = newest_config(folder, config.checkpoint.load_step) if config.checkpoint.enable else None
+    storage, load_step = checkpoint_storage(config), config.checkpoint.load_step
+    saved = newest_config(storage, load_step) if config.checkpoint.enable else None
     data, validation = config.data, config.validation
     data = with_revisions(data, saved.data if saved else None, "data")
     if validation.enable:
@@ -593,7 +592,9 @@ def initialize(parts: Sequence[Decoder], seed: int, device: torch.device) -> Non
     initialize_buffers(parts, device)
 
 
-def check_initial_weights(saved: JobConfig, config: JobConfig, model: DecoderConfig, folder: Path) -> None:
+def check_initial_weights(
+    saved: JobConfig, config: JobConfig, model: DecoderConfig, folder: StoredCheckpoint | Path
+) -> None:
     """Raise ConfigError if the weights in ``folder``, saved with the config ``saved``, do not fit ``model``."""
     # No weight's shape depends on these options, so [model.shape] may change them, for example for longer sequences.
     may_differ = {"rope_scaling", "rope_theta", "norm_eps"} & given(config.model.shape).keys()

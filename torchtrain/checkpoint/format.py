@@ -1,8 +1,8 @@
-"""Verified storage for distributed checkpoints (DCP): a ``step-N`` folder that exists is complete, and can prove it.
+"""Verified format for distributed checkpoints (DCP): hashes of all files in a manifest, verified while loading.
 
-A checkpoint is written into ``step-N.ID.partial``. Every file is hashed while it is written; the manifest, with size
-and hash of each file, comes last; when all of them are flushed to disk, the folder is renamed. The data is in DCP's own
-format, so that PyTorch's tools read it too, but nothing here ever unpickles more than the few types of DCP's metadata.
+Every file is hashed while it is written; the manifest, with size and hash of each file, comes last and makes the
+checkpoint complete (``storage.StagedCheckpoint.commit``). The data is in DCP's own format, so that PyTorch's tools read
+it too, but nothing here ever unpickles more than the few types of DCP's metadata.
 """
 
 import io
@@ -10,23 +10,22 @@ import json
 import os
 import pickle
 import pickletools
-import shutil
 import struct
 import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,21 +38,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import skip_data
 
-from torchtrain.errors import CheckpointError, DamagedError
-from torchtrain.files import (
-    BLOCK_BYTES,
-    MISSING,
-    PARTIAL_SUFFIX,
-    fsync_folder,
-    hash_of,
-    is_own_file,
-    printable,
-    read_file,
-    with_retries,
-)
+from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
+from torchtrain.errors import DamagedError
+from torchtrain.files import BLOCK_BYTES, MISSING, printable, with_retries
 
 T = TypeVar("T")
-MANIFEST = "manifest.json"
 METADATA = ".metadata"
 CONFIG = "config.toml"
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
@@ -118,11 +107,10 @@ class Manifest:
             raise ValueError("it names a file twice")
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` into ``folder``, with a hash of its own text."""
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The content of ``manifest.json``, with a hash of its own text."""
     files = sorted(manifest.files, key=lambda record: record.name)
-    with open(folder / MANIFEST, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
-        file.write(_manifest_text(asdict(replace(manifest, files=files))))
+    return _manifest_text(asdict(replace(manifest, files=files))).encode()
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
@@ -132,14 +120,15 @@ def _manifest_text(content: Mapping[str, Any]) -> str:
     return json.dumps({**content, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in ``folder``.
+def read_manifest(checkpoint: StoredCheckpoint) -> Manifest:
+    """The manifest of ``checkpoint``.
 
     Raises:
         DamagedError: the manifest is missing or not as it was written.
         StorageError: it cannot be read.
     """
-    text = found(folder / MANIFEST, lambda: read_file(folder / MANIFEST))
+    path = checkpoint.path_of(MANIFEST)
+    text = from_storage(path, partial(checkpoint.read, MANIFEST))
     try:
         content = json.loads(text.decode())
         del content["xxh3_128"]
@@ -148,82 +137,95 @@ def read_manifest(folder: Path) -> Manifest:
         content["files"] = [FileRecord(**file) for file in content["files"]]
         return Manifest(**content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{folder / MANIFEST} is damaged ({printable(str(error))})") from error
+        raise DamagedError(f"{path} is damaged ({printable(str(error))})") from error
 
 
-def found(path: Path, read: Callable[[], T]) -> T:
-    """``read()`` of ``path``, which is part of a checkpoint. DamagedError where there is no such file."""
+def from_storage(path: str, read: Callable[[], T]) -> T:
+    """``read()`` of the file ``path``, which is part of a checkpoint, with retries.
+
+    Raises:
+        DamagedError: there is no such file.
+        StorageError: it cannot be read.
+    """
     try:
-        return read()
+        return with_retries(read, path)
     except MISSING as error:
         raise DamagedError(f"{path} is missing ({error.strerror})") from error
 
 
-def verify_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Look, without opening them, whether these files of the checkpoint in ``folder`` are there in full.
+def verify_sizes(checkpoint: StoredCheckpoint, records: Iterable[FileRecord]) -> None:
+    """Check, without opening them, that these files of ``checkpoint`` are there with their sizes.
 
     Raises:
         DamagedError: one is missing, has another size, or is no file of this folder.
-        StorageError: the file system fails.
+        StorageError: the storage fails.
     """
     for record in records:
-        path = folder / record.name
-        if not found(path, lambda: with_retries(lambda: is_own_file(path), path)):  # noqa: B023
-            raise DamagedError(f"{path} is no file of its own folder")
-        size_bytes = found(path, lambda: with_retries(lambda: path.stat().st_size, path))  # noqa: B023
+        path = checkpoint.path_of(record.name)
+        size_bytes = from_storage(path, partial(checkpoint.size_bytes, record.name))
         if size_bytes != record.size_bytes:
             raise DamagedError(f"{path} has {size_bytes} bytes; its manifest says {record.size_bytes}")
 
 
-def verify(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Read these files of the checkpoint in ``folder`` in full.
+def verify(checkpoint: StoredCheckpoint, records: Iterable[FileRecord]) -> None:
+    """Read these files of ``checkpoint`` in full.
 
     Raises:
         DamagedError: one is missing or damaged.
         StorageError: one cannot be read; that is no damage.
     """
     for record in records:
-        verify_sizes(folder, [record])
-        path, start = folder / record.name, 0
+        verify_sizes(checkpoint, [record])
+        path, start = checkpoint.path_of(record.name), 0
         for size_bytes, expected in record.pieces or [(record.size_bytes, record.xxh3_128)]:
-            digest = found(path, lambda: with_retries(partial(hash_of, path, start, size_bytes), path))  # noqa: B023
+            digest = from_storage(path, partial(_hash_of_range, checkpoint, record.name, start, size_bytes))
             if digest != expected:
                 raise changed(path)
             start += size_bytes
 
 
-def read_verified(folder: Path, name: str) -> bytes:
-    """The content of a small file of the checkpoint in ``folder``.
+def _hash_of_range(checkpoint: StoredCheckpoint, name: str, start: int, size_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    with checkpoint.open(name) as file:
+        file.seek(start)
+        left = size_bytes
+        while block := file.read(min(left, BLOCK_BYTES)):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def read_verified(checkpoint: StoredCheckpoint, name: str) -> bytes:
+    """The content of a small file of ``checkpoint``.
 
     Raises:
         DamagedError: it is missing or damaged, or the manifest does not name it.
         StorageError: it cannot be read.
     """
-    path = folder / name
-    records = [record for record in read_manifest(folder).files if record.name == name]
+    path = checkpoint.path_of(name)
+    records = [record for record in read_manifest(checkpoint).files if record.name == name]
     if not records:
         raise DamagedError(f"{path} cannot be read: the manifest does not name it")
-    verify_sizes(folder, records)
-    content = found(path, lambda: read_file(path))
+    verify_sizes(checkpoint, records)
+    content = from_storage(path, partial(checkpoint.read, name))
     if xxhash.xxh3_128_hexdigest(content) != records[0].xxh3_128:
         raise changed(path)
     return content
 
 
-def changed(path: Path) -> DamagedError:
+def changed(path: str) -> DamagedError:
     return DamagedError(f"{path} does not have the hash that its manifest names: it was damaged after it was written")
 
 
-class _HashingFile(io.BufferedWriter):
-    """A new file that hashes what is written to it, piece by piece; writes only go forward."""
+class _HashingWriter(io.RawIOBase):
+    """Hashes what is written to a new ``file``, piece by piece; writes only go forward."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "x"))  # which follows no link
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
         self.hash = xxhash.xxh3_128()  # of the piece
         self.size_bytes = 0
         self._piece_start = 0
         self._pieces: list[tuple[int, str]] | None = None
-        self._size_sent_bytes = 0
 
     def begin_piece(self) -> None:
         """What is written from here on, up to the next call, is read at once."""
@@ -244,40 +246,47 @@ class _HashingFile(io.BufferedWriter):
         self._end_piece(self._pieces)
         return FileRecord(name, self.size_bytes, pieces=self._pieces)
 
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size_bytes
+
     def write(self, data: Any) -> int:
         data = memoryview(data)
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             self.hash.update(block)
-            self.size_bytes += super().write(block)
-            if self.size_bytes - self._size_sent_bytes >= BLOCK_BYTES:
-                self._send()
+            self.file.write(block)
+            self.size_bytes += len(block)
         return len(data)
 
-    def _send(self) -> None:
-        """Let the disk begin with what was written since the last call, so that it does not idle until the fsync."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            length = self.size_bytes - self._size_sent_bytes
-            # To drop pages, Linux first starts writing them, and does not wait for that.
-            os.posix_fadvise(super().fileno(), self._size_sent_bytes, length, os.POSIX_FADV_DONTNEED)
-            self._size_sent_bytes = self.size_bytes
+    def flush(self) -> None:
+        if not self.file.closed:
+            self.file.flush()
 
     def fileno(self) -> int:
-        # Whoever asks for the descriptor is about to fsync: Python's own buffer must be empty before that.
-        self.flush()
-        return super().fileno()
+        return self.file.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+        super().close()
 
 
-class HashingFileSystem(FileSystem):
-    """DCP's local file system, keeping a record of each file written through it."""
+class _StagedFiles(FileSystemBase):
+    """A staged checkpoint as a file system of DCP's, which keeps a record of each file written through it."""
 
-    def __init__(self) -> None:
+    def __init__(self, staged: StagedCheckpoint) -> None:
+        self.staged = staged
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb"
-        with _HashingFile(path) as stream:
+        # DCP writes its metadata under another name, and renames the file. Nothing here is visible before the commit.
+        name = Path(path).name.removesuffix(".tmp")
+        with closing(_HashingWriter(self.staged.create(name))) as stream:
             try:
                 yield stream
             except RuntimeError as error:
@@ -285,13 +294,29 @@ class HashingFileSystem(FileSystem):
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
-        name = Path(path).name
         self.records[name] = stream.record(name)
 
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
+        return Path(path) / suffix
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        name = Path(new_path).name
-        self.records[name] = replace(self.records.pop(Path(path).name), name=name)
+        assert Path(path).name == f"{Path(new_path).name}.tmp"
+
+    def init_path(self, path: str | os.PathLike[str]) -> Path:
+        return Path(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        pass
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
+        return False
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
+        return True
 
 
 class _PieceMarker:
@@ -306,36 +331,37 @@ class _PieceMarker:
 
 
 class VerifiedWriter(FileSystemWriter):
-    """Writes one checkpoint as ``folder`` (``.../step-N``), which appears complete or not at all.
+    """Writes one checkpoint, which appears complete or not at all.
 
     Every rank makes one and passes it to ``torch.distributed.checkpoint.save``; the first rank of the process group
     commits in ``finish``, after all ranks have written.
 
     Args:
+        staged: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
-        partial: the temporary folder, the same on all ranks. Two starts of a run never write into the same one.
         manifest: lacks the files.
-        commit: is given the function that renames the folder; runs on the first rank after the last byte.
+        allow, check: see ``StagedCheckpoint.commit``.
     """
 
     def __init__(
         self,
-        folder: Path,
+        staged: StagedCheckpoint,
         config_toml: str,
         *,
-        partial: Path | None = None,
         manifest: Manifest | None = None,
-        commit: Callable[[Callable[[], None]], None] = lambda rename: rename(),
+        allow: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.partial = partial or folder.with_name(f"{folder.name}.0{PARTIAL_SUFFIX}")
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
-        super().__init__(self.partial, per_thread_copy_ahead=0)
-        self.fs: HashingFileSystem = HashingFileSystem()
+        super().__init__(staged.location, sync_files=staged.fsync, per_thread_copy_ahead=0)
+        self.fs: Any = _StagedFiles(staged)
         self.transforms: Any = _PieceMarker(self.transforms)
-        self.folder = folder
+        self.staged = staged
         self.config_toml = config_toml
         self.manifest = manifest or Manifest()
-        self.commit = commit
+        self.allow, self.check = allow, check
+        self.superseded_name = ""
+        """The new name of the checkpoint that this one has superseded, after a save."""
         self._now("prepares to write")
 
     def _now(self, doing: str) -> None:
@@ -351,15 +377,13 @@ class VerifiedWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # This runs on one rank while the others wait for their plans: the moment to clear what a failed save left.
-        self.remove()
-        self.partial.mkdir(parents=True)
+        self.staged.prepare()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._now("writes its part")
         results: list[Any] = []
         if plan.items:
-            self.partial.mkdir(exist_ok=True)
             # DCP takes what each rank returns to the first one: the records of its files, too.
             results = [*super().write_data(plan, planner).wait(), *self.fs.records.values()]
         self._now("has written its part, and waits for the others")
@@ -369,31 +393,19 @@ class VerifiedWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self._now("writes the manifest")
-        self.sync_files = False  # tensors are flushed; the rest is, all at once, below
+        self.sync_files = False  # tensors are flushed; the commit flushes the rest, all at once
         super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
-        with self.fs.create_stream(self.partial / CONFIG, "wb") as config_file:
+        with self.fs.create_stream(CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
         records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
-        for name in records:
-            file = self.partial / name
-            if not file.exists():
-                raise CheckpointError(
-                    f"{file} was written by another rank but is not seen by this one: the dump folder must lie on a "
-                    "file system that all nodes share"
-                )
-        write_manifest(self.partial, replace(self.manifest, files=list(records.values())))
-        fsync_folder(self.partial, METADATA, CONFIG, MANIFEST)
-        self.commit(self._rename)
-        fsync_folder(self.folder.parent)
-
-    def _rename(self) -> None:
-        # Who takes this run for dead may have removed some.
-        verify_sizes(self.partial, read_manifest(self.partial).files)
-        self.partial.rename(self.folder)
+        manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
+        sizes = {name: record.size_bytes for name, record in records.items()}
+        self.superseded_name = self.staged.commit(manifest, sizes, self.allow, self.check)
 
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        with suppress(Exception):  # what is left is removed by the next start
+            self.staged.discard()
 
 
 def _shape(sizes: tuple[int, ...]) -> torch.Size:
@@ -483,14 +495,14 @@ class VerifiedReader(FileSystemReader):
     checkpoint is run. A tensor's bytes are read once, and one piece is in memory at a time.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.folder = folder
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        super().__init__(checkpoint.location)
+        self.checkpoint = checkpoint
         self._verified: set[str] = set()
 
     @cached_property
     def _files(self) -> dict[str, FileRecord]:
-        return {record.name: record for record in read_manifest(self.folder).files}
+        return {record.name: record for record in read_manifest(self.checkpoint).files}
 
     @cached_property
     def _hashes(self) -> dict[str, dict[tuple[int, int], str]]:
@@ -508,13 +520,14 @@ class VerifiedReader(FileSystemReader):
 
     @cached_property
     def _metadata(self) -> Metadata:
-        content = read_verified(self.folder, METADATA)
+        content = read_verified(self.checkpoint, METADATA)
         try:
             return parse_metadata(content, self._files)
         except DamagedError:
             raise
         except Exception as error:  # whatever is in it
-            raise DamagedError(f"{self.folder / METADATA} cannot be read ({printable(str(error))})") from error
+            path = self.checkpoint.path_of(METADATA)
+            raise DamagedError(f"{path} cannot be read ({printable(str(error))})") from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         pieces: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
@@ -522,23 +535,23 @@ class VerifiedReader(FileSystemReader):
             info = self.storage_data[item.storage_index]
             pieces.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
         for name, items in sorted(pieces.items()):
-            path = self.folder / name
-            verify_sizes(self.folder, [self._files[name]])
+            verify_sizes(self.checkpoint, [self._files[name]])
             if not self._hashes[name] and name not in self._verified:
-                verify(self.folder, [self._files[name]])
+                verify(self.checkpoint, [self._files[name]])
                 self._verified.add(name)
-            # A file system that fails is asked again for what is still missing.
-            found(path, lambda: with_retries(partial(self._read, path, items, planner), path))  # noqa: B023
+            # A storage that fails is asked again for what is still missing.
+            from_storage(self.checkpoint.path_of(name), partial(self._read, name, items, planner))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, path: Path, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
+    def _read(self, name: str, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
         """Read ``pieces`` of the file, by offset and length, and take from ``pieces`` what is done."""
+        path = self.checkpoint.path_of(name)
         memory = torch.empty(max(length for _, length in pieces), dtype=torch.uint8)  # for one after the other
-        with path.open("rb") as file:
+        with self.checkpoint.open(name) as file:
             for place in sorted(pieces):
-                tensor = _load_tensor(path, self._content(path, file, place, memory))
+                tensor = _load_tensor(path, self._content(name, file, place, memory))
                 for item in pieces[place]:
                     spans = zip(item.storage_offsets, item.lengths, strict=True)
                     part = tensor[tuple(slice(start, start + length) for start, length in spans)]
@@ -549,20 +562,18 @@ class VerifiedReader(FileSystemReader):
                     planner.commit_tensor(item, target)
                 del pieces[place]
 
-    def _content(self, path: Path, file: io.BufferedReader, place: tuple[int, int], memory: Tensor) -> Tensor:
+    def _content(self, name: str, file: BinaryIO, place: tuple[int, int], memory: Tensor) -> Tensor:
         """The bytes at a place of the file, offset and length, with the hash that the manifest names, in ``memory``."""
         offset, length = place
         content = memory[:length]
         _read_into(content, file, offset)
-        hashes = self._hashes[path.name]
+        hashes = self._hashes[name]
         if hashes and xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
             # What has changed on the way from the disk, or in memory, is no damage: read what the disk has.
-            with path.open("rb") as again:
-                if hasattr(os, "posix_fadvise"):  # not on macOS
-                    os.posix_fadvise(again.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
+            with self.checkpoint.reopen(name, offset, length) as again:
                 _read_into(content, again, offset)
             if xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
-                raise changed(path)
+                raise changed(self.checkpoint.path_of(name))
         return content
 
 
@@ -571,9 +582,9 @@ def _bytes_of(content: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _read_into(content: Tensor, file: io.BufferedReader, offset: int) -> None:
+def _read_into(content: Tensor, file: BinaryIO, offset: int) -> None:
     file.seek(offset)
-    count = file.readinto(_bytes_of(content))
+    count = cast(io.BufferedReader, file).readinto(_bytes_of(content))
     content[count:] = 0  # of a file that has become shorter
 
 
@@ -603,7 +614,7 @@ class _MemoryFile(io.RawIOBase):
         return len(found)
 
 
-def _load_tensor(path: Path, content: Tensor) -> Tensor:
+def _load_tensor(path: str, content: Tensor) -> Tensor:
     """The tensor that ``torch.save`` has written as ``content``, in the same memory. DamagedError if it is none.
 
     ``torch.load`` makes its shape and strides, without its numbers.

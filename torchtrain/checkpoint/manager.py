@@ -1,4 +1,4 @@
-"""Save, load and roll back to the checkpoints of a run, which are stored in ``<dump folder>/checkpoint/step-N``."""
+"""Save, load and roll back to the checkpoints of a run, which a ``CheckpointStorage`` stores."""
 
 import math
 import threading
@@ -9,20 +9,18 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.format import MANIFEST, Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.states import Stager, flatten, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import quarantine, saved_steps, step_folder, withdraw
+from torchtrain.checkpoint.storage import CheckpointStorage
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
-from torchtrain.files import PARTIAL_SUFFIX, discard
 from torchtrain.logging import logger
 
 SECONDS_AFTER_ERROR = 30.0
@@ -68,11 +66,11 @@ class SaveClock:
 
 @dataclass(eq=False)
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
-    """Saves and loads ``states`` in ``folder``, a folder that all ranks share. All methods are collective.
+    """Saves and loads ``states`` in ``storage``, which all ranks share. All methods are collective.
 
     If ``config.enable`` is false, nothing is saved. An asynchronous save proceeds as follows on each rank:
 
-        main thread                         thread "save"                          on disk
+        main thread                         thread "save"                          in a local folder
         maybe_save(100): wait for the
           previous save, copy the state,
           start the thread                  write this rank's tensors              step-100.ID.partial
@@ -89,7 +87,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """
 
     config: CheckpointConfig
-    folder: Path
+    storage: CheckpointStorage
     states: Mapping[str, Stateful]
     config_toml: str  # the resolved config, stored in every checkpoint
     start: ResumePoint
@@ -107,7 +105,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
         self._own = set(self.start.found)  # steps of checkpoints that this start may rename and delete
-        self._replaced: Path | None = None  # temporary path of the checkpoint that the save in progress replaces
         self._failed_in_a_row = 0
 
     # Loading
@@ -154,7 +151,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return step
 
     def _history(self) -> History:
-        return History(self.folder, self.group, self.lease.run)
+        return History(self.storage, self.group, self.lease.run)
 
     def _quarantine(self, history: History, damaged: Mapping[int, str]) -> None:
         history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_lease)
@@ -166,15 +163,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             DamagedError: a file is damaged. Some tensors may already be overwritten: load another checkpoint in full.
         """
         states = {name: state for name, state in self.states.items() if not only or name in only}
-        folder = step_folder(self.folder, step)
-        tensors = load_tensors(flatten(states), VerifiedReader(folder), self.group)
+        checkpoint = self.storage.open(step)
+        tensors = load_tensors(flatten(states), VerifiedReader(checkpoint), self.group)
         for name, state in states.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
             state.load_state_dict(own)
         # After a partial load, the state at this step differs from its checkpoint, so that it must be saved again.
         self._newest = -1 if only else step
         self._resumed_from = step
-        logger.info(f"{'rolled back to' if only else 'resumed from'} {folder}")
+        logger.info(f"{'rolled back to' if only else 'resumed from'} {checkpoint}")
 
     # Saving
 
@@ -212,18 +209,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()
-        folder = step_folder(self.folder, step)
         self._writer = VerifiedWriter(
-            folder,
+            self.storage.stage(step, self.lease),
             self.config_toml,
-            partial=folder.with_name(f"{folder.name}.{self.lease.id}{PARTIAL_SUFFIX}"),
             manifest=Manifest(step, self.lease.run, self.start.data),
-            commit=partial(self._commit, step),
+            allow=partial(self._before_commit, step),
+            check=self._check_lease,
         )
-        save = partial(save_tensors, tensors, staged.__getitem__, self._writer, self._writer.folder, self.group)
+        location = self._writer.staged.location
+        save = partial(save_tensors, tensors, staged.__getitem__, self._writer, location, self.group)
         # A daemon thread, so that a save that waits for a failed rank does not keep the other processes from exiting.
         # The thread's collectives stay in order because all ranks save at the same steps, and one save at a time.
-        arguments = (save, self._pending, self._writer.folder, started)
+        arguments = (save, self._pending, self._writer, step, started)
         self._thread = threading.Thread(target=self._save_in_background, args=arguments, name="save", daemon=True)
         self._thread.start()
         if self.config.async_mode == "disabled" or last:
@@ -275,10 +272,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self._pending is None or self._writer is None or self._pending.done():
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
-        return f"{self._writer.folder.name}: {self._writer.doing} since {since}"
+        return f"step-{self._newest}: {self._writer.doing} since {since}"
 
-    def _save_in_background(self, save: Callable[[], None], done: Future[None], folder: Path, started: float) -> None:
-        """Call ``save``, which writes and commits ``folder``, and set the result or the error of ``done``.
+    def _save_in_background(
+        self, save: Callable[[], None], done: Future[None], writer: VerifiedWriter, step: int, started: float
+    ) -> None:
+        """Call ``save``, which writes and commits by ``writer``, and set the result or the error of ``done``.
 
         ``started``: when the save began, in ``time.perf_counter()`` seconds.
         """
@@ -294,77 +293,67 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             done.set_exception(error)
             return
         if self.rank == 0:
-            logger.info(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+            if writer.superseded_name:
+                self._log_superseded(step, writer.superseded_name)
+            logger.info(f"saved {writer.staged.location} in {time.perf_counter() - started:.1f} s")
         done.set_result(None)
         if self.rank == 0:
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
             self._delete_old()
 
     def _check_lease(self) -> None:
-        self.lease.check(self.folder)
+        self.storage.check_lease(self.lease)
 
-    def _commit(self, step: int, rename: Callable[[], None]) -> None:
-        """Commit the checkpoint of ``step``: call ``rename``, which gives the folder its final name.
+    def _before_commit(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` supersedes an existing one; see ``StagedCheckpoint.commit``.
 
         Raises:
             SupersededError: a newer start of the run has acquired the writer lease.
             CheckpointError: another process has put a checkpoint there.
         """
-        folder = step_folder(self.folder, step)
-        try:
-            self._retire_newer_checkpoints(step)
-            self._check_lease()
-            self._own.add(step)
-            rename()
-        except BaseException:
-            if self._replaced is not None:
-                with suppress(OSError):
-                    self._replaced.rename(folder)
-            raise
-        if self._replaced is not None:
-            with suppress(OSError):  # if it fails, the next start of the run renames it
-                self._log_superseded(step, quarantine(self._replaced, folder, "superseded"))
+        supersedes = self._retire_newer_checkpoints(step)
+        self._check_lease()
+        self._own.add(step)
+        return supersedes
 
-    def _retire_newer_checkpoints(self, step: int) -> None:
+    def _retire_newer_checkpoints(self, step: int) -> bool:
         """Rename the checkpoints that the one of ``step`` supersedes: later steps from before a rollback or resume.
 
-        Checkpoints that this process has saved before ``step`` stay. An existing checkpoint of ``step`` itself is only
-        moved aside, and ``_commit`` restores its name if the new one cannot be committed: it may be the only one.
+        Checkpoints that this process has saved before ``step`` stay. An existing checkpoint of ``step`` itself is left
+        to the commit, because it may be the only one: then this returns True.
         """
-        self._replaced = None
         self._check_lease()
-        for later in saved_steps(self.folder):
+        supersedes = False
+        for later in self.storage.steps():
             if later < step and (later <= self._resumed_from or later in self._saved):
                 continue
-            folder = step_folder(self.folder, later)
             if later in self._own:
-                moving = withdraw(folder, self._check_lease)
                 if later == step:
-                    self._replaced = moving
+                    supersedes = True
                 else:
-                    self._log_superseded(later, quarantine(moving, folder, "superseded"))
+                    name = self.storage.set_aside(later, "superseded", self._check_lease)
+                    self._log_superseded(later, name)
             elif later == step:
                 self._check_lease()  # a newer start may have saved it
                 raise CheckpointError(
-                    f"{folder} has appeared since this run was started, which has not saved it: move it away"
+                    f"{self.storage.open(step)} has appeared since this run was started, which has not saved it: move "
+                    "it away"
                 )
+        return supersedes
 
-    def _log_superseded(self, step: int, aside: Path) -> None:
+    def _log_superseded(self, step: int, name: str) -> None:
         logger.info(
-            f"the checkpoint of step {step} was superseded by a rollback or an earlier resume: it is renamed "
-            f"to {aside.name}"
+            f"the checkpoint of step {step} was superseded by a rollback or an earlier resume: it is renamed to {name}"
         )
 
     def _delete_old(self) -> None:
         if not self.config.keep_latest_k:
             return
         try:
-            steps = [step for step in saved_steps(self.folder) if step in self._own]
-            complete = [step for step in steps if (step_folder(self.folder, step) / MANIFEST).exists()]
+            steps = [step for step in self.storage.steps() if step in self._own]
+            complete = [step for step in steps if self.storage.is_complete(step)]
             for step in complete[: -self.config.keep_latest_k]:
-                folder = step_folder(self.folder, step)
-                # Rename before deleting, so that a folder with its final name is always complete.
-                discard(withdraw(folder, self._check_lease), folder)
+                self.storage.delete(step, self._check_lease)
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 

@@ -5,85 +5,72 @@ one run are alive at once, and any file operation of the older one may be delaye
 Therefore a start
 
 1. acquires the writer lease, with the next generation number, once it has verified that it can resume;
-2. then removes the temporary folders of older starts (``files.discard``), so that these can no longer complete a
-   checkpoint;
+2. then removes what older starts were writing (``CheckpointStorage.remove_left_overs``), so that these can no longer
+   complete a checkpoint;
 3. then lists the checkpoints again: from now on, no other start adds any.
 
 It checks its lease before each checkpoint gets its final name, and before and after it renames an existing checkpoint
-(``storage.withdraw``).
+(``local_storage.withdraw``).
 """
 
 import contextlib
 import itertools
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from torchtrain.checkpoint.format import CONFIG, read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility, options_in
-from torchtrain.checkpoint.storage import (
-    ONCE_A_CHECKPOINT,
-    WriterLease,
-    quarantine,
-    read_lease,
-    restore,
-    saved_steps,
-    step_folder,
-    versions,
-    withdraw,
-)
+from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import CheckpointConfig, JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import (
-    names_in,
-    printable,
-)
+from torchtrain.files import printable
 from torchtrain.logging import logger
 
 # The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
 GROUP_TIMEOUT = timedelta(hours=1)
 
 
-def newest_config(folder: Path, load_step: int) -> JobConfig | None:
+def newest_config(storage: CheckpointStorage, load_step: int) -> JobConfig | None:
     """The config of the newest checkpoint, or of the one of ``load_step`` unless that is -1.
 
     A checkpoint without a valid config is skipped. None if there is none.
     """
-    for step in reversed(saved_steps(folder)):
+    for step in reversed(storage.steps()):
         if load_step in (-1, step):
             with contextlib.suppress(ConfigError, CheckpointError):
-                return from_text(read_config(step_folder(folder, step)), str(step_folder(folder, step) / CONFIG))
+                checkpoint = storage.open(step)
+                return from_text(read_config(checkpoint), checkpoint.path_of(CONFIG))
     return None
 
 
-def read_config(folder: Path) -> str:
-    """Read the config of the run that wrote the checkpoint in ``folder``, as TOML.
+def read_config(checkpoint: StoredCheckpoint) -> str:
+    """Read the config of the run that wrote ``checkpoint``, as TOML.
 
     Raises:
         DamagedError: the config is missing or damaged.
     """
-    content = read_verified(folder, CONFIG)
+    content = read_verified(checkpoint, CONFIG)
     try:
         text = content.decode()
         options_in(text)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{folder / CONFIG} is no config of a run ({printable(str(error))})") from error
+        raise DamagedError(f"{checkpoint.path_of(CONFIG)} is no config of a run ({printable(str(error))})") from error
     return text
 
 
 class History:
-    """The checkpoints in ``folder``, a folder that the ranks of ``group`` share. All methods are collective."""
+    """The checkpoints in ``storage``, which the ranks of ``group`` share. All methods are collective."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup, run: str) -> None:
-        """``run``: id of the run that saves in ``folder``; empty if unknown."""
-        self.folder = folder
+    def __init__(self, storage: CheckpointStorage, group: dist.ProcessGroup, run: str) -> None:
+        """``run``: id of the run that saves in ``storage``; empty if unknown."""
+        self.storage = storage
         self.group = group
         self.run = run
 
@@ -96,13 +83,13 @@ class History:
 
         def begun_there(step: int) -> bool:
             try:
-                options = options_in(read_config(step_folder(self.folder, step)))
+                options = options_in(read_config(self.storage.open(step)))
             except DamagedError:
                 return True  # latest_valid will detect the damage
             return bool(options.get("checkpoint.load_step") == load_step)
 
         def find() -> list[int]:
-            steps = saved_steps(self.folder)[::-1]
+            steps = self.storage.steps()[::-1]
             if load_step == -1:
                 return steps
             # From the newest one backward, up to the first one of another run: earlier ones are superseded.
@@ -139,19 +126,17 @@ class History:
         ``damaged``: the errors of the ``candidates`` for ``load_step``, by step.
         """
         if load_step != -1:
-            saved = ", ".join(map(str, broadcast_from_rank0(lambda: saved_steps(self.folder), self.group))) or "none"
-            missing = f"{step_folder(self.folder, load_step)} does not exist (steps in that folder: {saved})"
+            saved = ", ".join(map(str, broadcast_from_rank0(self.storage.steps, self.group))) or "none"
+            missing = f"{self.storage.open(load_step)} does not exist (steps in that folder: {saved})"
             raise CheckpointError(
                 f"checkpoint.load_step = {load_step} cannot be loaded: {damaged.get(load_step, missing)}"
             )
-        names = broadcast_from_rank0(
-            lambda: [n for n in names_in(self.folder) if ONCE_A_CHECKPOINT.fullmatch(n)], self.group
-        )
+        names = broadcast_from_rank0(self.storage.names, self.group)
         if not names:
             return
         why = f"; {damaged[max(damaged)]}" if damaged else ""
         raise CheckpointError(
-            f"{self.folder} contains {', '.join(names)}, and none of these is a valid checkpoint{why}. A new run does "
+            f"{self.storage} contains {', '.join(names)}, and none of these is a valid checkpoint{why}. A new run does "
             "not replace them: repair one, use another job.dump_folder, or remove them to start a new run here"
         )
 
@@ -164,30 +149,30 @@ class History:
         """
 
         def check_share() -> None:
-            folder = step_folder(self.folder, step)
-            manifest = read_manifest(folder)
+            checkpoint = self.storage.open(step)
+            manifest = read_manifest(checkpoint)
             if manifest.step not in (None, step):
-                raise DamagedError(f"{folder} is the checkpoint of step {manifest.step} under another name")
+                raise DamagedError(f"{checkpoint} is the checkpoint of step {manifest.step} under another name")
             if manifest.run and self.run and manifest.run != self.run:
-                raise DamagedError(f"{folder} is that of another run")
-            verify_sizes(folder, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
+                raise DamagedError(f"{checkpoint} is that of another run")
+            verify_sizes(checkpoint, manifest.files[dist.get_rank(self.group) :: dist.get_world_size(self.group)])
 
         gather_from_all_ranks(check_share, self.group)
 
     def quarantine(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
         """Rename the ``damaged`` checkpoints and log a warning. Called once an older one has been loaded.
 
-        ``damaged``: errors by step. ``check``: see ``withdraw``.
+        ``damaged``: errors by step. ``check``: see ``CheckpointStorage.set_aside``.
         """
 
         def rename() -> None:
             for step, problem in damaged.items():
-                folder = step_folder(self.folder, step)
+                checkpoint = self.storage.open(step)
                 try:
-                    name = quarantine(withdraw(folder, check), folder, "damaged").name
+                    name = self.storage.set_aside(step, "damaged", check)
                 except OSError as error:
                     logger.warning(
-                        f"checkpoint of step {step} is damaged: {problem}; {folder} cannot be renamed: {error}"
+                        f"checkpoint of step {step} is damaged: {problem}; {checkpoint} cannot be renamed: {error}"
                     )
                 else:
                     logger.warning(f"checkpoint of step {step} is damaged, and renamed to {name}: {problem}")
@@ -214,14 +199,14 @@ class ResumePoint:
 
 
 def find_resume_point(
-    config: CheckpointConfig, folder: Path, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
+    config: CheckpointConfig, storage: CheckpointStorage, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
 ) -> ResumePoint:
-    """Select the checkpoint in ``folder`` to resume from, and acquire the writer lease. Collective.
+    """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
-    All ranks share ``folder``. The selected step is the newest complete checkpoint; or, if ``config.load_step`` is set,
-    that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable`` is
-    false, no checkpoint is looked for and no lease acquired. Tensors are not read here: ``CheckpointManager.resume``
-    loads them.
+    All ranks share ``storage``. The selected step is the newest complete checkpoint; or, if ``config.load_step`` is
+    set, that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable``
+    is false, no checkpoint is looked for and no lease acquired. Tensors are not read here:
+    ``CheckpointManager.resume`` loads them.
 
     Args:
         config_toml: the resolved config of this start.
@@ -236,11 +221,11 @@ def find_resume_point(
     if not config.enable:
         return ResumePoint(group, lease=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
     identity = broadcast_from_rank0(data, group)
-    broadcast_from_rank0(lambda: restore(folder), group)
+    broadcast_from_rank0(storage.restore, group)
 
     def choose() -> tuple[list[int], int | None, str | None]:
         """The candidates to resume from, best first; the first complete one, and the id of its run."""
-        history = History(folder, group, broadcast_from_rank0(lambda: read_lease(folder).run, group))
+        history = History(storage, group, broadcast_from_rank0(lambda: storage.read_lease().run, group))
         candidates = history.candidates(config.load_step)
         step, damaged = history.latest_valid(
             candidates, lambda step: check_resume(history, step, config, config_toml, identity)
@@ -248,27 +233,27 @@ def find_resume_point(
         if step is None:
             history.require_none(config.load_step, damaged)
             return candidates, None, None
-        found = step_folder(folder, step)
+        found = storage.open(step)
         return candidates, step, broadcast_from_rank0(lambda: read_manifest(found).run, group)
 
-    def choose_before_lease() -> tuple[dict[int, tuple[int, int]], list[int], int | None, str | None]:
+    def choose_before_lease() -> tuple[dict[int, Hashable], list[int], int | None, str | None]:
         """The ``versions`` of the checkpoints and the result of ``choose``.
 
         Retries if the checkpoints change meanwhile: another start that still saves here may delete the ones being read.
         """
         for attempt in range(3):
-            there = broadcast_from_rank0(lambda: versions(folder), group)
+            there = broadcast_from_rank0(storage.versions, group)
             try:
                 return there, *choose()
             except CheckpointError:
-                if attempt == 2 or there == broadcast_from_rank0(lambda: versions(folder), group):
+                if attempt == 2 or there == broadcast_from_rank0(storage.versions, group):
                     raise
         raise AssertionError
 
     # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
     before, candidates, step, run = choose_before_lease()
-    lease = broadcast_from_rank0(lambda: WriterLease.take(folder, run), group)
-    there = broadcast_from_rank0(lambda: versions(folder), group)
+    lease = broadcast_from_rank0(lambda: storage.acquire_lease(run), group)
+    there = broadcast_from_rank0(storage.versions, group)
     if there != before:
         candidates, step, _ = choose()
     if config.load_step not in (-1, step):
@@ -288,9 +273,9 @@ def check_resume(
         DamagedError: the checkpoint has no config, or a damaged one.
         CheckpointError: the config is incompatible with the checkpoint.
     """
-    folder = step_folder(history.folder, step)
+    checkpoint = history.storage.open(step)
     saved_toml, saved_data = broadcast_from_rank0(
-        lambda: (read_config(folder), read_manifest(folder).data), history.group
+        lambda: (read_config(checkpoint), read_manifest(checkpoint).data), history.group
     )
     for line in check_resume_compatibility(saved_toml, config_toml, config.allow_changes, saved_data, identity):
         logger.info(line)

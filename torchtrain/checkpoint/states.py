@@ -140,7 +140,7 @@ def load_tensors(
     size = getattr(saved.get(place), "size", None)
     if place in tensors and size not in (None, tensors[place].shape):
         raise CheckpointError(
-            f"{reader.path} cannot be loaded: its place in the data has shape {tuple(size)}, that of this run "
+            f"{reader.checkpoint} cannot be loaded: its place in the data has shape {tuple(size)}, that of this run "
             f"{tuple(tensors[place].shape)}. The number of data.sources, and whether each is text or prepared, must "
             "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
         )
@@ -155,7 +155,7 @@ def load_tensors(
             for cause in causes:
                 if isinstance(cause, kind):
                     raise cause from error
-        raise CheckpointError(f"{reader.path} cannot be loaded: {_first_failure(error)[1]}") from error
+        raise CheckpointError(f"{reader.checkpoint} cannot be loaded: {_first_failure(error)[1]}") from error
     return tensors
 
 
@@ -164,7 +164,7 @@ def load_weight_tensors(tensors: Mapping[str, Tensor], weights: str, reader: Ver
     found = load_tensors({f"{STATES[weights]}.{name}": t for name, t in tensors.items()}, reader)
     if len(found) < len(tensors):
         raise CheckpointError(
-            f"{reader.path} has no averaged weights, which a run saves with ema.enable; take the trained weights"
+            f"{reader.checkpoint} has no averaged weights, which a run saves with ema.enable; take the trained weights"
         )
 
 
@@ -172,10 +172,10 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     value: Callable[[str], Tensor],
     writer: StorageWriter,
-    folder: Path,
+    location: str | Path,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write ``folder``: tensors of the shapes and shards of ``tensors``, and of this rank what ``value`` gives by name.
+    """Write ``location``: tensors of the shapes and shards of ``tensors``, with this rank's values by ``value(name)``.
 
     Collective. A value is asked for when it is written, and not kept.
 
@@ -191,7 +191,7 @@ def save_tensors(
         for cause, _ in error.failures.values():
             if isinstance(cause, (SupersededError, ConfigError, KeyboardInterrupt)):
                 raise cause from None
-        raise CheckpointError(f"{folder} could not be written: {_first_failure(error)[1]}") from error
+        raise CheckpointError(f"{location} could not be written: {_first_failure(error)[1]}") from error
 
 
 def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:

@@ -1,149 +1,235 @@
-"""The checkpoints in a folder: their names, and the lease of the run that writes them."""
+"""Where checkpoints are stored: the interface of a checkpoint storage, and the writer lease.
 
-import contextlib
-import json
+``checkpoint.folder`` is a path or a URL. The scheme of the URL selects the class in ``CHECKPOINT_STORAGES``
+(``config/registry.py``); a path selects "file". docs/adding-a-checkpoint-storage.md adds one.
+"""
+
+import io
 import os
 import re
 import socket
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from torchtrain.errors import CheckpointError, StorageError, SupersededError
-from torchtrain.files import (
-    MISSING,
-    NO_SPACE,
-    PARTIAL_SUFFIX,
-    TRANSIENT_ERRNOS,
-    atomic_write,
-    dangling,
-    discard,
-    names_in,
-    read_file,
-    with_retries,
-)
-from torchtrain.logging import logger
+from torchtrain.config.registry import CHECKPOINT_STORAGES
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import SupersededError
 
+MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# Temporary name of a checkpoint that is being renamed: see ``withdraw``.
-MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
-# Names of checkpoints: complete, found to be damaged, or superseded after a rollback.
-ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
-LEASE_FILE = "generation.json"
-BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps whose checkpoints have their final names in ``folder``, ascending.
-
-    Raises:
-        CheckpointError: ``folder`` is a dangling link.
-    """
-    names = names_in(folder)
-    if not names and (problem := dangling(folder)):
-        raise CheckpointError(problem)
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
-
-
-def versions(folder: Path) -> dict[int, tuple[int, int]]:
-    """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
-    found = {}
-    for step in saved_steps(folder):
-        path = step_folder(folder, step)
-        with contextlib.suppress(*MISSING):
-            status = with_retries(lambda: os.stat(path), path)  # noqa: B023
-            found[step] = (status.st_ino, status.st_mtime_ns)
-    return found
-
-
-def withdraw(folder: Path, check: Callable[[], None]) -> Path:
-    """Rename the checkpoint ``folder`` to the temporary name ``<name>.ID.moving`` and return the new path.
-
-    ``check`` raises SupersededError if a newer start has acquired the writer lease. It is called before the rename and
-    again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint under this
-    name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile, the next
-    start restores the name (``restore``). Therefore rename a withdrawn checkpoint again before removing any of its
-    files.
-    """
-    check()
-    moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
-    folder.rename(moving)
-    try:
-        check()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            moving.rename(folder)
-        raise
-    return moving
-
-
-def restore(folder: Path) -> None:
-    """Restore the names of checkpoints in ``folder`` that a process was renaming when it was killed.
-
-    If that process is still alive, its next rename fails, and is retried at its next save.
-    """
-    for match in filter(None, map(MOVING.fullmatch, names_in(folder))):
-        moving, final = folder / match[0], folder / match[1]
-        try:
-            moving.rename(final)
-            logger.info(f"{moving} was being renamed when its process was killed: it is {final.name} again")
-        except FileNotFoundError:
-            continue  # the process is still alive, and has renamed it
-        except OSError:  # another checkpoint has this name
-            with contextlib.suppress(OSError):
-                quarantine(moving, final, "superseded")
-
-
-def quarantine(moving: Path, folder: Path, why: str) -> Path:
-    """Rename ``moving``, the withdrawn checkpoint ``folder``, to ``<folder>.<why>`` and return the new path.
-
-    If that name exists, ``<folder>.<why>-2``, ``<folder>.<why>-3``, ... are tried.
-    """
-    aside = folder.with_name(f"{folder.name}.{why}")
-    count = 1
-    while os.path.lexists(aside):
-        count += 1
-        aside = folder.with_name(f"{folder.name}.{why}-{count}")
-    return moving.rename(aside)
+SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
 class WriterLease:
     """The exclusive right to write the checkpoints of a run, and the process that holds it.
 
-    ``take`` acquires it, on one rank. The default values are an empty lease, which no process holds.
+    ``CheckpointStorage.acquire_lease`` acquires it, on one rank. The default values are an empty lease, which no
+    process holds.
     """
 
     generation: int = 0
     id: str = ""
-    """Unique id of the lease. Two starts at the same time may take the same generation: the last to write holds it."""
+    """Unique id of the lease."""
     run: str = ""
     """Id of the run, the same for all its starts."""
     host: str = "?"
     process: int | str = "?"
     since: str = "?"
 
-    @classmethod
-    def take(cls, folder: Path, run: str | None) -> "WriterLease":
-        """Acquire the writer lease of ``folder``.
+
+class StoredCheckpoint(ABC):
+    """A complete checkpoint, for reading. Several threads may read it at once.
+
+    All methods raise FileNotFoundError if the file is missing. Other errors of the class OSError are retried; a
+    StorageError ends the load.
+    """
+
+    parallel_reads = 1
+    """How many pieces of a file a rank reads at once."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        """Path or URL, for messages."""
+
+    def __str__(self) -> str:
+        return self.location
+
+    def path_of(self, name: str) -> str:
+        """Path or URL of a file, for messages."""
+        return f"{self.location}/{name}"
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """Open the file ``name`` for reading; it can seek."""
+
+    def size_bytes(self, name: str) -> int:
+        """Size of the file ``name``."""
+        with self.open(name) as file:
+            return file.seek(0, os.SEEK_END)
+
+    def reopen(self, name: str, offset: int, length: int) -> BinaryIO:  # noqa: ARG002
+        """Open a file again, whose range had other bytes than expected. They must not come from a cache."""
+        return self.open(name)
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file."""
+        with self.open(name) as file:
+            return file.read()
+
+
+class StagedCheckpoint(ABC):
+    """A checkpoint that is being written. Each rank has one for the same step and lease, and writes its own files."""
+
+    parallel_files = 1
+    """How many files a rank writes at once."""
+    fsync = False
+    """Whether the files that ``create`` returns have a descriptor to fsync before they are closed."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        """Path or URL of the checkpoint once it is complete, for messages."""
+
+    def prepare(self) -> None:  # noqa: B027
+        """Called on rank 0 before any rank writes: remove what a failed save of this step has left."""
+
+    @abstractmethod
+    def create(self, name: str) -> BinaryIO:
+        """Create the file ``name``, which no other rank writes. It is written from beginning to end, then closed."""
+
+    @abstractmethod
+    def commit(
+        self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
+    ) -> str:
+        """Make the checkpoint complete. Called on rank 0 once all ranks have closed their files.
 
         Args:
-            folder: the folder of checkpoints.
+            manifest: the content of ``manifest.json``.
+            sizes: size in bytes of each file that must be there.
+            allow: call it when everything else is stored, directly before the checkpoint becomes complete. It raises
+                an error if this start may not write checkpoints, and returns whether a checkpoint of the same step is
+                to be superseded.
+            check: see ``CheckpointStorage.set_aside``.
+
+        Returns:
+            The name that the superseded checkpoint has now; empty if there is none.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what was written, if it did not become complete. Called on rank 0 when no rank is writing."""
+
+
+class NewFile(io.BytesIO):
+    """A file of a staged checkpoint that is kept in memory, and given to ``store`` when it is closed."""
+
+    def __init__(self, store: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self._store = store
+
+    def close(self) -> None:
+        if not self.closed:
+            self._store(self.getvalue())
+        super().close()
+
+
+class CheckpointStorage(ABC):
+    """Checkpoints and the writer lease of one run.
+
+    A checkpoint is complete or absent: ``steps`` lists only what was committed. Methods that change anything are
+    called on rank 0 only, and by the holder of the writer lease only.
+
+    Raises:
+        CheckpointError, ConfigError: a user can fix it, as by other rights.
+        StorageError: the storage does not answer; the same command may succeed later.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    def __str__(self) -> str:
+        return self.location
+
+    def check_access(self) -> None:  # noqa: B027
+        """Check before training begins that checkpoints can be written. Raises ConfigError or StorageError."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of all checkpoints: ``step-N`` if they are complete, longer ones if they were set aside."""
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return sorted(int(match[1]) for match in map(STEP.fullmatch, self.names()) if match)
+
+    def is_complete(self, step: int) -> bool:  # noqa: ARG002
+        """Whether ``step``, one of ``steps``, has a manifest; retention does not count it otherwise."""
+        return True
+
+    @abstractmethod
+    def open(self, step: int) -> StoredCheckpoint:
+        """The checkpoint of ``step``, which may be missing."""
+
+    @abstractmethod
+    def stage(self, step: int, lease: WriterLease) -> StagedCheckpoint:
+        """A new checkpoint of ``step``. Called equally often on each rank. No two of a rank may share their files."""
+
+    @abstractmethod
+    def set_aside(self, step: int, why: str, check: Callable[[], None]) -> str:
+        """Give the checkpoint of ``step`` another name, ``step-N.<why>`` or similar, and return it.
+
+        ``why``: "damaged" or "superseded". ``check`` raises SupersededError if a newer start has acquired the lease.
+        Call it before the change, and if the change can take effect late, again after it: then revert the change.
+
+        Raises:
+            OSError: the name cannot be changed.
+        """
+
+    @abstractmethod
+    def delete(self, step: int, check: Callable[[], None]) -> None:
+        """Delete the checkpoint of ``step``; at no time is a part of it listed as complete. ``check``: as above."""
+
+    @abstractmethod
+    def read_lease(self) -> WriterLease:
+        """The newest writer lease; an empty one if there is none."""
+
+    @abstractmethod
+    def write_lease(self, lease: WriterLease) -> None:
+        """Store ``lease`` as the newest one.
+
+        Raises:
+            SupersededError: another start has stored a lease of this generation. Not every storage can detect this.
+        """
+
+    def remove_left_overs(self, check: Callable[[], None]) -> None:  # noqa: B027
+        """Remove what killed starts have left; afterwards these can no longer complete a checkpoint.
+
+        ``check`` raises SupersededError if a newer start has acquired the lease. Call it before each removal.
+        """
+
+    def versions(self) -> dict[int, Hashable]:
+        """By step, a value that changes if another checkpoint takes the place of this one."""
+        return {step: str(self.open(step)) for step in self.steps()}
+
+    def restore(self) -> None:  # noqa: B027
+        """Complete or revert changes of names that a killed process was making. Called before ``steps``."""
+
+    def acquire_lease(self, run: str | None) -> WriterLease:
+        """Acquire the writer lease with the next generation number.
+
+        Args:
             run: id of the run, as read from its checkpoints; None if they have none.
 
         Raises:
-            CheckpointError: the lease file cannot be written.
-            StorageError: the file system fails.
+            CheckpointError: the lease cannot be written, or (SupersededError) another start acquires it.
+            StorageError: the storage does not answer.
         """
-        before = read_lease(folder)
-        lease = cls(
+        before = self.read_lease()
+        lease = WriterLease(
             before.generation + 1,
             uuid.uuid4().hex,
             run or before.run or uuid.uuid4().hex,
@@ -151,83 +237,54 @@ class WriterLease:
             os.getpid(),
             time.strftime("%Y-%m-%d %H:%M:%S"),
         )
-        try:
-            lease._write(folder)
-        except CheckpointError as error:
-            if getattr(error.__cause__, "errno", None) not in NO_SPACE:
-                raise
-            _remove_left_overs(folder, lambda: None)  # leftovers may be filling the disk
-            lease._write(folder)
-        _remove_left_overs(folder, lambda: lease.check(folder))
+        self.write_lease(lease)
+        self.remove_left_overs(lambda: self.check_lease(lease))
         return lease
 
-    def check(self, folder: Path) -> None:
-        """Check that this start still holds the lease.
+    def check_lease(self, lease: WriterLease) -> None:
+        """Check that this start still holds ``lease``.
 
         Raises:
             SupersededError: another start has acquired the lease since.
-            StorageError: the lease file cannot be read.
+            StorageError: the lease cannot be read.
         """
-        newest = read_lease(folder)
+        newest = self.read_lease()
         if not newest.id:
-            self._write(folder)  # the file was lost, and no other start has acquired the lease since
-        elif newest.id != self.id:
-            raise SupersededError(
-                f"generation {newest.generation} of this run, on {newest.host} (process {newest.process}) since "
-                f"{newest.since}, now saves to {folder}; this one, generation {self.generation}, stops. To train "
-                "at the same time, use another job.dump_folder"
-            )
-
-    def _write(self, folder: Path) -> None:
-        file = folder / LEASE_FILE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(file) as written:
-                written.write(json.dumps(asdict(self)).encode())
-        except OSError as error:
-            # The temporary file is missing if another start has removed it as a leftover.
-            if error.errno in TRANSIENT_ERRNOS or isinstance(error, FileNotFoundError):
-                raise StorageError(
-                    f"{file} cannot be written: {error.strerror}. Start again when the file system responds"
-                ) from error
-            raise CheckpointError(
-                f"{file} cannot be written ({error.strerror}), so no checkpoint can be saved: free disk space, allow "
-                "this user to write there, or use another job.dump_folder"
-            ) from error
+            self.write_lease(lease)  # it was lost, and no other start has acquired the lease since
+        elif newest.id != lease.id:
+            raise superseded(newest, lease, self.location)
 
 
-def _remove_left_overs(folder: Path, check: Callable[[], None]) -> None:
-    """Remove the temporary files of earlier starts, which these were writing when they were killed.
+def superseded(newest: WriterLease, lease: WriterLease, location: str) -> SupersededError:
+    """The error of the start with ``lease``, when another one has the ``newest`` lease."""
+    return SupersededError(
+        f"generation {newest.generation} of this run, on {newest.host} (process {newest.process}) since "
+        f"{newest.since}, now saves to {location}; this one, generation {lease.generation}, stops. To train "
+        "at the same time, use another job.dump_folder"
+    )
 
-    ``check`` is called before each temporary folder is removed. If an earlier start is still alive and writing, its
-    save fails, without further effects.
+
+def is_url(location: str | Path) -> bool:
+    """Whether ``location`` is a URL, not a path."""
+    return SCHEME.match(str(location)) is not None
+
+
+def open_storage(location: str | Path) -> CheckpointStorage:
+    """The storage of the checkpoints in ``location``, a path or a URL. Nothing is read yet.
 
     Raises:
-        StorageError: the file system fails.
+        ConfigError: no storage is registered for the scheme of the URL, or a package is missing.
     """
-    for name in names_in(folder):
-        path = folder / name
-        if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-            check()
-            try:
-                discard(path, folder / name.split(".", 1)[0])
-            except OSError as error:
-                if error.errno in TRANSIENT_ERRNOS:
-                    raise StorageError(
-                        f"{path}, which an earlier start has left, cannot be renamed: {error.strerror}. Start again "
-                        "when the file system responds"
-                    ) from error
-                logger.warning(f"{path}, which an earlier start has left, cannot be removed: {error.strerror}")
-        elif name.startswith(f"{LEASE_FILE}."):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > BEING_WRITTEN_SECONDS:
-                    path.unlink()
+    scheme = SCHEME.match(str(location))
+    storage: CheckpointStorage = CHECKPOINT_STORAGES[scheme[1] if scheme else "file"](str(location))
+    return storage
 
 
-def read_lease(folder: Path) -> WriterLease:
-    """Read the current lease of ``folder``; an empty lease if the file is missing or has another content."""
-    try:
-        lease = WriterLease(**json.loads(read_file(folder / LEASE_FILE)))
-    except (*MISSING, ValueError, TypeError):
-        return WriterLease()
-    return lease if isinstance(lease.generation, int) else WriterLease()
+def checkpoint_location(dump_folder: str | Path, folder: str) -> str:
+    """Path or URL of the checkpoints of the run in ``dump_folder``, by its option ``checkpoint.folder``."""
+    return folder if is_url(folder) else str(Path(dump_folder) / (folder or "checkpoint"))
+
+
+def checkpoint_storage(config: JobConfig) -> CheckpointStorage:
+    """The storage of the checkpoints of the run with ``config``."""
+    return open_storage(checkpoint_location(config.job.dump_folder, config.checkpoint.folder))

@@ -1,79 +1,106 @@
 """Loading only the weights, to start a run from them or to use them without training. Files are not changed."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
-from torchtrain.checkpoint.format import CONFIG, MANIFEST, VerifiedReader, read_manifest
+from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
 from torchtrain.checkpoint.hf.config import CONFIG_FILE
 from torchtrain.checkpoint.hf.weights import find_tensors, is_hf_folder, read_into
+from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
-from torchtrain.checkpoint.storage import STEP, saved_steps, step_folder
+from torchtrain.checkpoint.storage import MANIFEST, STEP, StoredCheckpoint, checkpoint_location, is_url, open_storage
+from torchtrain.config.parse import from_file
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
-from torchtrain.errors import CheckpointError, DamagedError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import printable
 from torchtrain.models.spec import DecoderConfig
 
 
-def require_one_kind(folder: Path, weights: str) -> None:
+def require_one_kind(folder: StoredCheckpoint | Path, weights: str) -> None:
     """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
     if weights != "trained":
         raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
 
 
-def begins_with_bos(folder: Path, tokenizer: Tokenizer) -> bool:
+def begins_with_bos(folder: StoredCheckpoint | Path, tokenizer: Tokenizer) -> bool:
     """Whether the model in ``folder``, as ``find_weights`` gave it, knows texts that begin with bos.
 
     A run's documents do, and so do those of Meta's models. Another model of Hugging Face's is used as its tokenizer's
     own files say, also where ``convert`` has made a checkpoint of it.
     """
-    if is_hf_folder(folder):
+    if isinstance(folder, Path):
         return False
     return read_manifest(folder).run is not None or not isinstance(tokenizer, JsonTokenizer)
 
 
-def check_tokenizer(folder: Path, tokenizer: Tokenizer, path: str) -> None:
+def check_tokenizer(checkpoint: StoredCheckpoint, tokenizer: Tokenizer, path: str) -> None:
     """Raise CheckpointError where ``tokenizer``, which lies in ``path`` now, is not that of the run that made
-    ``folder``."""
-    saved = read_manifest(folder).data.get("model.tokenizer_path", tokenizer.identity)
+    ``checkpoint``."""
+    saved = read_manifest(checkpoint).data.get("model.tokenizer_path", tokenizer.identity)
     if saved != tokenizer.identity:
         raise CheckpointError(
-            f"{folder} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one "
+            f"{checkpoint} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one "
             f"({printable(saved)}, now {tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
         )
 
 
-def find_checkpoints(path: Path, count: int) -> list[Path]:
+def find_checkpoints(path: str | Path, count: int) -> list[StoredCheckpoint]:
     """The newest ``count`` checkpoints of the run in ``path``; for 1, that of ``find_checkpoint``. CheckpointError."""
-    newest = find_checkpoint(path)
     if count == 1:
-        return [newest]
-    steps = saved_steps(newest.parent)[-count:]
-    if path == newest or len(steps) < count:
-        has = "is one" if path == newest else f"has {len(steps)}"
+        return [find_checkpoint(path)]
+    for folder in checkpoint_folders(path):
+        storage = open_storage(folder)
+        if steps := storage.steps()[-count:]:
+            break
+    else:
+        find_checkpoint(path)  # raises, if there is none
+        steps = []
+    if len(steps) < count:
+        has = f"has {len(steps)}" if steps else "is one"
         raise CheckpointError(f"the mean of {count} checkpoints was asked for, and {path} {has}; give a run's folder")
-    folders = [step_folder(newest.parent, step) for step in steps]
-    if len({read_manifest(folder).run for folder in folders}) > 1:
-        raise CheckpointError(f"the newest {count} checkpoints in {newest.parent} are not of one run")
+    checkpoints = [storage.open(step) for step in steps]
+    if len({read_manifest(checkpoint).run for checkpoint in checkpoints}) > 1:
+        raise CheckpointError(f"the newest {count} checkpoints in {storage} are not of one run")
+    return checkpoints
+
+
+def checkpoint_folders(path: str | Path) -> list[str]:
+    """Where the checkpoints of ``path`` may be, which is a run's folder, or the folder of its checkpoints."""
+    folders = [f"{str(path).rstrip('/')}/checkpoint", str(path)]
+    if not is_url(path) and (Path(path) / CONFIG).is_file() and not (Path(path) / MANIFEST).exists():
+        with suppress(ConfigError):
+            config = from_file(str(Path(path) / CONFIG))
+            folders.insert(0, checkpoint_location(path, config.checkpoint.folder))
     return folders
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` names: itself, or the newest in a run's folder or in its ``checkpoint``."""
-    if (path / MANIFEST).exists():
-        return path
-    for folder in (path / "checkpoint", path):
-        if steps := saved_steps(folder):
-            return step_folder(folder, steps[-1])
-    if STEP.match(path.name):
-        return path  # missing files are reported when it is read
-    what = "has no checkpoint" if path.exists() else "does not exist"
-    if (path / CONFIG).is_file():
+def find_checkpoint(path: str | Path) -> StoredCheckpoint:
+    """The checkpoint that ``path``, a path or URL, names: itself, or the newest of a run's folder.
+
+    Raises:
+        CheckpointError: there is none.
+        StorageError: the storage does not answer.
+    """
+    parent, _, name = str(path).rstrip("/").rpartition("/")
+    if not is_url(path) and (Path(path) / MANIFEST).exists():
+        return LocalCheckpoint(Path(path))
+    for folder in checkpoint_folders(path):
+        storage = open_storage(folder)
+        if steps := storage.steps():
+            return storage.open(steps[-1])
+    if match := STEP.match(name):
+        # Missing files are reported when it is read.
+        return open_storage(parent).open(int(match[1])) if is_url(path) else LocalCheckpoint(Path(path))
+    exists = is_url(path) or Path(path).exists()
+    what = "has no checkpoint" if exists else "does not exist"
+    if not is_url(path) and (Path(path) / CONFIG).is_file():
         what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
-    elif (path / CONFIG_FILE).is_file():
+    elif not is_url(path) and (Path(path) / CONFIG_FILE).is_file():
         what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
     raise CheckpointError(
         f"{path} {what}; give a run's folder, such as outputs/debug_model, a step-N folder, or a Hugging Face folder "
@@ -81,12 +108,14 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def find_weights(path: Path) -> Path:
-    """``path`` if it is a Hugging Face folder, else the checkpoint that it names."""
-    return path if is_hf_folder(path) else find_checkpoint(path)
+def find_weights(path: str | Path) -> StoredCheckpoint | Path:
+    """``path`` as a Path if it is a Hugging Face folder, else the checkpoint that it names."""
+    return Path(path) if not is_url(path) and is_hf_folder(Path(path)) else find_checkpoint(path)
 
 
-def load_weights(parts: Sequence[nn.Module], folder: Path, model: DecoderConfig, weights: str = "trained") -> None:
+def load_weights(
+    parts: Sequence[nn.Module], folder: StoredCheckpoint | Path, model: DecoderConfig, weights: str = "trained"
+) -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
     Layouts and dtypes may differ. Whether the weights are of the same architecture is checked by ``check_same_shape``.
@@ -98,7 +127,7 @@ def load_weights(parts: Sequence[nn.Module], folder: Path, model: DecoderConfig,
     # Its run may still save: each rank may have found another newest checkpoint.
     folder = broadcast_from_rank0(lambda: folder)
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
-    if is_hf_folder(folder):
+    if isinstance(folder, Path):
         require_one_kind(folder, weights)
         found = broadcast_from_rank0(lambda: find_tensors(folder, model))
         gather_from_all_ranks(lambda: read_into(tensors, found))

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.format import VerifiedReader
+from torchtrain.checkpoint.local_storage import saved_steps, step_folder
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
-from torchtrain.checkpoint.storage import saved_steps, step_folder
+from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_location, open_storage
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference, read
 from torchtrain.config.parse import from_file, to_toml
 from torchtrain.config.schema import JobConfig
@@ -164,24 +165,24 @@ def relative(a: RunFolder, b: RunFolder, step: int, key: str) -> float:
     return float(abs(x - y) / max(abs(x), abs(y), 1e-300))
 
 
-def in_both(a: RunFolder, b: RunFolder, kind: str, missing: str) -> dict[int, list[Path]]:
-    """By step, in order, the ``step-N`` folders in the folder ``kind`` of both runs; an error, ``missing``, if none."""
-    folders = [run.path / kind for run in (a, b)]
-    steps = sorted(set.intersection(*(set(saved_steps(folder)) for folder in folders)))
+def common_steps(a: Sequence[int], b: Sequence[int], missing: str) -> list[int]:
+    """The steps that both have, ascending; TorchtrainError with the message ``missing`` if there is none."""
+    steps = sorted(set(a) & set(b))
     if not steps:
         raise TorchtrainError(missing)
-    return {step: [step_folder(folder, step) for folder in folders] for step in steps}
+    return steps
 
 
 def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Compare checkpoints from the newest common step back to the first at which they differ."""
-    steps = in_both(a, b, "checkpoint", "no step that both have saved")
+    storages = [open_storage(checkpoint_location(run.path, run.config.checkpoint.folder)) for run in (a, b)]
+    steps = common_steps(storages[0].steps(), storages[1].steps(), "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP needs a process group, even in one process
     first: list[Finding] = []
-    for step, folders in reversed(steps.items()):
+    for step in reversed(steps):
         try:
-            found = list(saved_differences(a, folders, step))
+            found = list(saved_differences(a, [storage.open(step) for storage in storages], step))
         except CheckpointError as error:
             yield Finding(f"step {step}: {error}")
             continue
@@ -195,12 +196,14 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     yield from first
 
 
-def saved_differences(run: RunFolder, folders: Sequence[Path], step: int) -> Iterator[tuple[str, str, bool]]:
+def saved_differences(
+    run: RunFolder, saved_by_both: Sequence[StoredCheckpoint], step: int
+) -> Iterator[tuple[str, str, bool]]:
     """Yield each parameter whose weights, moments or average are not bitwise equal: name, difference, within rounding.
 
     At the end also for the place in the data. CheckpointError: a file is damaged.
     """
-    readers = [VerifiedReader(folder) for folder in folders]
+    readers = [VerifiedReader(checkpoint) for checkpoint in saved_by_both]
     saved: list[Mapping[str, Any]] = [reader.read_metadata().state_dict_metadata for reader in readers]
 
     def both(name: str) -> list[Tensor]:
@@ -257,9 +260,10 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Find the first row of a batch, or the first tensor, that differs by more than rounding explains."""
     missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
     before, compared = 0.0, {}
-    for step, folders in in_both(a, b, "fingerprints", missing).items():
+    folders = [run.path / "fingerprints" for run in (a, b)]
+    for step in common_steps(saved_steps(folders[0]), saved_steps(folders[1]), missing):
         try:
-            ours, theirs = map(read, folders)
+            ours, theirs = (read(step_folder(folder, step)) for folder in folders)
         except TorchtrainError as error:
             yield Finding(f"step {step}: {error}")
             continue

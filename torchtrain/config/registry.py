@@ -141,3 +141,10 @@ METRICS_WRITERS = Registry(
     },
 )
 """Subclasses of ``metrics.writers.MetricsWriter``."""
+
+
+CHECKPOINT_STORAGES = Registry(
+    "the scheme of checkpoint.folder",
+    {"file": "torchtrain.checkpoint.local_storage:LocalStorage"},
+)
+"""Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from torchtrain.config.registry import DATA_SOURCES, LR_SCHEDULES, METRICS_WRITERS, MODELS, OPTIMIZERS, Registry
+from torchtrain.config.registry import (
+    CHECKPOINT_STORAGES,
+    DATA_SOURCES,
+    LR_SCHEDULES,
+    METRICS_WRITERS,
+    MODELS,
+    OPTIMIZERS,
+    Registry,
+)
 from torchtrain.errors import ConfigError
 
 
@@ -641,6 +649,9 @@ class Float8Config:
 class CheckpointConfig(Section, name="checkpoint"):
     enable: bool = True
     """Save checkpoints, and resume from the latest."""
+    folder: str = "checkpoint"
+    """Where checkpoints are stored: a folder that all ranks share, relative to the dump folder, or the URL of a
+    registered storage (docs/adding-a-checkpoint-storage.md)."""
     interval: Count = 500
     """Checkpointing interval in steps. The last step is always saved."""
     interval_tokens: TokenCount = ""
@@ -674,6 +685,8 @@ class CheckpointConfig(Section, name="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if URL.match(self.folder):
+            CHECKPOINT_STORAGES.check(self.folder.partition("://")[0], CHECKPOINT_STORAGES.option)
         given = self.enable or self.load_step == -1
         require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
         require_one(self, "interval_tokens", "interval")

@@ -8,10 +8,9 @@ import torch
 from torchtrain.checkpoint.format import CONFIG
 from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
-from torchtrain.checkpoint.hf.weights import is_hf_folder
 from torchtrain.checkpoint.resume import newest_config, read_config
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import saved_steps
+from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig, TrainingConfig
@@ -20,6 +19,7 @@ from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.files import MISSING
 from torchtrain.models.model_config import build_model_config, longest_context, to_model_section
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
@@ -45,16 +45,18 @@ class TrainedModel:
         return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
 
 
-def saved_config(folder: Path) -> JobConfig:
+def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
     """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
-    if is_hf_folder(folder):
+    if isinstance(folder, Path):
         shape = read_hf_config(folder)
         return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
-    if not (folder / CONFIG).is_file():
+    try:
+        folder.size_bytes(CONFIG)
+    except MISSING as error:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
-        )
-    return from_text(read_config(folder), str(folder / CONFIG), only_model=True)
+        ) from error
+    return from_text(read_config(folder), folder.path_of(CONFIG), only_model=True)
 
 
 def with_longest_context(config: JobConfig) -> JobConfig:
@@ -64,21 +66,21 @@ def with_longest_context(config: JobConfig) -> JobConfig:
         CheckpointError: these weights are missing.
     """
     shape, checkpoint = config.model.shape, config.checkpoint
-    own = Path(config.job.dump_folder) / "checkpoint"
     if shape.max_position_embeddings is not None:
         return config
-    if checkpoint.enable and saved_steps(own):  # a run that resumes does without its initial weights
+    own = checkpoint_storage(config)
+    if checkpoint.enable and own.steps():  # a run that resumes does without its initial weights
         saved = newest_config(own, checkpoint.load_step)
         found = saved.model.shape.max_position_embeddings if saved else None
     elif checkpoint.initial_load_path:
-        found = longest_context(saved_config(find_weights(Path(checkpoint.initial_load_path))))
+        found = longest_context(saved_config(find_weights(checkpoint.initial_load_path)))
     else:
         return config
     return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))
 
 
 def load_model(
-    path: Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
+    path: str | Path, device: str = "auto", dtype: str = "auto", tokenizer_path: str = "", weights: str = "trained"
 ) -> TrainedModel:
     """Load a trained model for inference. With torchrun, the model is sharded over all ranks by tensor parallelism.
 
@@ -99,10 +101,11 @@ def load_model(
     folder = find_weights(path)
     config = saved_config(folder)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
-    if not (tokenizer_path or is_hf_folder(folder)):
+    if not (tokenizer_path or isinstance(folder, Path)):
         check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
     bos = begins_with_bos(folder, tokenizer)
-    configs = folder if is_hf_folder(folder) else tokenizer_file(tokenizer_path or config.model.tokenizer_path).parent
+    own_tokenizer = tokenizer_file(tokenizer_path or config.model.tokenizer_path)
+    configs = folder if isinstance(folder, Path) else own_tokenizer.parent
     eos_ids = frozenset(find_eos_ids(tokenizer, configs, bos=bos))
     shape = build_model_config(config.model, tokenizer, longest_context(config))
     place = pick_device(device)

@@ -13,8 +13,10 @@ from torch import Tensor
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
+from torchtrain.checkpoint.storage import StoredCheckpoint, is_url
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
@@ -30,7 +32,7 @@ from torchtrain.models.spec import DecoderConfig
 
 
 def convert(
-    source_folder: Path,
+    source_path: str,
     target: Path,
     to: str,
     dtype_name: str,
@@ -51,7 +53,7 @@ def convert(
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
     try:
-        source = open_source(source_folder, tokenizer_path, weights, average)
+        source = open_source(source_path, tokenizer_path, weights, average)
         require_folder(target.parent, str(target))
         if to == "hf":
             save_hf(
@@ -62,7 +64,7 @@ def convert(
             shapes = {f"model.{name}": tensor.to(dtype) for name, tensor in source.shapes.items()}
             names = {name: name.removeprefix("model.") for name in shapes}
             with partial_folder(target) as partial:
-                writer = VerifiedWriter(target, source.config_toml(), partial=partial)
+                writer = VerifiedWriter(LocalStagedCheckpoint(target, partial), source.config_toml())
                 value = lambda name: finite(source.read(names[name]).to(dtype), names[name])  # noqa: E731
                 save_tensors(shapes, value, writer, target)
     finally:
@@ -89,24 +91,25 @@ class Weights:
         return to_toml(JobConfig(model=model, training=TrainingConfig(seq_len=self.model.max_seq_len)))
 
 
-def open_source(path: Path, tokenizer_path: str, weights: str, average: int) -> Weights:
-    """See what ``path`` is, and open it."""
-    is_hf = is_hf_folder(path)
-    if not is_hf and not (path / "params.json").is_file():
-        return own_source(find_checkpoints(path, average), tokenizer_path, weights)
+def open_source(source: str, tokenizer_path: str, weights: str, average: int) -> Weights:
+    """See what ``source`` is, a path or a URL, and open it."""
+    path = Path(source)
+    is_hf = not is_url(source) and is_hf_folder(path)
+    if not is_hf and (is_url(source) or not (path / "params.json").is_file()):
+        return own_source(find_checkpoints(source, average), tokenizer_path, weights)
     require_one_kind(path, weights if average == 1 else f"--average {average}")
     return hf_source(path, tokenizer_path) if is_hf else meta_source(path, tokenizer_path)
 
 
-def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> Weights:
+def own_source(checkpoints: Sequence[StoredCheckpoint], tokenizer_path: str, weights: str) -> Weights:
     """A checkpoint of ours, or the mean of several of one run (LAWA, https://arxiv.org/abs/2209.14981)."""
-    config = from_text(read_config(folders[-1]), str(folders[-1] / CONFIG), only_model=True)
+    config = from_text(read_config(checkpoints[-1]), checkpoints[-1].path_of(CONFIG), only_model=True)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
     if not tokenizer_path:
         tokenizer_path = config.model.tokenizer_path
-        check_tokenizer(folders[-1], tokenizer, tokenizer_path)
+        check_tokenizer(checkpoints[-1], tokenizer, tokenizer_path)
     shape = build_model_config(config.model, tokenizer, config.training.seq_len)
-    readers = [VerifiedReader(folder) for folder in folders]
+    readers = [VerifiedReader(checkpoint) for checkpoint in checkpoints]
     shapes = parameter_shapes(shape)
 
     def read_of(reader: VerifiedReader, name: str) -> Tensor:
@@ -123,7 +126,7 @@ def own_source(folders: Sequence[Path], tokenizer_path: str, weights: str) -> We
             total = total.double() + read_of(reader, name)
         return (total / len(readers)).to(shapes[name].dtype)
 
-    return Weights(shape, shapes, read, tokenizer_path, begins_with_bos(folders[-1], tokenizer))
+    return Weights(shape, shapes, read, tokenizer_path, begins_with_bos(checkpoints[-1], tokenizer))
 
 
 def hf_source(folder: Path, tokenizer_path: str) -> Weights:

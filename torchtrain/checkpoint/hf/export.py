@@ -6,11 +6,10 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
-from torchtrain.checkpoint.format import MANIFEST
 from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import step_folder
+from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.process_group import set_timeout
@@ -57,7 +56,7 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
 
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
     """What ``hf/`` is made from: a checkpoint, by the hash of its manifest, and options."""
-    manifest = read_file(step_folder(Path(config.job.dump_folder) / "checkpoint", step) / MANIFEST)
+    manifest = checkpoint_storage(config).open(step).read(MANIFEST)
     checkpoint = config.checkpoint
     options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
     return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torchtrain.checkpoint.hf.config import CONFIG_FILE, hf_format
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
+from torchtrain.checkpoint.storage import StoredCheckpoint
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
@@ -49,7 +50,7 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def check_same_shape(
-    found: DecoderConfig, model: DecoderConfig, folder: Path, may_differ: Collection[str] = ()
+    found: DecoderConfig, model: DecoderConfig, folder: StoredCheckpoint | Path, may_differ: Collection[str] = ()
 ) -> None:
     """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``.
 
