@@ -81,7 +81,8 @@ class Files:
             split=config.split,
             skip_not_utf8=config.skip_not_utf8,
         )
-        return with_retries(tokenized, first) or with_retries(text, first)
+        opened = with_retries(tokenized, first)
+        return with_retries(text, first) if opened is None else opened  # a source without tokens is falsy
 
 
 class HubDataset:

@@ -90,7 +90,8 @@ class SourceSize:
 class DataSource(ABC):
     """A source of windows of tokens. It is opened in one thread and read in another.
 
-    The windows of a row may depend on the config of the data, the seed and the row, but not on the number of ranks.
+    The window of a row of a step may depend on ``StreamRequest`` without ``rows``, on the config of the source, on the
+    row's number in the global batch and on the step, but not on which rank reads it.
     """
 
     name: str

@@ -186,11 +186,12 @@ class DataLoader(Iterator[Batch]):
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
+        first_row = self._step * self.global_batch_size  # counted over all steps, as the mixture counts rows
+        sources = self.mixture.choose(first_row + np.arange(self.global_batch_size))  # (rows of the global batch,)
         # For each row, how many windows its source has returned before it for rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3
         #   its source                 A  A  B  A
         #   windows drawn before it    7  8  5  9    where self._windows_drawn was [7, 5]; afterwards it is [10, 6]
-        sources = self.mixture.choose(np.arange(self.global_batch_size) + self._step * self.global_batch_size)
         of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         drawn = self._windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
         drawn_before = drawn[sources[self.rows], self.rows]  # of this rank's rows
@@ -204,7 +205,7 @@ class DataLoader(Iterator[Batch]):
         self._windows_drawn = drawn[:, -1] + 1
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
-        if filled.min() <= self.seq_len:
+        if filled.min() < self.seq_len + 1:  # the data ended
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
         label_bytes = None if sizes is None else torch.from_numpy(sizes[:, 1:].copy())

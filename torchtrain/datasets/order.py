@@ -63,8 +63,9 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]):
-        shares = list(itertools.accumulate(Fraction(weight) for weight in weights))
-        self._borders = np.array([int(share / shares[-1] * 2**64) for share in shares[:-1]], dtype=np.uint64)
+        cumulative = list(itertools.accumulate(Fraction(weight) for weight in weights))
+        borders = [int(weight / cumulative[-1] * 2**64) for weight in cumulative[:-1]]
+        self._borders = np.array(borders, dtype=np.uint64)
 
     def choose(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Index of the source for each of ``rows``, which are counted over all steps."""

@@ -194,7 +194,8 @@ class PackedTextStream(Stream):
         """Tokens and number of bytes of each document that has text, from the current position on."""
         parts = self._source.parts
         while self._repeat or self._number < parts:
-            # After more than an epoch, in which every part was read in full, the window will never be full.
+            # This reader has gone through as many parts as there are, and read each of them in full: one epoch more
+            # will not fill the window either.
             if self._number > self._begun_at + self._readers * parts and len(self._read_fully) == parts:
                 raise DataError(
                     f"{self._source.name} has too little text: all of it does not fill one window of "
