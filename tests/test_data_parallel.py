@@ -25,6 +25,7 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
@@ -149,7 +150,8 @@ def test_one_gpu_does_not_reduce_in_place(gloo: GlooPool) -> None:
 
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:
-    (model,) = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1)).parts
+    parallel_model = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1))
+    (model,) = parallel_model.parts
     generator = torch.Generator().manual_seed(0)
     squares = 0.0
     for parameter in model.parameters():
@@ -157,7 +159,7 @@ def _norm_of_a_large_gradient() -> tuple[float, float]:
         gradient = torch.randn(parameter.shape, generator=generator)
         squares += gradient.double().square().sum().item()
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-    return clip_grad_norm([model], 1.0).item(), math.sqrt(squares)
+    return clip_grad_norm([model], 1.0, parallel_model.reducer).item(), math.sqrt(squares)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -287,11 +289,12 @@ def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
 
 
 def _norms_around_clipping() -> tuple[int, list[float]]:
-    (model,) = build(config_of()).parts
+    parallel_model = build(config_of())
+    (model,) = parallel_model.parts
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    return elements, [clip_grad_norm([model], limit).item() for limit in (3.0, 5.0, math.inf)]
+    return elements, [clip_grad_norm([model], limit, parallel_model.reducer).item() for limit in (3.0, 5.0, math.inf)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -336,8 +339,9 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
     model = build(config, shape)
     tokens = global_batch(1, shape.vocab_size, shape.max_seq_len)
     positions = torch.arange(shape.max_seq_len)[None]
-    if model.sums is not None:
-        model.sums.exponent = 0  # as if determined by an earlier step
+    sums = model.reducer.sums if isinstance(model.reducer, ExactGradientReducer) else None
+    if sums is not None:
+        sums.exponent = 0  # as if determined by an earlier step
     model.begin_gradients(len(tokens))
     model.forward_backward(
         Microbatch(tokens[:, :-1], tokens[:, 1:], positions, None), torch.tensor(tokens[:, 1:].numel()), is_last=True
@@ -346,8 +350,8 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
     gradients = {name: grad.to_local() for name, grad in named if isinstance(grad, DTensor)}
     if reduced:
         assert model.finish_gradients()
-    elif model.sums is not None:
-        torch._foreach_mul_(list(gradients.values()), 2.0**model.sums.spacing)
+    elif sums is not None:
+        torch._foreach_mul_(list(gradients.values()), 2.0**sums.spacing)
     return gradients
 
 

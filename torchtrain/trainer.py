@@ -210,7 +210,7 @@ class Trainer:
             "model": model_state,
             "optimizer": self.optimizer,
             "ema": self.ema,
-            "sums": model.sums,
+            "sums": model.reducer.state,
             "spikes": self.spikes if config.faults.spike_threshold > 0 else None,
             "loader": LoaderState(self.dataloader, self.mesh),
         }
@@ -397,7 +397,7 @@ class StepHook:
         """Called with the number of the step, counted from 1, and this rank's rows of the global batch."""
 
     def before_forward_backward(self, batch: Batch) -> None:
-        """Called before the first microbatch, and again if the step is recomputed because exact sums overflowed."""
+        """Called before the first microbatch, and again if the gradient reducer asks to recompute the step."""
 
     def before_microbatch(self, index: int) -> None:
         """Called before forward and backward of a microbatch (under pipeline parallelism: of one schedule run)."""
@@ -445,8 +445,7 @@ class TrainStep:
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         loss = self.forward_backward(batch, global_tokens)
-        while not self.model.finish_gradients():
-            logger.info("step %d is repeated: its gradients are larger than exact sums were prepared for", step)
+        while not self.model.finish_gradients():  # the gradient reducer logs why
             self.optimizer.zero_grad()
             loss = self.forward_backward(batch, global_tokens)
         grad_norm = self.clip_and_update(step, loss)
@@ -480,7 +479,7 @@ class TrainStep:
         tied_replicas = self.sync_tied_embedding_grads()
         for hook in self.hooks:
             hook.after_gradients()
-        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, tied_replicas, exact=self.model.sums is not None)
+        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, self.model.reducer, tied_replicas)
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.guard.check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)

@@ -131,7 +131,7 @@ def train(
         if loss.z is not None:
             z_losses.append(global_mean(loss._replace(total=loss.z), model.mesh))
     moments = {}
-    if model.sums is not None:
+    if config.training.sums == "exact":
         states = optimizer.state_dict()
         moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in states.items()}
     last = full_weights(model.parts)

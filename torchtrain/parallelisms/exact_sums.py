@@ -3,6 +3,8 @@
 Each summand, the gradient of one microbatch on one rank, is rounded to a multiple of a power of two, the spacing, and
 added as a 64-bit integer, which is exact. The spacing is the finest with which no sum can overflow, given the largest
 summand of the previous step. A step whose summands exceed the limit is detected and recomputed.
+
+``ExactGradientReducer`` connects this to the rest of training.
 """
 
 import math
@@ -16,17 +18,67 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
 from torchtrain.devices import device_kind
 from torchtrain.distributed.connections import on_one_machine
+from torchtrain.distributed.gradient_reducer import GradientReducer
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.torch_internals import DefaultReduceScatter
+from torchtrain.logging import logger
+from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
 
 HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
 SUM_BITS = 62  # usable bits of an int64; one is spare for rounding
 MIN_SPACING = -126  # its inverse must be a float32
 CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard per addition; on a CPU they fit its cache
 UNKNOWN = -(1 << 20)
+FLOAT64_ELEMENTS = 1 << 24  # of a gradient that are converted to float64 at once
+
+
+def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
+    """The gradient reducer that ``training.sums`` selects."""
+    if config.training.sums == "exact":
+        return ExactGradientReducer(config, mesh)
+    return GradientReducer(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
+
+
+class ExactGradientReducer(GradientReducer):
+    """Exact sums of gradients, and gradient norms that are bitwise identical on any number of data-parallel ranks."""
+
+    def __init__(self, config: JobConfig, mesh: Mesh) -> None:
+        # Always 2-D (replicate, shard), because FSDP accumulates microbatches in its reduce_dtype only with HSDP.
+        super().__init__(mesh.hsdp, torch.int64)
+        self.state = self.sums = ExactSums(torch.device(mesh.world.device_type))
+        self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
+        self.transport = config.parallelism.fsdp_exact_transport
+        degrees = mesh.degrees
+        # Upper bound on the summands of a gradient element per row of a rank, reached with one row per microbatch.
+        # Gradients of norms are also summed over tensor-parallel ranks.
+        self.summands_per_row = degrees.batch * degrees.context * degrees.tensor
+
+    def reduce_scatter(self) -> ReduceScatter:
+        return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport)
+
+    def begin(self, rows: int) -> None:
+        self.sums.begin(rows * self.summands_per_row)
+
+    def finish(self, model_parts: Sequence[nn.Module]) -> bool:
+        fits = self.sums.finish(model_parts)
+        if not fits:
+            logger.info(
+                "the step is recomputed: a gradient exceeds the range of exact sums (training.sums), which is chosen "
+                "by the gradients of the previous step"
+            )
+        return fits
+
+    def row_norms(self, gradient: Tensor) -> Tensor:
+        if device_kind(gradient.device.type) == "cpu":
+            return super().row_norms(gradient)
+        return row_norms_by_halves(gradient)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return exact_sum(values)
 
 
 class ExactSums(Stateful):
@@ -64,14 +116,14 @@ class ExactSums(Stateful):
         return torch.mul(summands.float(), 2.0**-self.spacing).round_().to(torch.int64)
 
     @torch.no_grad()
-    def finish(self, parts: Sequence[nn.Module]) -> bool:
+    def finish(self, model_parts: Sequence[nn.Module]) -> bool:
         """Convert the sums to gradients in place; call it after the last backward. The host waits for the device.
 
         Returns False if sums may have overflowed: the step must then be recomputed. If a summand is not finite, the
         gradients are NaN.
         """
         gradients = [
-            cast(DTensor, p.grad).to_local() for part in parts for p in part.parameters() if p.grad is not None
+            cast(DTensor, p.grad).to_local() for part in model_parts for p in part.parameters() if p.grad is not None
         ]
         maximum = torch.stack(self.largest).nan_to_num(nan=math.inf, posinf=math.inf).amax()  # MAX would lose NaN
         all_reduce(maximum, op=dist.ReduceOp.MAX)
@@ -116,3 +168,36 @@ class ExactReduceScatter(AllToAllReduceScatter):
         columns = torch.split(summands_of_all_ranks(summands, group), block, dim=1)
         for total, column in zip(torch.split(output, block), columns, strict=True):
             torch.sum(self.sums.rounded(column), dim=0, out=total)
+
+
+def row_norms_by_halves(gradient: Tensor) -> Tensor:
+    """L2 norms along the last dimension in float64, by elementwise additions of halves of the rows.
+
+    CUDA's own kernel adds the elements of a row in an order that depends on the number of rows.
+    """
+    norms_of_chunks = []
+    for rows in torch.split(gradient, max(1, FLOAT64_ELEMENTS // gradient.shape[-1])):
+        squares = rows.double().square()
+        while squares.shape[1] > 1:
+            half = squares.shape[1] // 2
+            sums = squares[:, :half] + squares[:, -half:]
+            squares = torch.cat((sums, squares[:, half:-half]), dim=1)  # with an odd width, the element in the middle
+        norms_of_chunks.append(squares.sqrt().flatten())
+    return torch.cat(norms_of_chunks)
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """Sum over all ranks of ``values`` (float64, not negative, at most 2^30 in number), bitwise identical in any order.
+
+    Each value is added as two 64-bit integers, with an error of at most 2^-64 of the largest value. The sum is infinite
+    if a value is infinite or NaN. Collective.
+    """
+    largest = values.nan_to_num(math.inf, posinf=math.inf).max()
+    all_reduce(largest, op=dist.ReduceOp.MAX)
+    scale = ((1055 - torch.frexp(largest)[1].long()) << 52).view(torch.float64)  # 2^(32 - exponent), from its bits
+    coarse = (values * scale).floor()  # under 2^32
+    fine = ((values * scale - coarse) * 2.0**32).round()
+    sums = torch.stack((coarse.long().sum(), fine.long().sum()))
+    all_reduce(sums)
+    sums = sums.double()
+    return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)

@@ -9,29 +9,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
 from torchtrain.devices import device_kind
-from torchtrain.distributed.mesh import Mesh
+from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.models.spec import Decoder
-from torchtrain.parallelisms.exact_sums import ExactReduceScatter, ExactSums
 
 
 def apply_fsdp(
-    model: Decoder,
-    meshes: Mesh,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    sums: ExactSums | None = None,
+    model: Decoder, reducer: GradientReducer, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
-    """Apply ``fully_shard`` to each block and then to the root, over ``meshes.fsdp``.
+    """Apply ``fully_shard`` to each block and then to the root, over ``reducer.mesh``.
 
     That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP. On a single CPU rank, all parameters are in the root's
-    FSDP group by default. With ``sums`` the mesh is always 2-D, since only then FSDP accumulates the gradients of
-    microbatches in its reduce_dtype.
+    FSDP group by default.
     """
-    mesh = meshes.fsdp if sums is None else meshes.hsdp
-    dtype = getattr(torch, training.mixed_precision_param)
+    mesh = reducer.mesh
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=reduce_dtype(training),
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=reducer.dtype,
         # The only float inputs of a block that are not in param_dtype are the RoPE tables, which must stay float32.
         cast_forward_inputs=False,
     )
@@ -56,8 +49,9 @@ def apply_fsdp(
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        if sums is not None:
-            module.set_custom_reduce_scatter(ExactReduceScatter(sums, dtype, mesh, parallelism.fsdp_exact_transport))
+        reduce_scatter = reducer.reduce_scatter()
+        if reduce_scatter is not None:
+            module.set_custom_reduce_scatter(reduce_scatter)
         elif on_cpu:
             module.set_custom_reduce_scatter(AllToAllReduceScatter() if mesh.size() > 1 else NoReduceScatter())
     if on_cpu and mesh.size() > 1:
@@ -65,11 +59,6 @@ def apply_fsdp(
         modules[0]._set_unshard_async_op(True)
         for block, following in pairwise(modules[1:]):
             block.set_modules_to_forward_prefetch([following])
-
-
-def reduce_dtype(training: TrainingConfig) -> torch.dtype:
-    """The dtype in which gradients are reduced over ranks."""
-    return torch.int64 if training.sums == "exact" else getattr(torch, training.mixed_precision_reduce)
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

@@ -10,11 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.loss import OutputLoss
 from torchtrain.models.spec import Decoder, DecoderConfig, spec_of
-from torchtrain.parallelisms.exact_sums import ExactSums
-from torchtrain.parallelisms.fsdp import reduce_dtype, set_accumulation
+from torchtrain.parallelisms.exact_sums import build_gradient_reducer
+from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
@@ -31,8 +32,7 @@ class ParallelModel:
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
-    reduce_dtype: torch.dtype  # of gradients
-    sums: ExactSums | None  # training.sums
+    reducer: GradientReducer
 
     @property
     def has_loss(self) -> bool:
@@ -41,19 +41,16 @@ class ParallelModel:
 
     def begin_gradients(self, rows: int) -> None:
         """Call it before the first ``forward_backward`` of a step. ``rows``: this rank's rows of the global batch."""
-        if self.sums is not None:
-            degrees = self.mesh.degrees
-            # An upper bound, reached with one row per microbatch. Gradients of norms are also summed over TP ranks.
-            self.sums.begin(rows * degrees.batch * degrees.context * degrees.tensor)
+        self.reducer.begin(rows)
 
     def finish_gradients(self) -> bool:
         """Complete the gradients; call it after the last ``forward_backward`` of a step.
 
-        Returns False if exact sums may have overflowed: the step must then be recomputed.
+        Returns False if they are not usable: the step must then be recomputed.
         """
         if self.mesh.degrees.tensor > 1:
-            reduce_norm_gradients(self.parts, self.mesh.tensor, self.reduce_dtype)
-        return self.sums is None or self.sums.finish(self.parts)
+            reduce_norm_gradients(self.parts, self.mesh.tensor, self.reducer.dtype)
+        return self.reducer.finish(self.parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Forward and backward of one microbatch; accumulates the gradient of its loss divided by ``global_tokens``.
@@ -93,18 +90,16 @@ def build_parallel_model(shape: DecoderConfig, mesh: Mesh, device: torch.device,
     training, parallelism = config.training, config.parallelism
     parallelize = spec_of(shape).parallelize or parallelize_llama
     stages = build_stages(shape, mesh, parallelism)
-    sums = ExactSums(device) if training.sums == "exact" else None
+    reducer = build_gradient_reducer(config, mesh)
     for stage in stages.values():
-        parallelize(stage, mesh, config, sums)
+        parallelize(stage, mesh, config, reducer)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty splits a shared parameter in two
     loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
     split = mesh.degrees.pipeline > 1
     pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
     accumulation = parallelism.fsdp_gradient_accumulation
-    return ParallelModel(
-        mesh, device, list(stages.values()), pipeline, loss, accumulation, reduce_dtype(training), sums
-    )
+    return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, reducer)
 
 
 def initialize_buffers(parts: Sequence[Decoder], device: torch.device) -> None:

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.matmul import apply_float32_matmul
+from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import full_name
@@ -14,17 +15,20 @@ from torchtrain.parallelisms.activation_checkpoint import apply_activation_check
 from torchtrain.parallelisms.attention_backend import apply_attention_backend
 from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
-from torchtrain.parallelisms.exact_sums import ExactSums
+from torchtrain.parallelisms.exact_sums import build_gradient_reducer
 from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
 
-def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, sums: ExactSums | None = None) -> None:
+def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: GradientReducer | None = None) -> None:
     """Parallelize ``model``, or a pipeline stage of it, in place; it must be on the meta device.
 
-    A single rank takes the same code path as many.
+    A single rank takes the same code path as many. ``reducer`` is shared by the pipeline stages of a rank; by default
+    it is that of the config.
     """
+    if reducer is None:
+        reducer = build_gradient_reducer(config, mesh)
     training, parallelism = config.training, config.parallelism
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
     apply_float32_matmul(dtype, device)
@@ -39,8 +43,8 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, sums: Exact
     apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
         apply_compile(model, config.activation_checkpoint)
-    apply_fsdp(model, mesh, training, parallelism, sums)
-    check_meshes(model, mesh.fsdp if sums is None else mesh.hsdp, mesh.tensor)
+    apply_fsdp(model, reducer, training, parallelism)
+    check_meshes(model, reducer.mesh, mesh.tensor)
 
 
 def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:

@@ -1,0 +1,52 @@
+"""Gradient reduction: how gradients are summed over microbatches and ranks, and their squares for the gradient norm."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtrain.distributed.process_group import all_reduce
+from torchtrain.torch_internals import ReduceScatter
+
+
+class GradientReducer:
+    """Leaves the reduction of gradients to FSDP; a subclass may reduce them otherwise (``training.sums``).
+
+    Attributes:
+        mesh: the mesh of ``fully_shard``.
+        dtype: the dtype in which gradients are reduced.
+        state: state that later steps depend on, for checkpoints; None if there is none.
+    """
+
+    state: Stateful | None = None
+
+    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.dtype = dtype
+
+    def reduce_scatter(self) -> ReduceScatter | None:
+        """A new reduce-scatter for one FSDP module; None: that of FSDP."""
+        return None
+
+    def begin(self, rows: int) -> None:
+        """Called before the first backward of a step. ``rows``: this rank's rows of the global batch."""
+
+    def finish(self, model_parts: Sequence[nn.Module]) -> bool:  # noqa: ARG002
+        """Complete the gradients; called after the last backward of a step. Collective.
+
+        Returns False if the gradients are not usable: the step must then be recomputed.
+        """
+        return True
+
+    def row_norms(self, gradient: Tensor) -> Tensor:
+        """L2 norms along the last dimension of this rank's shard of a gradient; the result is 1-D."""
+        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+        return norms.flatten()
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum of the 1-D ``values`` of all ranks, as a scalar. Collective."""
+        total = values.sum()
+        all_reduce(total)
+        return total
