@@ -285,7 +285,8 @@ def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('[[data.sources]]\npath = "a"\nwieght = 1', r"data.sources\[0\].wieght is not a known key; did you mean"),
-        ('[[data.sources]]\npath = "a"\nweight = 0', r"weight = 0.0 of a data source must be above 0"),
+        ('[[data.sources]]\npath = "a"\nweight = -1', r"weight = -1.0 of a data source must be at least 0"),
+        ('[[data.sources]]\npath = "a"\nweight = 0', r"at least one data source must have a weight above 0"),
         ("[[data.sources]]\nweight = 1", r"number 1 has neither path nor name"),
         ('[data]\npath = "x"\n[[data.sources]]\npath = "a"', r"exclude each other"),
         ('[data]\npath = ["a", ""]', "of a data source has an empty name in it"),

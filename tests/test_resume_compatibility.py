@@ -23,12 +23,12 @@ FROZEN = {  # every option, by kind and section
         "data": "revision prefetch verify_gib",
         "validation": (
             "path name subset split revision download text_column skip_not_utf8 weight type options sources "
-            "enable interval steps weights"
+            "enable interval interval_tokens steps weights"
         ),
         "prepare": "output processes verify",
         "checkpoint": (
-            "enable interval interval_minutes keep_latest_k load_step initial_load_path last_save_in_hf "
-            "export_weights export_dtype async_mode allow_changes max_failed_saves"
+            "enable folder interval interval_tokens interval_minutes keep_latest_k load_step "
+            "initial_load_path last_save_in_hf export_weights export_dtype async_mode allow_changes max_failed_saves"
         ),
         "faults": (
             "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
@@ -55,7 +55,6 @@ FROZEN = {  # every option, by kind and section
         "compile": "enable",
     },
     Kind.CHANGES: {
-        "model": "tokenizer_path",
         "optimizer": (
             "lr beta1 beta2 eps weight_decay state_dtype muon_momentum muon_iterations muon_dtype "
             "hidden.lr_factor hidden.weight_decay embedding.lr_factor embedding.weight_decay "
@@ -63,8 +62,19 @@ FROZEN = {  # every option, by kind and section
         ),
         "ema": "enable decay interval",
         "mup": "base_dim base_layers",
-        "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-        "training": "seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums z_loss_weight",
+        "lr_scheduler": (
+            "warmup_steps warmup_tokens total_steps total_tokens decay_ratio decay_tokens decay_type min_lr_factor"
+        ),
+        "model": (
+            "tokenizer_path shape.rope_theta shape.rope_scaling.type shape.rope_scaling.factor "
+            "shape.rope_scaling.low_freq_factor "
+            "shape.rope_scaling.high_freq_factor shape.rope_scaling.original_max_seq_len "
+            "shape.rope_scaling.beta_fast shape.rope_scaling.beta_slow shape.rope_scaling.attention_factor"
+        ),
+        "training": (
+            "global_batch_size tokens seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums "
+            "z_loss_weight"
+        ),
         "data": (
             "path name subset split download text_column skip_not_utf8 weight type options sources when_exhausted "
             "document_mask"
@@ -74,13 +84,9 @@ FROZEN = {  # every option, by kind and section
     Kind.IMPOSSIBLE: {
         "model": (
             "options name flavor hf_folder vocab_size shape.dim shape.n_layers shape.n_heads shape.n_kv_heads "
-            "shape.ffn_dim shape.head_dim shape.norm_eps shape.rope_theta shape.rope_scaling.type "
-            "shape.rope_scaling.factor shape.rope_scaling.low_freq_factor shape.rope_scaling.high_freq_factor "
-            "shape.rope_scaling.original_max_seq_len shape.rope_scaling.beta_fast shape.rope_scaling.beta_slow "
-            "shape.rope_scaling.attention_factor shape.tied_embeddings shape.qk_norm shape.qkv_bias"
+            "shape.ffn_dim shape.head_dim shape.norm_eps shape.tied_embeddings shape.qk_norm shape.qkv_bias"
         ),
         "optimizer": "name",
-        "training": "global_batch_size",
         "data": "streams",
     },
 }
@@ -134,8 +140,11 @@ def test_another_model_is_rejected_even_if_allowed() -> None:
     ("section", "key", "value"),
     [
         ("optimizer", "name", "muon"),  # has different states
-        ("training", "global_batch_size", 64),  # the position in the data is saved by row
-        ("data", "streams", 128),  # and by stream: rows that shared one would continue with the same documents
+        (
+            "data",
+            "streams",
+            128,
+        ),  # the position is saved by stream: rows that shared one would continue with the same documents
     ],
 )
 def test_change_that_the_states_do_not_fit_is_rejected_even_if_allowed(section: str, key: str, value: Any) -> None:

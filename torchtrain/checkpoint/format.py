@@ -95,7 +95,9 @@ class Manifest:
     run: str | None = None
     """Id of the run, the same through all its starts."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The identity of its data and tokenizer by option (``Loader.identity``)."""
+    """The identity of its data and tokenizer by option (``DataLoader.identity``)."""
+    loader: Mapping[str, Any] | None = None
+    """The ``LoaderLayout`` of the position in the data; None in older checkpoints."""
     files: Sequence[FileRecord] = ()
 
     def __post_init__(self) -> None:

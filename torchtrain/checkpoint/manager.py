@@ -7,18 +7,19 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
-from torchtrain.checkpoint.states import Stager, flatten, load_tensors, save_tensors
+from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage
 from torchtrain.config.schema import CheckpointConfig
+from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
 from torchtrain.logging import logger
@@ -164,6 +165,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         states = {name: state for name, state in self.states.items() if not only or name in only}
         checkpoint = self.storage.open(step)
+        loader = states.get("loader")
+        if isinstance(loader, LoaderState):
+            loader.expect(broadcast_from_rank0(lambda: read_manifest(checkpoint), self.group))
         tensors = load_tensors(flatten(states), VerifiedReader(checkpoint), self.group)
         for name, state in states.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
@@ -212,7 +216,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._writer = VerifiedWriter(
             self.storage.stage(step, self.lease),
             self.config_toml,
-            manifest=Manifest(step, self.lease.run, self.start.data),
+            manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             allow=partial(self._before_commit, step),
             check=self._check_lease,
         )
@@ -225,6 +229,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._thread.start()
         if self.config.async_mode == "disabled" or last:
             self.wait(required)
+
+    def _loader_layout(self) -> dict[str, Any] | None:
+        loader = self.states.get("loader")
+        return asdict(loader.loader.layout) if isinstance(loader, LoaderState) else None
 
     def before_update(self) -> None:
         """Wait for pending copies of the state (``async_with_pinned_mem``). Call it just before the optimizer step."""

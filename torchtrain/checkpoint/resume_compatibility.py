@@ -5,7 +5,7 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import zip_longest
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 
 from torchtrain.config.parse import renamed_to, to_dict
-from torchtrain.config.schema import JobConfig, flat
+from torchtrain.config.schema import JobConfig, RopeScalingConfig, flat
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
 
@@ -42,10 +42,12 @@ KINDS = {
     },
     Kind.CHANGES: {
         *("optimizer", "ema", "mup", "lr_scheduler", "training", "data", "float8"),
+        "model.shape.rope_theta",
+        *(f"model.shape.rope_scaling.{option.name}" for option in fields(RopeScalingConfig)),
         "model.tokenizer_path",  # a copy in another folder is the same tokenizer
     },
-    # Another optimizer has other states; the place in the data is kept by row, and by stream.
-    Kind.IMPOSSIBLE: {"model", "optimizer.name", "training.global_batch_size", "data.streams"},
+    # Another optimizer has other states; the position in streamed data is saved by stream.
+    Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.streams"},
 }
 
 TOTAL_STEPS = "lr_scheduler.total_steps"
@@ -115,12 +117,12 @@ def check_resume_compatibility(
     found: Mapping[Kind, list[Difference]] = {kind: [] for kind in Kind}
     for difference in differences(saved_toml, current_toml):
         key = difference.key
-        elsewhere = key in SAME_ELSEWHERE and _agree(saved_data.get(key, ""), current_data.get(key))
+        elsewhere = key in SAME_ELSEWHERE and same_content(saved_data.get(key, ""), current_data.get(key))
         found[Kind.HARMLESS if elsewhere else difference.kind].append(difference)
     changed = {difference.key for difference in found[Kind.CHANGES]}
     for key, saved in saved_data.items():
         current = current_data.get(key, saved)  # another option names the data now: a difference of the config
-        if not _agree(saved, current) and (key not in changed or key == "model.tokenizer_path"):
+        if not same_content(saved, current) and (key not in changed or key == "model.tokenizer_path"):
             found[Kind.CHANGES].append(Difference(key, saved, current))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
@@ -163,7 +165,12 @@ def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
     )
 
 
-def _agree(saved: str, current: str | None) -> bool:
+def source_identities(data: Mapping[str, str]) -> list[str]:
+    """The identity of each source in ``data`` (``DataLoader.identity``)."""
+    return [identity for key, text in data.items() if key.startswith("data.") for identity in text.split("; ")]
+
+
+def same_content(saved: str, current: str | None) -> bool:
     """Whether two identities are equal in what both state of each source.
 
     One of them may lack the hash of all content, which comes last: it depends on data.verify_gib.

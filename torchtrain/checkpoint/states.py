@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
-from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
+from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import (
@@ -201,19 +202,45 @@ def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
 
 
 class LoaderState(Stateful):
-    """The data loader's state as a tensor sharded by rows of the batch, so that any number of ranks can load it."""
+    """The data loader's state as a tensor sharded by rows of the batch, so that any number of ranks can load it.
+
+    ``expect`` prepares to load the state of a loader with another batch, sequence length or other sources.
+    """
 
     def __init__(self, loader: DataLoader, mesh: Mesh):
         self.loader = loader
         self.mesh = mesh
+        self._expected: tuple[LoaderLayout, list[bool]] | None = None
+
+    def expect(self, manifest: Manifest) -> None:
+        """Prepare to load the state in the checkpoint with this ``manifest``."""
+        self._expected = None
+        if manifest.loader is None:  # an older checkpoint: the layout must be the same
+            return
+        sizes = tuple(manifest.loader["state_sizes"])
+        saved = LoaderLayout(manifest.loader["global_batch_size"], manifest.loader["seq_len"], sizes)
+        continued = [
+            same_content(old, new)
+            for old, new in zip(source_identities(manifest.data), source_identities(self.loader.identity), strict=False)
+        ]
+        if saved != self.loader.layout or not all(continued):
+            self._expected = saved, continued + [False] * (len(self.loader.streams) - len(continued))
 
     def state_dict(self) -> dict[str, Any]:
+        if self._expected is not None:
+            layout, _ = self._expected
+            columns = 1 + len(layout.state_sizes) + sum(layout.state_sizes)
+            return {"rows": torch.empty(layout.global_batch_size, columns, dtype=torch.int64)}
         rows = self.loader.state_dict()["rows"]
         return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rows = state_dict["rows"].to_local().cpu()
-        gather_from_all_ranks(lambda: self.loader.load_state_dict({"rows": rows}))
+        rows, expected = state_dict["rows"], self._expected
+        self._expected = None
+        if expected is not None:
+            gather_from_all_ranks(lambda: self.loader.resume(rows.numpy(), *expected))
+            return
+        gather_from_all_ranks(lambda: self.loader.load_state_dict({"rows": rows.to_local().cpu()}))
 
 
 class Stager:

@@ -431,7 +431,8 @@ class SourceConfig(Section):
     skip_not_utf8: bool = False
     """Skip local files that are not UTF-8, and log their number. false: such a file is an error."""
     weight: float = 1.0
-    """Share of the tokens that come from this source, relative to the weights of the other sources."""
+    """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
+    is only opened, and keeps its position for a later stage."""
     type: str = ""
     """Type of the source: files, hub, standard_library, or one that a module in job.import registers
     (docs/extending.md). Empty: files if path is set, hub if name is set."""
@@ -453,8 +454,8 @@ class SourceConfig(Section):
             f"data.options = {self.options} are for a type of your own, and data.type is {self.source_type!r}",
         )
         require(
-            self.weight > 0,
-            f"weight = {self.weight} of a data source must be above 0; remove the source if it is not needed",
+            self.weight >= 0,
+            f"weight = {self.weight} of a data source must be at least 0; with 0 it only keeps its position",
         )
         require(self.weight < math.inf, f"weight = {self.weight} of a data source must be a finite number")
 
@@ -497,6 +498,7 @@ class SourcesConfig(SourceConfig):
         )
         for number, source in enumerate(self.sources):
             require(source.is_set, f"[[sources]] number {number + 1} has neither path nor name nor type")
+        require(any(source.weight for source in self.all), "at least one data source must have a weight above 0")
 
     @property
     def all(self) -> tuple[SourceConfig, ...]:

@@ -15,10 +15,21 @@ import numpy.typing as npt
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.float64]
 State = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """The position of a source in a run with another global batch size or sequence length."""
+
+    states: npt.NDArray[np.int64]
+    """The state of the stream of each row of that global batch, of shape (rows, k)."""
+    windows_drawn: int
+    seq_len: int
 
 
 class Stream(ABC):
@@ -45,6 +56,17 @@ class Stream(ABC):
             DataError: the whole source does not fill one window, although it is repeated.
             StorageError: the file system or network does not respond.
         """
+
+    def resume(self, saved: SavedPosition) -> int:  # noqa: ARG002
+        """Set ``state`` to continue after ``saved``, and return how many windows of this length count as drawn.
+
+        Raises:
+            DataError: this kind of stream cannot continue with another batch or sequence length.
+        """
+        raise DataError(
+            f"{type(self).__name__} cannot continue with another training.global_batch_size or training.seq_len; set "
+            "the old ones again, or override its method resume"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchtrain.datasets.data_source import DataSource, Stream
+from torchtrain.datasets.data_source import DataSource, SavedPosition, Stream
 from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DataError
 from torchtrain.models.loss import IGNORE_INDEX
@@ -34,6 +34,16 @@ class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     label_bytes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LoaderLayout:
+    """What the columns of a loader's state stand for."""
+
+    global_batch_size: int
+    seq_len: int
+    state_sizes: tuple[int, ...]
+    """For each source, the number of columns for the state of a row's stream."""
 
 
 _Read = tuple[Batch, npt.NDArray[np.int64]]
@@ -69,6 +79,7 @@ class DataLoader(Iterator[Batch]):
         # For each source, the number of windows that it has returned for all rows of all ranks.
         self._windows_drawn = np.zeros(len(self.streams), dtype=np.int64)
         self._state = self._snapshot()
+        self._beginnings = [[stream.state for stream in streams] for streams in self.streams]
         self.wait_seconds = 0.0
         """How long this rank waited for its last batch."""
         self._group: dist.ProcessGroup | None = None
@@ -170,6 +181,39 @@ class DataLoader(Iterator[Batch]):
             first += size
         self._state = self._snapshot()
 
+    @property
+    def layout(self) -> LoaderLayout:
+        sizes = tuple(len(streams[0].state) for streams in self.streams)
+        return LoaderLayout(self.global_batch_size, self.seq_len, sizes)
+
+    def resume(self, rows: npt.NDArray[np.int64], saved: LoaderLayout, continued: Sequence[bool]) -> None:
+        """Resume from the state of a loader with another batch, sequence length or other sources.
+
+        Args:
+            rows: the saved state of all rows of the global batch.
+            saved: its layout.
+            continued: for each source, whether it is the saved source of the same number, and continues from its
+                position. Other sources begin.
+        """
+        self.close()
+        self._step, first = int(rows[0, 0]), 1 + len(saved.state_sizes)
+        positions = []
+        for number, size in enumerate(saved.state_sizes):
+            positions.append(SavedPosition(rows[:, first : first + size], int(rows[0, 1 + number]), saved.seq_len))
+            first += size
+        same_windows = (saved.global_batch_size, saved.seq_len) == (self.global_batch_size, self.seq_len)
+        for number, (streams, beginnings) in enumerate(zip(self.streams, self._beginnings, strict=True)):
+            self._windows_drawn[number] = 0
+            for stream, row, beginning in zip(streams, self.rows, beginnings, strict=True):
+                if not continued[number]:
+                    stream.state = beginning
+                elif same_windows:
+                    stream.state = tuple(positions[number].states[row].tolist())
+                    self._windows_drawn[number] = positions[number].windows_drawn
+                else:
+                    self._windows_drawn[number] = stream.resume(positions[number])
+        self._state = self._snapshot()
+
     def close(self) -> None:
         """Stop prefetching."""
         if self._background is not None:
@@ -186,7 +230,8 @@ class DataLoader(Iterator[Batch]):
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
-        first_row = self._step * self.global_batch_size  # counted over all steps, as the mixture counts rows
+        # The mixture counts rows over all steps, also of a run that has had another batch size.
+        first_row = self._windows_drawn.sum()
         sources = self.mixture.choose(first_row + np.arange(self.global_batch_size))  # (rows of the global batch,)
         # For each row, how many windows its source has returned before it for rows of all ranks. With two sources:
         #   row of the global batch    0  1  2  3

@@ -64,7 +64,7 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]):
         cumulative = list(itertools.accumulate(Fraction(weight) for weight in weights))
-        borders = [int(weight / cumulative[-1] * 2**64) for weight in cumulative[:-1]]
+        borders = [min(int(weight / cumulative[-1] * 2**64), 2**64 - 1) for weight in cumulative[:-1]]
         self._borders = np.array(borders, dtype=np.uint64)
 
     def choose(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

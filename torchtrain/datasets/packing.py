@@ -3,6 +3,7 @@
 A window begins with the last token of the previous window, so that every token is predicted exactly once.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -10,7 +11,16 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torchtrain.datasets.data_source import Bytes, DataSource, SourceSize, State, Stream, StreamRequest, Tokens
+from torchtrain.datasets.data_source import (
+    Bytes,
+    DataSource,
+    SavedPosition,
+    SourceSize,
+    State,
+    Stream,
+    StreamRequest,
+    Tokens,
+)
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
@@ -62,7 +72,7 @@ class TextSource(DataSource):
         # parallelisms/validate.py rejects other numbers of ranks.
         assert request.rows.start % rows_per_reader == request.rows.stop % rows_per_reader == 0
         by_reader: dict[int, Stream] = {
-            reader: PackedTextStream(self, request.tokenizer, reader, readers, request.seed, request.repeat)
+            reader: PackedTextStream(self, request, reader, readers)
             for reader in range(request.rows.start // rows_per_reader, request.rows.stop // rows_per_reader)
         }
         return [by_reader[row // rows_per_reader] for row in request.rows]
@@ -135,13 +145,14 @@ class PackedTextStream(Stream):
     The state is the position: (number of the part over all epochs, document in the part, token in the document).
     """
 
-    def __init__(self, source: TextSource, tokenizer: Tokenizer, reader: int, readers: int, seed: int, repeat: bool):
+    def __init__(self, source: TextSource, request: StreamRequest, reader: int, readers: int):
         self._source = source
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = request.tokenizer
         self._reader = reader
         self._readers = readers
-        self._seed = seed
-        self._repeat = repeat
+        self._seq_len = request.seq_len
+        self._seed = request.seed
+        self._repeat = request.repeat
         self._token_bytes = np.array(tokenizer.token_bytes)
         self.state = (reader, 0, 0)
 
@@ -160,6 +171,29 @@ class PackedTextStream(Stream):
         self._documents = self._read_documents()
         self._tokens: Tokens | None = None  # tokens of the current document
         self._bytes: Bytes | None = None  # bytes of these tokens, if requested
+
+    def resume(self, saved: SavedPosition) -> int:
+        """Divide the parts that are left among another number of readers.
+
+        With a multiple of the old number, every document is continued or read once. With another number, this reader
+        continues after the furthest of the old readers whose parts it takes over: what the slower ones had not reached
+        is left out in this epoch, and nothing is read twice.
+        """
+        readers = len(saved.states) if self._source.one_reader_per_row else self._readers
+        rows_per_reader = len(saved.states) // readers
+        if [number % readers for number in saved.states[:: rows_per_reader or 1, 0].tolist()] != list(range(readers)):
+            raise DataError(
+                f"the saved position in {self._source.name} is not one of {readers} streams: take a "
+                "training.global_batch_size for which data.streams gives as many, or download or prepare the data"
+            )
+        step = math.gcd(readers, self._readers)
+        first = self._reader % step * rows_per_reader
+        number, document, token = max(saved.states[first :: step * rows_per_reader].tolist())
+        if number % self._readers == self._reader:
+            self.state = number, document, token
+        else:
+            self.state = number + 1 + (self._reader - number - 1) % self._readers, 0, 0
+        return -(-saved.windows_drawn * saved.seq_len // self._seq_len)
 
     def fill(
         self,

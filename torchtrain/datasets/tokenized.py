@@ -19,7 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from torchtrain.datasets.data_source import Bytes, DataSource, SourceSize, State, Stream, StreamRequest, Tokens
+from torchtrain.datasets.data_source import (
+    Bytes,
+    DataSource,
+    SavedPosition,
+    SourceSize,
+    State,
+    Stream,
+    StreamRequest,
+    Tokens,
+)
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -208,6 +217,16 @@ class TokenWindowStream(Stream):
                 f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
                 f"training.seq_len + 1 = {seq_len + 1} tokens"
             )
+
+    def resume(self, saved: SavedPosition) -> int:
+        """Continue in the same epoch, after as many tokens. With another sequence length, the windows of this epoch are
+        others, in another order, so that some of them contain tokens that it has already read."""
+        if saved.seq_len == self._seq_len:
+            return saved.windows_drawn
+        targets = len(self._source) - 1
+        windows = targets // saved.seq_len if self._repeat else -(-targets // saved.seq_len)
+        epoch, number = divmod(saved.windows_drawn, max(1, windows))
+        return epoch * self._windows + min(-(-number * saved.seq_len // self._seq_len), self._windows)
 
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None

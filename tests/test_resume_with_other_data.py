@@ -1,0 +1,136 @@
+"""A run that continues with another batch, sequence length or mix of sources: positions in the data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_prepared
+from forked_run import finish, logged_losses, read_metrics
+
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
+from torchtrain.datasets.order import Mixture
+from torchtrain.errors import DataError
+
+
+def loader(config: DataConfig, batch: int = 4, seq_len: int = 16) -> DataLoader:
+    return make_loader(config, range(batch), batch=batch, seq_len=seq_len)
+
+
+def resumed(old: DataLoader, new: DataLoader, continued: tuple[bool, ...] = (True,)) -> DataLoader:
+    new.resume(old.state_dict()["rows"].numpy(), old.layout, continued)
+    return new
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> DataConfig:
+    return DataConfig(path=write_jsonl(tmp_path / "text.jsonl", DOCUMENTS), when_exhausted="stop", prefetch=0)
+
+
+def test_larger_batch_continues_or_reads_every_document_once(text: DataConfig) -> None:
+    old = loader(text)
+    take(old, 6)
+    old_positions = old.state_dict()["rows"][:, 2:].tolist()  # part, document, token
+    positions = resumed(old, loader(text, batch=8)).state_dict()["rows"][:, 2:].tolist()
+    begun = {part for row, (last, _, _) in enumerate(old_positions) for part in range(row, last + 1, 4)}
+    left = {part for first, _, _ in positions for part in range(first, len(DOCUMENTS), 8)}
+    assert begun | left == set(range(len(DOCUMENTS)))
+    assert begun & left == {part for part, _, token in positions if token} == {part for part, _, _ in old_positions}
+    assert [position for position in positions if position[2]] == sorted(old_positions, key=lambda p: p[0] % 8)
+
+
+@pytest.mark.parametrize("batch", [2, 6])
+def test_other_batch_reads_nothing_twice(text: DataConfig, batch: int) -> None:
+    old = loader(text)
+    take(old, 6)
+    begun = {part for row in old.state_dict()["rows"][:, 2].tolist() for part in range(row % 4, row + 1, 4)}
+    new = resumed(old, loader(text, batch=batch))
+    positions = new.state_dict()["rows"][:, 2:].tolist()
+    assert [part % batch for part, _, _ in positions] == list(range(batch))
+    again = {part for part, _, _ in positions} & begun
+    assert again == {part for part, _, token in positions if token} != set()
+    for row, (first, _, token) in enumerate(positions):
+        rest = set(range(first + batch * bool(token), len(DOCUMENTS), batch))
+        assert not rest & begun, f"row {row} reads documents again"
+
+
+def test_other_sequence_length_continues_text_with_the_next_token(text: DataConfig) -> None:
+    old, whole = loader(text, seq_len=16), loader(text, seq_len=16)
+    take(old, 4)
+    new = resumed(old, loader(text, seq_len=32))
+    expected = take(whole, 8)[4:].transpose(0, 1).reshape(4, -1)
+    assert torch.equal(take(new, 2).transpose(0, 1).reshape(4, -1), expected)
+
+
+def test_other_batch_continues_tokenized_data_with_the_next_window(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
+    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
+    old, whole = loader(config), loader(config)
+    take(old, 3)
+    new = resumed(old, loader(config, batch=6))
+    assert torch.equal(take(new, 2).reshape(12, -1), take(whole, 6)[3:].reshape(12, -1))
+
+
+def test_other_sequence_length_continues_tokenized_data_after_as_many_tokens(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
+    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
+    old = loader(config, seq_len=16)
+    take(old, 3)
+    new = resumed(old, loader(config, seq_len=32))
+    assert new.state_dict()["rows"][0, :2].tolist() == [3, 6]  # 12 windows of 16 are 6 of 32
+    whole = loader(config, batch=6, seq_len=32)
+    assert torch.equal(take(new, 1)[0], torch.cat((take(whole, 1)[0], take(whole, 1)[0]))[6:10])
+
+
+def test_new_source_begins_and_the_other_continues(tmp_path: Path) -> None:
+    first = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    second = SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[:30]))
+    old = loader(DataConfig(sources=(first,), prefetch=0))
+    take(old, 5)
+    both = DataConfig(sources=(first, second), prefetch=0)
+    new, fresh = resumed(old, loader(both), (True, False)), loader(both)
+    assert new.state_dict()["rows"][:, 1].tolist() == [20] * 4
+    assert torch.equal(new.state_dict()["rows"][:, 3:6], old.state_dict()["rows"][:, 2:5])
+    assert torch.equal(new.state_dict()["rows"][:, 6:], fresh.state_dict()["rows"][:, 6:])
+
+
+def test_custom_stream_rejects_another_batch(text: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtrain.datasets.data_source import Stream
+    from torchtrain.datasets.packing import PackedTextStream
+
+    monkeypatch.setattr(PackedTextStream, "resume", Stream.resume)
+    with pytest.raises(DataError, match=r"PackedTextStream cannot continue with another training.global_batch_size"):
+        resumed(loader(text), loader(text, batch=8))
+
+
+def test_streams_of_another_number_are_rejected(text: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = loader(text, batch=8)
+    monkeypatch.setattr(type(new.streams[0][0]._source), "one_reader_per_row", False)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"is not one of 8 streams: take a training.global_batch_size for which"):
+        resumed(loader(text), new)
+
+
+def test_source_of_weight_zero_is_never_chosen() -> None:
+    rows = np.arange(1000)
+    assert set(Mixture([1, 0, 2, 0]).choose(rows).tolist()) == {0, 2}
+    assert Mixture([0, 1, 0]).choose(rows).tolist() == [1] * 1000
+    assert Mixture([2, 0, 1]).choose(rows).tolist() == [2 * s for s in Mixture([2, 1]).choose(rows).tolist()]
+
+
+def test_run_continues_with_another_batch_length_and_rope_base_if_allowed(tmp_path: Path) -> None:
+    finish(tmp_path, "--training.steps", "4")
+    options = ["--training.steps", "6", "--training.global_batch_size", "8", "--training.seq_len", "64"]
+    options += ["--model.shape.rope_theta", "20000"]
+    allowed = ["training.global_batch_size", "training.seq_len", "model.shape.rope_theta"]
+    output = finish(tmp_path, *options, "--checkpoint.allow_changes", *allowed)
+    assert "model.shape.rope_theta = 20000.0" in output
+    assert list(logged_losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    # The run of one start, from the checkpoint that the larger batch has saved.
+    finish(tmp_path, *options, "--training.steps", "8", "--checkpoint.allow_changes", *allowed, ranks=1)
+    assert [line["step"] for line in read_metrics(tmp_path) if "loss" in line][-2:] == [7, 8]
+
+
+def test_layout_of_the_state() -> None:
+    config = DataConfig(prefetch=0)
+    assert loader(config).layout == LoaderLayout(4, 16, (3,))
