@@ -109,6 +109,6 @@ def test_run_in_tokens_is_the_run_in_steps(tmp_path: Path) -> None:
     assert logged_losses(tmp_path / "tokens") == logged_losses(tmp_path / "steps")
     assert sorted(file.name for file in (tmp_path / "tokens/checkpoint").glob("step-*")) == ["step-4", "step-5"]
     assert [line["tokens"] for line in read_metrics(tmp_path / "tokens") if "loss" in line] == [128, 256, 384, 512, 640]
-    assert "5 steps, 640 tokens" in output
+    assert "in 5 steps 640, " in output
     written = from_file(str(tmp_path / "tokens/config.toml"))
     assert (written.training.tokens, written.training.steps, written.checkpoint.interval) == ("", 5, 4)
