@@ -33,7 +33,7 @@ from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalStagedChec
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import MANIFEST
+from torchtrain.checkpoint.storage import MANIFEST, CheckpointStorage
 from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
@@ -70,20 +70,23 @@ class LoaderState:
 
 class Run:
     def __init__(
-        self, folder: Path, seed: int = 0, config_toml: str = "[optimizer]\nlr = 0.1\n", **options: object
+        self,
+        folder: Path | CheckpointStorage,
+        seed: int = 0,
+        config_toml: str = "[optimizer]\nlr = 0.1\n",
+        **options: object,
     ) -> None:
         torch.manual_seed(seed)
         self.model = Tied()
         self.optimizer = build_optimizer([self.model], OptimizerConfig(lr=0.1))
         self.loader = LoaderState(seed)
         config = CheckpointConfig(enable=True, **{"interval": 2, **options})  # type: ignore[arg-type]
-        folder = folder / "checkpoint"
         states = {
             "model": ModelState([self.model]),
             "optimizer": self.optimizer,
             "data": self.loader,
         }
-        storage = LocalStorage(str(folder))
+        storage = LocalStorage(str(folder / "checkpoint")) if isinstance(folder, Path) else folder
         start = find_resume_point(config, storage, config_toml)
         self.manager = CheckpointManager(config, storage, states, config_toml, start)
 

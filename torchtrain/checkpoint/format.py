@@ -15,6 +15,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -45,6 +46,8 @@ from torchtrain.files import BLOCK_BYTES, MISSING, printable, with_retries
 T = TypeVar("T")
 METADATA = ".metadata"
 CONFIG = "config.toml"
+FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
+BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
 _DCP = "torch.distributed.checkpoint"
 _METADATA_TYPES = {
@@ -386,12 +389,42 @@ class VerifiedWriter(FileSystemWriter):
         self._now("writes its part")
         results: list[Any] = []
         if plan.items:
+            if self.staged.parallel_files == 1:
+                results = super().write_data(plan, planner).wait()
+            else:
+                results = self._write_in_parallel(plan, planner)
             # DCP takes what each rank returns to the first one: the records of its files, too.
-            results = [*super().write_data(plan, planner).wait(), *self.fs.records.values()]
+            results += self.fs.records.values()
         self._now("has written its part, and waits for the others")
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write_in_parallel(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write several files at once, each of about ``FILE_BYTES`` or one large tensor."""
+        groups: list[list[WriteItem]] = [[]]
+        group_bytes = 0
+        for item in plan.items:
+            assert item.tensor_data is not None
+            item_bytes = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            if groups[-1] and group_bytes + item_bytes > FILE_BYTES:
+                groups.append([])
+                group_bytes = 0
+            groups[-1].append(item)
+            group_bytes += item_bytes
+        storage_data: Any = plan.storage_data
+        plans = [
+            replace(plan, items=group, storage_data=replace(storage_data, prefix=f"{storage_data.prefix}{number}_"))
+            for number, group in enumerate(groups)
+        ]
+        write = super().write_data
+        with ThreadPoolExecutor(min(self.staged.parallel_files, len(plans))) as pool:
+            written = [pool.submit(lambda part: write(part, planner).wait(), part) for part in plans]
+            try:
+                return [result for future in written for result in future.result()]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self._now("writes the manifest")
@@ -536,16 +569,52 @@ class VerifiedReader(FileSystemReader):
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             pieces.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
-        for name, items in sorted(pieces.items()):
+        for name in sorted(pieces):
             verify_sizes(self.checkpoint, [self._files[name]])
             if not self._hashes[name] and name not in self._verified:
                 verify(self.checkpoint, [self._files[name]])
                 self._verified.add(name)
-            # A storage that fails is asked again for what is still missing.
-            from_storage(self.checkpoint.path_of(name), partial(self._read, name, items, planner))
+        if self.checkpoint.parallel_reads == 1:
+            for name, items in sorted(pieces.items()):
+                self._read_with_retries(name, items, planner)
+        else:
+            self._read_in_parallel(pieces, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_in_parallel(
+        self, pieces: Mapping[str, Mapping[tuple[int, int], list[ReadItem]]], planner: LoadPlanner
+    ) -> None:
+        """Read ``pieces`` of several files at once, but those above ``BATCH_BYTES``, which take memory, one by one."""
+        batches: list[tuple[str, dict[tuple[int, int], list[ReadItem]]]] = []
+        large: list[tuple[str, dict[tuple[int, int], list[ReadItem]]]] = []
+        for name, items in sorted(pieces.items()):
+            batch: dict[tuple[int, int], list[ReadItem]] = {}
+            for place in sorted(items):
+                if place[1] > BATCH_BYTES:
+                    large.append((name, {place: items[place]}))
+                    continue
+                if not batch or sum(length for _, length in batch) + place[1] > BATCH_BYTES:
+                    batch = {}
+                    batches.append((name, batch))
+                batch[place] = items[place]
+        with ThreadPoolExecutor(self.checkpoint.parallel_reads) as pool:
+            reading = [pool.submit(self._read_with_retries, name, batch, planner) for name, batch in batches]
+            try:
+                for future in reading:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for name, batch in large:
+            self._read_with_retries(name, batch, planner)
+
+    def _read_with_retries(
+        self, name: str, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner
+    ) -> None:
+        # A storage that fails is asked again for what is still missing.
+        from_storage(self.checkpoint.path_of(name), partial(self._read, name, pieces, planner))
 
     def _read(self, name: str, pieces: dict[tuple[int, int], list[ReadItem]], planner: LoadPlanner) -> None:
         """Read ``pieces`` of the file, by offset and length, and take from ``pieces`` what is done."""

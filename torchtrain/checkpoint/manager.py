@@ -261,10 +261,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             if required or isinstance(error, SupersededError):
                 raise
             if self._failed_in_a_row >= self.config.max_failed_saves:
-                raise CheckpointError(
+                too_many = CheckpointError(
                     f"{error}; that is {self._failed_in_a_row} failed saves in a row, and checkpoint.max_failed_saves "
                     f"= {self.config.max_failed_saves}"
-                ) from error
+                )
+                too_many.exit_code = error.exit_code
+                raise too_many from error
 
     def _may_wait(self, began: float) -> bool:
         return self.stop is None or self.stop.may_wait(began)

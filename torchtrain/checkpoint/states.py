@@ -192,7 +192,10 @@ def save_tensors(
         for cause, _ in error.failures.values():
             if isinstance(cause, (SupersededError, ConfigError, KeyboardInterrupt)):
                 raise cause from None
-        raise CheckpointError(f"{location} could not be written: {_first_failure(error)[1]}") from error
+        failed = CheckpointError(f"{location} could not be written: {_first_failure(error)[1]}")
+        if isinstance(_first_failure(error)[0], StorageError):
+            failed.exit_code = StorageError.exit_code
+        raise failed from error
 
 
 def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:

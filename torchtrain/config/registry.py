@@ -145,6 +145,11 @@ METRICS_WRITERS = Registry(
 
 CHECKPOINT_STORAGES = Registry(
     "the scheme of checkpoint.folder",
-    {"file": "torchtrain.checkpoint.local_storage:LocalStorage"},
+    {
+        "file": "torchtrain.checkpoint.local_storage:LocalStorage",
+        **dict.fromkeys(
+            ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"), "torchtrain.checkpoint.object_storage:ObjectStorage"
+        ),
+    },
 )
 """Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""

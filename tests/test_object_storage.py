@@ -1,0 +1,339 @@
+"""Checkpoints in an object store: kills, leases and damage at each request of a save or start.
+
+The store is fsspec's in memory, which has the semantics of S3: no renames, conditional creates, current listings.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from test_checkpoint import Run, assert_bitwise_equal
+
+from torchtrain.checkpoint import object_storage
+from torchtrain.checkpoint.format import read_manifest, verify
+from torchtrain.checkpoint.object_storage import ObjectStorage, ObjectStore
+from torchtrain.errors import CheckpointError, StorageError, SupersededError
+
+OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
+
+
+@pytest.fixture(autouse=True)
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Threads would make the order of requests random.
+    monkeypatch.setattr(object_storage, "ThreadPoolExecutor", SerialExecutor)
+    monkeypatch.setattr(ObjectStore, "uploads", lambda _: [])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    MemoryFileSystem.store.clear()
+    dist.destroy_process_group()
+
+
+class SerialExecutor:
+    def __init__(self, _workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "SerialExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, *arguments: Any) -> Any:
+        return map(*arguments)
+
+
+class Requests:
+    """Calls ``before(number)`` before each request to the store, except for those of ``before`` itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]) -> None:
+        self.before, self.count, self.inside = before, 0, False
+        request = ObjectStore._request
+
+        def observed(store: ObjectStore, *args: Any, **options: Any) -> Any:
+            if not self.inside:
+                self.inside = True
+                try:
+                    self.before(self.count)
+                finally:
+                    self.inside = False
+                    self.count += 1
+            return request(store, *args, **options)
+
+        monkeypatch.setattr(ObjectStore, "_request", observed)
+
+
+def storage(bucket: object = 0) -> ObjectStorage:
+    return ObjectStorage(f"memory://{bucket}/run/checkpoint")
+
+
+def wait_for_saves(run: Run) -> Run:
+    run.manager.wait()
+    if run.manager._thread is not None:
+        run.manager._thread.join()
+    return run
+
+
+def resume(bucket: object, **options: Any) -> Run:
+    run = Run(storage(bucket), seed=9, **options)
+    step = run.manager.start.step
+    assert step is not None
+    run.manager.load(step)
+    assert run.loader.row == 2 * step
+    return run
+
+
+def verified_steps(bucket: object) -> list[int]:
+    found = storage(bucket)
+    for step in found.steps():
+        checkpoint = found.open(step)
+        verify(checkpoint, read_manifest(checkpoint).files)
+    return found.steps()
+
+
+def objects(bucket: object = 0) -> set[str]:
+    start = f"/{bucket}/run/checkpoint/"
+    return {name.removeprefix(start) for name in MemoryFileSystem.store if name.startswith(start)}
+
+
+def assert_no_left_overs(bucket: object) -> None:
+    """Only the lease and files of complete checkpoints and those set aside are stored."""
+    folders = {name.partition(".superseded")[0] for name in storage(bucket).names()}
+    assert {name.split("/")[0] for name in objects(bucket) if "/" in name} == folders | {"lease"}
+    assert len([name for name in objects(bucket) if name.startswith("lease/")]) == 1
+
+
+def copy_bucket(source: object, target: object) -> None:
+    for name, file in list(MemoryFileSystem.store.items()):
+        if name.startswith(f"/{source}/"):
+            copied = name.replace(f"/{source}/", f"/{target}/", 1)
+            MemoryFileSystem.store[copied] = MemoryFile(None, copied, file.getvalue())
+    MemoryFileSystem.pseudo_dirs.append("")
+
+
+def test_run_resumes_bitwise_and_deletes_old_checkpoints() -> None:
+    straight = wait_for_saves(Run(storage(1)).train(1, 6))
+    wait_for_saves(Run(storage(0), keep_latest_k=2).train(1, 4))
+    resumed = resume(0, keep_latest_k=2)
+    wait_for_saves(resumed.train(5, 6))
+    assert_bitwise_equal(resumed.tensors(), straight.tensors())
+    assert verified_steps(0) == [4, 6]
+    resume(0)
+    assert_no_left_overs(0)
+
+
+def test_newer_process_takes_over_at_any_request_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 0
+    while True:
+        bucket = number
+        older = wait_for_saves(Run(storage(bucket), **OPTIONS).train(1, 4))
+        newer: list[Run] = []
+
+        def start(count: int, number: int = number, bucket: int = bucket, newer: list[Run] = newer) -> None:
+            if count == number:
+                newer.append(resume(bucket, **OPTIONS))
+                resumed_from = newer[0].manager.start.step
+                assert resumed_from in (4, 6)
+                wait_for_saves(newer[0].train(resumed_from + 1, resumed_from + 4))
+
+        with monkeypatch.context() as patched:
+            requests = Requests(patched, start)
+            with suppress(CheckpointError):
+                older.train(5, 6)
+            wait_for_saves(older)
+        if not newer:
+            break
+        last = newer[0].manager._newest
+        before = storage(bucket).names()
+        assert last in verified_steps(bucket), (number, before)
+        with pytest.raises(SupersededError):
+            older.train(7, 10)
+        wait_for_saves(older)
+        assert storage(bucket).names() == before, number
+        wait_for_saves(newer[0].train(last + 1, last + 2))
+        assert verified_steps(bucket)[-1] == last + 2
+        assert resume(bucket, **OPTIONS).manager.start.step == last + 2
+        assert_no_left_overs(bucket)
+        MemoryFileSystem.store.clear()
+        number = requests.count if number > requests.count else number + 2
+    assert number > 30
+
+
+def save(run: Run) -> None:
+    run.train(5, 6)
+
+
+def save_after_rollback(run: Run) -> None:
+    """Save step 4, the only checkpoint, again after rolling back some of the states to it."""
+    run.manager.load(4, only=("model", "optimizer"))
+    run.manager.maybe_save(4, last=True)
+
+
+@pytest.mark.parametrize("work", [save, save_after_rollback])
+def test_kill_at_any_request_leaves_a_valid_checkpoint(
+    work: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = wait_for_saves(Run(storage("run"), **OPTIONS).train(1, 4))
+    with monkeypatch.context() as patched:
+        requests = Requests(patched, lambda count: copy_bucket("run", count))
+        work(run)
+        wait_for_saves(run)
+    copy_bucket("run", requests.count)
+    assert requests.count > 30
+    for count in range(0, requests.count + 1, 3):
+        verified_steps(count)
+        with monkeypatch.context() as patched:
+            again = Requests(patched, lambda at, count=count: at % 5 or copy_bucket(count, f"{count}-{at}"))
+            resumed = resume(count, **OPTIONS)
+        assert resumed.manager.start.step in (4, 6), count
+        assert_no_left_overs(count)
+        if count % 9 == 0:  # killed again in the start
+            for at in range(0, again.count, 5):
+                assert resume(f"{count}-{at}", **OPTIONS).manager.start.step in (4, 6)
+                assert_no_left_overs(f"{count}-{at}")
+
+
+@pytest.mark.parametrize("number", range(0, 40, 3))
+def test_of_two_simultaneous_starts_one_wins(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start acquires the lease before a request of this one: the newest holds it, or exactly one of the two."""
+    wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
+    others: list[Run] = []
+
+    def start(count: int) -> None:
+        if count == number:
+            others.append(resume(0, **OPTIONS))
+
+    with monkeypatch.context() as patched:
+        Requests(patched, start)
+        try:
+            runs = [resume(0, **OPTIONS)]
+        except SupersededError:
+            runs = []
+    holders = []
+    for run in [*others, *runs]:
+        with suppress(SupersededError):
+            run.manager._check_lease()
+            holders.append(run)
+    assert len(holders) == 1
+    wait_for_saves(holders[0].train(5, 6))
+    assert verified_steps(0) == [6]
+
+
+def test_late_commit_and_late_markers_of_an_older_start_have_no_effect() -> None:
+    older = wait_for_saves(Run(storage(), keep_latest_k=0).train(1, 6))
+    staged = older.manager.storage.stage(8, older.manager.lease)
+    with staged.create("config.toml") as file:
+        file.write(b"[optimizer]\n")
+    newer: list[Run] = []
+    # The commit passes its checks, and hangs until the newer start has begun.
+    with pytest.raises(SupersededError):
+        staged.commit(b"{}", {"config.toml": 12}, lambda: bool(newer.append(resume(0))), older.manager._check_lease)
+    before = storage().names()
+    passed = [lambda: None, older.manager._check_lease]
+    for change in (older.manager.storage.set_aside, lambda step, _, check: older.manager.storage.delete(step, check)):
+        checks = iter(passed)
+        with pytest.raises(SupersededError):
+            change(6, "superseded", lambda checks=checks: next(checks)())  # type: ignore[misc]
+    assert storage().names() == before
+    assert verified_steps(0) == [2, 4, 6]
+    wait_for_saves(newer[0].train(7, 8))
+    assert resume(0).manager.start.step == 8
+    assert_no_left_overs(0)
+
+
+def test_commit_between_the_listing_and_the_lease_of_a_newer_start_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = wait_for_saves(Run(storage(), keep_latest_k=0).train(1, 4))
+    create = ObjectStore.create
+    saved = []
+
+    def late(store: ObjectStore, name: str, content: bytes) -> None:
+        if name == "lease/00000002.json" and not saved:
+            saved.append(name)
+            wait_for_saves(older.train(5, 6))
+        create(store, name, content)
+
+    monkeypatch.setattr(ObjectStore, "create", late)
+    newer = resume(0)
+    assert newer.manager.start.step == 6
+    with pytest.raises(SupersededError):
+        older.train(7, 8)
+    assert verified_steps(0) == [2, 4, 6]
+    assert resume(0).manager.start.step == 6
+
+
+def damage(name: str, change: Callable[[bytes], bytes] | None) -> None:
+    (path,) = (path for path in MemoryFileSystem.store if "/step-4." in path and path.endswith(name))
+    content = MemoryFileSystem.store.pop(path).getvalue()
+    if change is not None:
+        MemoryFileSystem.store[path] = MemoryFile(None, path, change(content))
+
+
+@pytest.mark.parametrize("name", [".distcp", ".metadata", "config.toml", "manifest.json"])
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(name: str, how: str) -> None:
+    Run(storage()).train(1, 4)
+    changes = {
+        "flip": lambda content: content[:-20] + bytes([content[-20] ^ 1]) + content[-19:],
+        "truncate": lambda content: content[:-1],
+        "remove": None,
+    }
+    damage(name, changes[how])
+    resumed = Run(storage(), seed=1)
+    assert resumed.manager.resume() == 2
+    assert_bitwise_equal(resumed.tensors(), Run(storage(1)).train(1, 2).tensors())
+    if (name, how) != ("manifest.json", "remove"):  # without a manifest it is the left-over of a killed save
+        assert any("step-4." in n and n.endswith(".damaged") for n in storage().names())
+    assert resume(0).manager.start.step == 2
+
+
+def test_run_with_only_damaged_checkpoints_does_not_start_over() -> None:
+    Run(storage(), keep_latest_k=1, interval=4).train(1, 4)
+    damage(".distcp", lambda content: content[:-1])
+    with pytest.raises(CheckpointError, match=r"none of these is a valid checkpoint.*A new run does not replace them"):
+        Run(storage())
+
+
+def test_checkpoint_copied_as_a_plain_folder_is_loaded() -> None:
+    run = wait_for_saves(Run(storage()).train(1, 4))
+    folder = storage().folder_of(4)
+    for name in objects():
+        if name.startswith(f"{folder}/"):
+            MemoryFileSystem().pipe_file(
+                f"/copy/run/checkpoint/step-4/{name.split('/')[1]}",
+                MemoryFileSystem.store[f"/0/run/checkpoint/{name}"].getvalue(),
+            )
+    copied = resume("copy")
+    assert_bitwise_equal(copied.tensors(), run.tensors())
+    wait_for_saves(copied.train(5, 6))
+    assert verified_steps("copy") == [4, 6]
+
+
+def test_lost_response_to_a_create_is_not_another_start() -> None:
+    found = storage()
+    lease = found.acquire_lease(None)
+    found.store.create("lease/00000001.json", found.store.read("lease/00000001.json"))  # as a retry does
+    found.check_lease(lease)
+    with pytest.raises(FileExistsError):
+        found.store.create("lease/00000001.json", b"of another start")
+    MemoryFileSystem.store.clear()
+    found.check_lease(lease)  # the object was lost: it is written again
+    assert found.read_lease() == lease
+
+
+def test_pieces_larger_than_a_range_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = wait_for_saves(Run(storage()).train(1, 2))
+    monkeypatch.setattr(object_storage, "RANGE_BYTES", 100)
+    assert_bitwise_equal(resume(0).tensors(), run.tensors())
+
+
+def test_bytes_that_do_not_arrive_are_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_saves(Run(storage()).train(1, 2))
+    read = ObjectStore.read_range
+    monkeypatch.setattr(ObjectStore, "read_range", lambda *args: read(*args)[:-1])
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(StorageError, match=r"memory://.* cannot be read: .* bytes have arrived, in 4 attempts"):
+        Run(storage()).manager.resume()
+    assert [name for name in storage().names() if "damaged" in name] == []

@@ -1,0 +1,476 @@
+"""Checkpoints in an object store such as S3, Google Cloud Storage or Azure, through fsspec.
+
+Object stores have neither folders nor renames, but strong consistency and conditional creates: of several requests that
+create the same object, one succeeds. The objects below ``checkpoint.folder`` are
+
+    lease/00000003.json                       the writer lease of generation 3, and the checkpoints that count
+    step-500.3-1f0c.2/__0_0_0.distcp, ...     second save of generation 3
+    step-500.3-1f0c.2/manifest.json           created last: now the checkpoint is complete
+    step-400.2-77ab.1.superseded.3            a marker of generation 3: the checkpoint does not count any more
+
+Only what the newest lease allows counts: the checkpoints and markers that its record names, and those of its own
+generation. So whatever a request of an older start does after the next start has acquired the lease, it has no effect,
+however late it arrives. A start first acquires the lease and then adopts what an older start has completed since its
+record was written; everything else of older starts is removed. Folders ``step-N`` without a generation, as somebody
+copies them from a local folder, count as well.
+"""
+
+import errno
+import io
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import Any, BinaryIO, cast
+from uuid import uuid4
+
+from torchtrain.checkpoint.storage import (
+    MANIFEST,
+    STEP,
+    CheckpointStorage,
+    NewFile,
+    StagedCheckpoint,
+    StoredCheckpoint,
+    WriterLease,
+    superseded,
+)
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError
+from torchtrain.files import MISSING
+from torchtrain.logging import logger
+from torchtrain.object_store import open_file_system, with_store_retries
+
+# step-N, or step-N.<generation>-<id of the lease>.<number of the save>
+PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
+MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted|adopted)\.([1-9][0-9]*)")
+LEASE_FILE = re.compile(r"([0-9]{8,})\.json")
+REQUESTS = 8  # at a time
+FILES_AT_ONCE = 4  # which a rank writes, or reads
+RANGES_AT_ONCE = 4  # of one file
+RANGE_BYTES = 16 * 2**20  # size of a range read; smaller reads are served from one
+
+
+class ObjectStore:
+    """The objects below a URL, with retries. Names are relative to it.
+
+    All methods raise FileNotFoundError for a missing object, ConfigError without rights, and StorageError if the store
+    does not answer.
+    """
+
+    def __init__(self, url: str, option: str) -> None:
+        self.url = url.rstrip("/")
+        self.option = option
+
+    def __reduce__(self) -> Any:  # the file system has threads and connections
+        return ObjectStore, (self.url, self.option)
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return open_file_system(self.url, self.option)
+
+    def _request(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+        file_system, root = self._opened
+        path = f"{root}/{name}" if name else root
+        call = partial(getattr(file_system, method), path, *args, **options)
+        return with_store_retries(call, self.url_of(name))
+
+    def url_of(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def names(self, folder: str = "") -> dict[str, bool]:
+        """Names of the objects (False) and folders (True) in ``folder``; none if it does not exist."""
+        try:
+            entries = self._request("ls", folder, detail=True)
+        except MISSING:
+            return {}
+        names = ((entry["name"].rstrip("/").rpartition("/")[2], entry["type"] == "directory") for entry in entries)
+        return {name: is_folder for name, is_folder in names if name}
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Size in bytes of each object directly in ``folder``, by name."""
+        try:
+            entries = self._request("ls", folder, detail=True)
+        except MISSING:
+            return {}
+        return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.size_bytes(name)
+        except MISSING:
+            return False
+        return True
+
+    def size_bytes(self, name: str) -> int:
+        return int(self._request("info", name)["size"])
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._request("cat_file", name))
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """The bytes from ``start`` to ``end``; fewer at the end of the object."""
+        return bytes(self._request("cat_file", name, start=start, end=end))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object."""
+        self._request("pipe_file", name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Create an object. Raises FileExistsError if there is another one of this name."""
+        try:
+            self._request("pipe_file", name, content, mode="create")
+        except FileExistsError:
+            # If the answer to the first attempt was lost, the second one finds the object of the first.
+            if self.read(name) != content:
+                raise
+
+    def delete(self, name: str) -> None:
+        with suppress(*MISSING):
+            self._request("rm_file", name)
+
+    def key(self, name: str) -> str:
+        """The key of an object in its bucket."""
+        return f"{self._opened[1].partition('/')[2]}/{name}".lstrip("/")
+
+    def uploads(self) -> list[dict[str, str]]:
+        """Unfinished multipart uploads below the URL; none in other stores than S3."""
+        file_system, root = self._opened
+        if not hasattr(file_system, "call_s3"):
+            return []
+        request = partial(
+            file_system.call_s3, "list_multipart_uploads", Bucket=root.partition("/")[0], Prefix=self.key("")
+        )
+        found: list[dict[str, str]] = with_store_retries(request, self.url).get("Uploads", [])
+        return found
+
+    def abort_upload(self, upload: Mapping[str, str]) -> None:
+        file_system, root = self._opened
+        options = {"Bucket": root.partition("/")[0], "Key": upload["Key"], "UploadId": upload["UploadId"]}
+        with suppress(*MISSING):
+            with_store_retries(partial(file_system.call_s3, "abort_multipart_upload", **options), self.url)
+
+    def delete_folder(self, folder: str, last: str = MANIFEST) -> None:
+        """Delete all objects in ``folder``; ``last`` is deleted after the others."""
+        names = [name for name, is_folder in self.names(folder).items() if not is_folder]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(self.delete, (f"{folder}/{name}" for name in names if name != last)))
+        if last in names:
+            self.delete(f"{folder}/{last}")
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file for reading, by range reads. Large reads are split into parallel requests."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self.store, self.name = store, name
+        self.position = 0
+        self._block, self._block_start = b"", 0
+
+    @cached_property
+    def _size_bytes(self) -> int:
+        return self.store.size_bytes(self.name)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_SET:
+            offset += self.position if whence == io.SEEK_CUR else self._size_bytes
+        self.position = offset
+        return offset
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        start, end = self.position, self.position + len(view)
+        if len(view) <= RANGE_BYTES:
+            offset = start - self._block_start
+            if not 0 <= offset <= offset + len(view) <= len(self._block):
+                self._block, self._block_start, offset = self._range(start, start + RANGE_BYTES), start, 0
+            content = memoryview(self._block)[offset : offset + len(view)]
+            view[: len(content)] = content
+            self.position += len(content)
+            return len(content)
+        starts = range(start, end, RANGE_BYTES)
+        with ThreadPoolExecutor(RANGES_AT_ONCE) as pool:
+            for at, part in zip(starts, pool.map(self._range, starts, [*starts[1:], end]), strict=True):
+                view[at - start : at - start + len(part)] = part
+                self.position += len(part)
+        return self.position - start
+
+    def _range(self, start: int, end: int) -> bytes:
+        """The bytes from ``start`` to ``end``, or to the object's end; OSError, to be retried, if not all arrive."""
+        content = self.store.read_range(self.name, start, end)
+        if len(content) != end - start and len(content) != self._size_bytes - start:
+            raise OSError(
+                errno.EIO, f"{len(content)} of {end - start} bytes have arrived", self.store.url_of(self.name)
+            )
+        return content
+
+
+class ObjectCheckpoint(StoredCheckpoint):
+    """The checkpoint whose objects are in ``folder``."""
+
+    parallel_reads = FILES_AT_ONCE
+
+    def __init__(self, store: ObjectStore, folder: str) -> None:
+        super().__init__(store.url_of(folder))
+        self.store, self.folder = store, folder
+
+    def size_bytes(self, name: str) -> int:
+        return self.store.size_bytes(f"{self.folder}/{name}")
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, ObjectFile(self.store, f"{self.folder}/{name}"))
+
+    def read(self, name: str) -> bytes:
+        return self.store.read(f"{self.folder}/{name}")
+
+
+class ObjectStagedCheckpoint(StagedCheckpoint):
+    """A checkpoint that is being written to ``folder``. Each file is one object, and in memory until it is closed."""
+
+    parallel_files = FILES_AT_ONCE
+
+    def __init__(self, storage: "ObjectStorage", step: int, folder: str) -> None:
+        super().__init__(storage.store.url_of(folder))
+        self.storage, self.step, self.folder = storage, step, folder
+
+    def create(self, name: str) -> BinaryIO:
+        return NewFile(partial(self._store, name))
+
+    def _store(self, name: str, content: bytes) -> None:
+        self.storage.store.write(f"{self.folder}/{name}", content)
+
+    def commit(
+        self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
+    ) -> str:
+        stored = self.storage.store.files(self.folder)
+        wrong = [name for name, size in sizes.items() if stored.get(name) != size]
+        if wrong:
+            raise DamagedError(f"{self.location}/{wrong[0]} has {stored.get(wrong[0])} bytes, not {sizes[wrong[0]]}")
+        replaced = self.storage.folder_of(self.step) if allow() else None
+        self.storage.store.create(f"{self.folder}/{MANIFEST}", manifest)
+        check()  # otherwise the checkpoint does not count, if a newer start has acquired the lease meanwhile
+        return self.storage.mark(replaced, "superseded", check) if replaced else ""
+
+    def discard(self) -> None:
+        self.storage.store.delete_folder(self.folder)
+
+
+@dataclass
+class _Record:
+    """The content of a lease object."""
+
+    lease: WriterLease = field(default_factory=WriterLease)
+    complete: list[str] = field(default_factory=list)
+    """Folders of the complete checkpoints of older generations."""
+    aside: dict[str, str] = field(default_factory=dict)
+    """Why folders of older generations do not count any more."""
+
+
+@dataclass
+class _State:
+    """What the newest lease and the listing say."""
+
+    record: _Record
+    complete: dict[int, str]
+    """Folder of the checkpoint of each step."""
+    aside: dict[str, str]
+    """Folders that were set aside, and why."""
+    left_over: list[str]
+    """Folders and markers that do not count."""
+    committed: set[str]
+    """All folders with a manifest."""
+
+
+class ObjectStorage(CheckpointStorage):
+    """Checkpoints below a URL such as s3://bucket/run/checkpoint."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location.rstrip("/"))
+        self.store = ObjectStore(self.location, "checkpoint.folder")
+        self._saves = 0
+        self._own: _Record | None = None  # of the lease that this process holds
+
+    def check_access(self) -> None:
+        """Create and delete an object."""
+        name = f"access-{uuid4().hex}"
+        try:
+            self.store.write(name, b"")
+        except MISSING as error:
+            raise ConfigError(f"checkpoint.folder = {self.location!r} cannot be used: {error}") from error
+        self.store.delete(name)
+
+    # The state
+
+    def _newest_record(self) -> _Record:
+        names = [name for name in self.store.names("lease") if LEASE_FILE.fullmatch(name)]
+        while names:
+            newest = max(names)
+            try:
+                content = json.loads(self.store.read(f"lease/{newest}"))
+                return _Record(WriterLease(**content["lease"]), content["complete"], content["aside"])
+            except MISSING:  # a newer start has removed it
+                names = [name for name in self.store.names("lease") if LEASE_FILE.fullmatch(name)]
+            except (ValueError, TypeError, LookupError) as error:
+                raise CheckpointError(f"{self.location}/lease/{newest} is not a writer lease: remove it") from error
+        return _Record()
+
+    def _state(self) -> _State:
+        record = self._newest_record()
+        generation = record.lease.generation
+        entries = self.store.names()
+        aside, adopted, left_over = dict(record.aside), set(record.complete), []
+        for match in filter(None, map(MARKER.fullmatch, entries)):
+            folder, why, by = match[1], match[3], int(match[4])
+            if by != generation:
+                left_over.append(match[0])
+            elif why == "adopted":
+                adopted.add(folder)
+            else:
+                aside[folder] = why
+        folders = [match for match in map(PREFIX.fullmatch, entries) if match and entries[match[0]]]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            committed = list(pool.map(lambda match: self.store.exists(f"{match[0]}/{MANIFEST}"), folders))
+        complete: dict[int, tuple[tuple[int, int], str]] = {}
+        for match, has_manifest in zip(folders, committed, strict=True):
+            step, folder, by = int(match[1]), match[0], int(match[2] or 0)
+            counts = not by or not generation or by == generation or folder in adopted
+            if folder in aside and aside[folder] != "deleted":
+                continue
+            if folder in aside or not has_manifest or not counts:
+                left_over.append(folder)
+            else:
+                # The newest save of a step counts; a process was killed before it could mark the others.
+                older, newer = sorted([complete.get(step, ((-1, -1), "")), ((by, int(match[4] or 0)), folder)])
+                complete[step] = newer
+                left_over += [older[1]] if older[1] else []
+        aside = {folder: why for folder, why in aside.items() if folder in entries and why != "deleted"}
+        newest = {step: folder for step, (_, folder) in sorted(complete.items())}
+        with_manifest = {match[0] for match, has in zip(folders, committed, strict=True) if has}
+        return _State(record, newest, aside, left_over, with_manifest)
+
+    def folder_of(self, step: int) -> str | None:
+        return self._state().complete.get(step)
+
+    def steps(self) -> list[int]:
+        return list(self._state().complete)
+
+    def names(self) -> list[str]:
+        state = self._state()
+        return sorted([*state.complete.values(), *(f"{folder}.{why}" for folder, why in state.aside.items())])
+
+    def versions(self) -> dict[int, Hashable]:
+        return dict(self._state().complete)
+
+    def open(self, step: int) -> ObjectCheckpoint:
+        return ObjectCheckpoint(self.store, self.folder_of(step) or f"step-{step}")
+
+    # Changes
+
+    def stage(self, step: int, lease: WriterLease) -> ObjectStagedCheckpoint:
+        self._saves += 1
+        return ObjectStagedCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
+
+    def mark(self, folder: str, why: str, check: Callable[[], None]) -> str:
+        """Create a marker. It has an effect only if this start holds the lease at the second ``check``."""
+        check()
+        assert self._own is not None, "only the holder of the lease changes checkpoints"
+        with suppress(FileExistsError):
+            self.store.create(f"{folder}.{why}.{self._own.lease.generation}", why.encode())
+        check()
+        return f"{folder}.{why}"
+
+    def set_aside(self, step: int, why: str, check: Callable[[], None]) -> str:
+        folder = self.folder_of(step)
+        if folder is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", f"{self.location}/step-{step}")
+        return self.mark(folder, why, check)
+
+    def delete(self, step: int, check: Callable[[], None]) -> None:
+        folder = self.folder_of(step)
+        if folder is not None:
+            self.mark(folder, "deleted", check)
+            self._delete(folder)
+
+    def _delete(self, folder: str) -> None:
+        """Delete the objects of a checkpoint that does not count any more: first its manifest."""
+        self.store.delete(f"{folder}/{MANIFEST}")
+        self.store.delete_folder(folder)
+        for name in self.store.names():
+            match = MARKER.fullmatch(name)
+            if match and match[1] == folder:
+                self.store.delete(name)
+
+    # The writer lease
+
+    def read_lease(self) -> WriterLease:
+        return self._newest_record().lease
+
+    def write_lease(self, lease: WriterLease) -> None:
+        state = self._state()
+        newest = state.record.lease
+        if self._own is None or self._own.lease != lease:
+            self._own = _Record(lease, sorted(state.complete.values()), state.aside)
+        name = f"lease/{lease.generation:08}.json"
+        try:
+            self.store.create(name, json.dumps(asdict(self._own)).encode())
+        except FileExistsError:
+            raise superseded(self.read_lease(), lease, self.location) from None
+        except MISSING as error:
+            raise CheckpointError(f"{self.location} cannot be written: {error}") from error
+        now = self.read_lease()
+        if now.id != lease.id:  # this start was so slow that leases of this number have come and gone
+            self.store.delete(name)
+            raise superseded(now, lease, self.location)
+        self._adopt(state, newest.generation)
+
+    def _adopt(self, before: _State, generation: int) -> None:
+        """Let count what the previous holder has changed between the listing and the new lease."""
+        after = self._state()
+        for name in after.left_over:
+            marker, prefix = MARKER.fullmatch(name), PREFIX.fullmatch(name)
+            own = after.record.lease.generation
+            if marker and int(marker[4]) == generation and before.aside.get(marker[1]) != marker[3]:
+                self.store.write(f"{marker[1]}.{marker[3]}.{own}", b"")
+            elif prefix and int(prefix[2] or 0) == generation and name in after.committed - before.committed:
+                self.store.write(f"{name}.adopted.{own}", b"")
+
+    def check_lease(self, lease: WriterLease) -> None:
+        generations = [int(match[1]) for match in map(LEASE_FILE.fullmatch, self.store.names("lease")) if match]
+        if not generations:
+            super().check_lease(lease)
+        elif max(generations) != lease.generation:
+            raise superseded(self.read_lease(), lease, self.location)
+
+    def remove_left_overs(self, check: Callable[[], None]) -> None:
+        check()
+        state = self._state()
+        own = state.record.lease.generation
+        for name in self.store.names("lease"):
+            match = LEASE_FILE.fullmatch(name)
+            if match and int(match[1]) < own:
+                self.store.delete(f"lease/{name}")
+        for name in state.left_over:
+            check()
+            if MARKER.fullmatch(name):
+                self.store.delete(name)
+            elif name not in state.aside:
+                logger.info(f"{self.location}/{name}, which an earlier start has left, is removed")
+                self._delete(name)
+        self._abort_uploads()
+
+    def _abort_uploads(self) -> None:
+        """Abort unfinished multipart uploads of killed starts to S3. Other stores remove theirs by themselves."""
+        for upload in self.store.uploads():
+            folder = PREFIX.match(upload["Key"].removeprefix(self.store.key("")))
+            if folder and (self._own is None or int(folder[2] or 0) != self._own.lease.generation):
+                self.store.abort_upload(upload)
