@@ -50,7 +50,6 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["plain", "twice", "restart", "bad step skip"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    script.plt.close(figure)
 
 
 def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
@@ -65,7 +64,6 @@ def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
     assert (labels[2], labels[4]) == ("2k", "6k")
     figure = script.plot([run], tmp_path / "tokens.png", "tokens")
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1000, 2000, 4000, 6000]
-    script.plt.close("all")
 
 
 def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:

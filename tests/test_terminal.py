@@ -1,18 +1,22 @@
 """What a run shows in a terminal of 80 and of 120 columns, and in a log file."""
 
+import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked_run import finish, read_metrics
+from forked_run import ForkedRun, finish, read_metrics, slow_steps
 from terminal import Terminal
 
 from torchtrain import __version__
 from torchtrain.config.schema import DataConfig, JobConfig, LRSchedulerConfig, SourceConfig
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.logging import aligned
+from torchtrain.metrics.history import read_run
+from torchtrain.metrics.report import summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
@@ -134,3 +138,66 @@ def test_long_texts_are_wrapped_below_themselves() -> None:
     wrapped = ["  a     one two three four", "        five six", f"  long  {'x' * 40}"]
     assert aligned(rows, 30).splitlines() == wrapped
     assert aligned(rows).splitlines() == ["  a     one two three four five six", f"  long  {'x' * 40}"]
+
+
+def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held_out.txt").write_text("def held_out(x):\n    return x\n" * 40)
+    options = ("--metrics.enable_report", "--validation.enable", "--validation.path", "held_out.txt")
+    terminal = Terminal(120)
+    run = ForkedRun(Path("run"), *options, "--validation.interval", "2", ranks=2, hook=terminal.hook)
+    assert run.wait() == [0, 0], terminal.close()
+    screen = terminal.close()
+    lines = screen[screen.index("results of run:") :].splitlines()
+    assert max(map(len, lines)) <= 120
+    metrics = read_metrics(Path("run"))
+    steps = [line for line in metrics if "step_seconds" in line]
+    validation = [line for line in metrics if "validation_loss" in line]
+    best = min(validation, key=lambda line: line["validation_loss"])
+    seconds = sum(line["step_seconds"] for line in steps)
+    assert "in 8 training steps" in lines[1]
+    assert lines[2] == f"  tokens       1.02K, on average {8 * 128 / seconds:,.0f} per second"
+    assert lines[3] == f"  loss         {steps[-1]['loss']:.4f} in step 8, {steps[0]['loss']:.4f} in step 1"
+    last_loss, best_loss = validation[-1]["validation_loss"], best["validation_loss"]
+    assert lines[4] == f"  validation   loss {last_loss:.4f}, the best {best_loss:.4f} after step {best['step']}"
+    assert lines[5:7] == ["  checkpoints  run/checkpoint, the last one step-8", "  report       run/report.md"]
+    generate, convert = (line[15:] for line in lines[7:9])
+    assert generate == 'python -m torchtrain.generate run --prompt "..."'
+    assert convert == "python -m torchtrain.convert run run_hf"
+    report = Path("run/report.md").read_text()
+    assert f"| validation | {lines[4][15:]} |" in report
+    assert "![Curves of the run](curves.png)" in report
+    assert Path("run/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert all(f"| {label} |" in report for label in LABELS)
+
+
+def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--metrics.enable_report", "--training.steps", "1000", ranks=1, hook=slow_steps)
+    run.wait_for(lambda: len(read_metrics(tmp_path)) > 2)
+    run.kill(number=signal.SIGTERM)
+    assert run.wait() == [75], run.output()
+    assert "next         the same command again resumes the run" in run.output()
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
+    """After a resume from step 2, what was written of later steps does not count, except for the time of a start."""
+    step = {"tokens_per_second": 1.0, "step_seconds": 0.5}
+    lines = [
+        {"step": 0, "event": "start", "time": 0.0},
+        *({"step": n, "tokens": 100 * n, "loss": 5.0 - n, **step} for n in (1, 2, 4)),
+        {"step": 2, "event": "start", "time": 0.0},
+        {"step": 3, "tokens": 300, "loss": None, **step},
+        {"step": 3, "validation_loss": 2.0, "validation_loss_code": 3.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = summarize(read_run(tmp_path))
+    assert rows[0][1].endswith("2s in 3 training steps, 2 starts")
+    assert rows[1:3] == [
+        ("tokens", "300, on average 200 per second"),
+        ("loss", "not finite in step 3, 4.0000 in step 1"),
+    ]
+    assert rows[3:] == [
+        ("validation", "loss 2.0000, the best 2.0000 after step 3"),
+        ("validation", "loss code 3.0000, the best 3.0000 after step 3"),
+    ]

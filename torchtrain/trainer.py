@@ -52,6 +52,7 @@ from torchtrain.inference.trained_model import saved_config, with_longest_contex
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
+from torchtrain.metrics.report import report_end
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
 from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
@@ -266,6 +267,8 @@ class Trainer:
         at_end = "done" if self.step == steps else "the data ended (data.when_exhausted = 'stop')"
         ending = "stopped as asked" if stopped else at_end
         logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.config.job.dump_folder)
+        if rank() == 0:
+            report_end(self.config, self.description, self.step, is_complete=not stopped)
         if not self.config.checkpoint.enable:
             kept = (
                 "only the weights in hf/ are"

@@ -735,6 +735,9 @@ class MetricsConfig(Section, name="metrics"):
     enable_wandb: bool = False
     """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
     folder."""
+    enable_report: bool = True
+    """At the end of the run, write report.md to the dump folder: results and, if matplotlib is installed (pip install
+    'torchtrain[plot]'), curves."""
     wandb_project: str = "torchtrain"
     """Project name in Weights & Biases."""
     writers: tuple[str, ...] = ()

@@ -143,7 +143,10 @@ class JsonLines(MetricsWriter):
         append(self.path, json.dumps(finite).encode() + b"\n", after=b"\n")
 
 
-OUTPUTS = ("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces")
+OUTPUTS = (
+    *("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces"),
+    *("report.md", "curves.png"),
+)
 """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
 
 

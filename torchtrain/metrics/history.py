@@ -1,0 +1,58 @@
+"""Read what a run has written to ``metrics.jsonl``."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtrain.errors import TorchtrainError
+from torchtrain.logging import logger
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    lines: list[dict[str, Any]]  # numbers by step, ascending, each step once
+    starts: list[dict[str, Any]]  # the events "start"
+    restarts: list[int]
+    faults: list[tuple[int, str]]  # step, event
+
+
+def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
+    """The run in ``path``, its folder or its metrics.jsonl. ``warn`` is called with a message about each damaged line.
+
+    Raises:
+        TorchtrainError: there is none, or it has no step yet.
+    """
+    file = path if path.is_file() else path / "metrics.jsonl"
+    if not file.is_file():
+        raise TorchtrainError(f"{path} has no metrics.jsonl; give the folder of a run, such as outputs/debug_model")
+    by_step: dict[int, dict[str, Any]] = {}
+    starts: list[dict[str, Any]] = []
+    restarts, faults = [], []
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise TorchtrainError(f"{file} cannot be read: {error.strerror}") from None
+    for number, text in enumerate(content.splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            warn(f"{file}: line {number} is cut short, as by a kill, or no line of a run; passed over")
+            continue
+        event = line.get("event")
+        if event is None:
+            by_step.setdefault(line["step"], {}).update(line)
+        elif event == "start":
+            starts.append(line)
+            if by_step:
+                restarts.append(line["step"])
+                by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
+        else:
+            faults.append((line["step"], event))
+    if not by_step:
+        raise TorchtrainError(f"{file} has no step yet; wait for the first line of the log")
+    return Run(file.parent.resolve().name, [by_step[step] for step in sorted(by_step)], starts, restarts, faults)

@@ -1,0 +1,124 @@
+"""What a run has reached: a summary in the log, and ``report.md`` with curves in the dump folder."""
+
+import importlib.util
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.tokens import format_tokens
+from torchtrain.files import atomic_write
+from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.metrics.history import Run, read_run
+from torchtrain.metrics.recorder import duration
+from torchtrain.metrics.run_description import RunDescription
+
+REPORT, CURVES = "report.md", "curves.png"
+
+
+def report_end(config: JobConfig, description: RunDescription, step: int, *, is_complete: bool) -> None:
+    """Log the results after the last ``step`` of a run and the commands that come next; write the report.
+
+    Args:
+        is_complete: the run has ended, and was not stopped before. Only then is a report written: a run that is
+            stopped has little time left.
+    """
+    folder = Path(config.job.dump_folder)
+    with BestEffort("the summary of the run"):
+        run = read_run(folder)
+        results, commands = summarize(run), next_commands(config, step, is_complete=is_complete)
+        written = []
+        if config.checkpoint.enable:
+            results.append(("checkpoints", f"{checkpoint_folder(config)}, the last one step-{step}"))
+        if is_complete and config.metrics.enable_report:
+            with BestEffort(REPORT):
+                write_report(folder, run, description, results, commands)
+                written = [("report", str(folder / REPORT))]
+        rows = [*results, *written, *(("next", command) for command in commands)]
+        logger.info("results of %s:\n%s", run.name, aligned(rows, terminal_width()))
+
+
+def summarize(run: Run) -> list[tuple[str, str]]:
+    """Labels and texts of time, tokens, loss and validation; of each step what was computed last."""
+    steps = [line for line in run.lines if "step_seconds" in line]
+    rows = []
+    if steps:
+        before = [run.starts[0]["step"] if run.starts else 0, *(line["step"] for line in steps)]
+        counts = [line["step"] - earlier for line, earlier in zip(steps, before, strict=False)]
+        seconds = sum(count * line["step_seconds"] for count, line in zip(counts, steps, strict=True))
+        starts = f", {len(run.starts)} starts" if len(run.starts) > 1 else ""
+        wall = f"{duration(time.time() - run.starts[-1]['time'])}, " if run.starts else ""
+        rows.append(("time", f"{wall}{duration(seconds)} in {sum(counts):,} training steps{starts}"))
+        first, last = steps[0], steps[-1]
+        if "tokens" in last and seconds:
+            tokens = last["tokens"] * sum(counts) / last["step"]  # those of the steps in the file
+            rows.append(("tokens", f"{format_tokens(last['tokens'])}, on average {tokens / seconds:,.0f} per second"))
+        losses = (f"{_number(line['loss'])} in step {line['step']:,}" for line in (last, first))
+        rows.append(("loss", ", ".join(losses)))
+    names = dict.fromkeys(name for line in run.lines for name in line)
+    for name in (name for name in names if name.startswith("validation_") and "_loss" in name):
+        found = [(line["step"], line[name]) for line in run.lines if line.get(name) is not None]
+        if found:
+            at_best, best = min(found, key=lambda pair: pair[1])
+            label = name.removeprefix("validation_").replace("_", " ")
+            last_value = _number(found[-1][1])
+            rows.append(("validation", f"{label} {last_value}, the best {_number(best)} after step {at_best:,}"))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def checkpoint_folder(config: JobConfig) -> str:
+    """Where the checkpoints of the run are, as a path or URL."""
+    location = config.checkpoint.folder
+    return location if "://" in location else str(Path(config.job.dump_folder) / location)
+
+
+def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[str]:
+    """Commands that use what the run has saved."""
+    folder = config.job.dump_folder
+    if not config.checkpoint.enable:
+        return []
+    if not is_complete:
+        return ["the same command again resumes the run" if step else "the same command starts the run again"]
+    path = shlex.quote(folder)
+    return [
+        f'python -m torchtrain.generate {path} --prompt "..."',
+        f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}",
+    ]
+
+
+def write_report(
+    folder: Path,
+    run: Run,
+    description: RunDescription,
+    results: Sequence[tuple[str, str]],
+    commands: Sequence[str],
+) -> None:
+    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed."""
+    lines = [f"# {run.name}", "", *_table(results), ""]
+    if importlib.util.find_spec("matplotlib") is not None:
+        with BestEffort(CURVES):
+            from torchtrain.metrics.curves import plot
+
+            plot([run], folder / CURVES)
+            lines += ["## Curves", "", f"![Curves of the run]({CURVES})", ""]
+    else:
+        lines += ["No curves: matplotlib is not installed (`pip install 'torchtrain[plot]'`).", ""]
+    lines += ["## The run", "", f"`{description.title}`", "", *_table(description.rows), ""]
+    if run.faults:
+        lines += ["## Events", "", "| step | event |", "| --- | --- |"]
+        lines += [f"| {step} | {event.replace('_', ' ')} |" for step, event in run.faults]
+        lines += [""]
+    if commands:
+        lines += ["## Next", "", "```bash", *commands, "```", ""]
+    with atomic_write(folder / REPORT) as file:
+        file.write("\n".join(lines).encode())
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows as a table of Markdown."""
+    return ["| | |", "| --- | --- |", *(f"| {label} | {text.replace('|', chr(92) + '|')} |" for label, text in rows)]
