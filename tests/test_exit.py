@@ -81,7 +81,7 @@ def crash() -> None:
     ("options", "code", "message", "hook"),
     [
         ([], 0, "done: step 2 of 2", start_thread_in_torch),
-        (STOP, 75, "stopped as asked: step ", start_thread_in_torch),
+        (STOP, 75, "stopped as requested: step ", start_thread_in_torch),
         (["--checkpoint.load_step", "7"], 2, "checkpoint.load_step = 7 cannot be loaded", start_thread_in_torch),
         ([], 1, "ZeroDivisionError: injected", crash),
     ],

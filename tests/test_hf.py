@@ -305,7 +305,6 @@ def test_field_unknown_to_the_export_is_an_error(
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             check_export(config, replace(read(tmp_path / "in"), **change))
-        check_export(replace(config, checkpoint=CheckpointConfig()), replace(read(tmp_path / "in"), **change))
     monkeypatch.setattr("torchtrain.checkpoint.hf.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 

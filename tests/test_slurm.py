@@ -139,7 +139,7 @@ def test_job_at_its_time_limit_resumes_in_the_next_start(
     assert cluster.wait_for_end(job, 700) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "SIGUSR1 received" in output
-    stopped_at = re.findall(r"stopped as asked: step (\d+)", output)
+    stopped_at = re.findall(r"stopped as requested: step (\d+)", output)
     assert stopped_at
     for step in stopped_at:
         assert f"resumed from {folder}/checkpoint/step-{step}\n" in output

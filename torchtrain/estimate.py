@@ -30,7 +30,9 @@ def run(config: JobConfig) -> int:
     from torchtrain.planning.request import resolve_gpu, resolve_model_config
     from torchtrain.planning.summary import estimate
 
-    config, options = replace(config, model=resolve_model_section(config.model)), config.estimate
+    if config.model.hf_folder:
+        config = replace(config, model=resolve_model_section(config.model))
+    options = config.estimate
     if options.search:
         return run_search(config)
     if options.picture:

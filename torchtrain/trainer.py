@@ -7,7 +7,7 @@ performs one optimizer step. Only this file determines the order of the componen
 import gc
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from torchtrain.distributed.process_group import (
     set_timeout,
     world_size,
 )
-from torchtrain.errors import ConfigError, DataError, FaultError, StoppedError
+from torchtrain.errors import ConfigError, FaultError, StoppedError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
@@ -97,7 +97,9 @@ class Trainer:
         # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
-        config = with_longest_context(replace(config, model=resolve_model_section(config.model)))
+        if config.model.hf_folder:
+            config = replace(config, model=resolve_model_section(config.model))
+        config = with_longest_context(config)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.model_config = build_model_config(config.model, self.tokenizer, config.training.seq_len, config.mup)
         config, self.parallel_dims = resolve_layout(config, self.model_config, world_size())
@@ -172,7 +174,12 @@ class Trainer:
             folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
         )
         self.guard = NonFiniteGuard(
-            config.faults, self.stop, self.spikes, self.metrics.record_event, self.checkpointer.clock
+            config.faults,
+            self.stop,
+            self.spikes,
+            self.metrics.record_event,
+            self.checkpointer.clock,
+            needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
         )
         microbatches = Microbatches(mesh, device, config.training.local_batch_size, document_start_id)
         self.train_step = TrainStep(
@@ -185,23 +192,27 @@ class Trainer:
             before_update=self.checkpointer.before_update,
             ema=self.ema,
         )
-        self.validator = Validator(
-            config.validation,
-            self.validation_loaders,
-            self.model,
-            microbatches,
-            self.metrics.record_validation,
-            averaged=self.averaged_weights,
-            must_stop=partial(self.stop.agree, self.gloo_group),
-            watch=self.watchdog.watch,
-        )
-        self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
+        self.validator: Validator | None = None
+        if config.validation.enable:
+            self.validator = Validator(
+                config.validation,
+                self.validation_loaders,
+                self.model,
+                microbatches,
+                self.metrics.record_validation,
+                averaged=self.averaged_weights,
+                must_stop=partial(self.stop.agree, self.gloo_group),
+                watch=self.watchdog.watch,
+            )
+        self.profiler: Profiler | None = None
+        if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+            self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
         config, model = self.config, self.model
         model_state = ModelState(model.parts, self.model_config.tied_embeddings)
-        if gathers_float8(config.float8, self.parallel_dims.fsdp):
+        if config.float8.recipe != "none" and gathers_float8(config.float8, self.parallel_dims.fsdp):
             rescale = partial(compute_scales, model.parts)
             self.optimizer.after_step = rescale
             model_state.after_load = rescale
@@ -252,11 +263,12 @@ class Trainer:
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
-            logger.info("the run is complete: step %d of %d; to go on, raise training.steps", self.step, steps)
+            logger.info("the run is complete: step %d of %d; to continue it, raise training.steps", self.step, steps)
             destroy_process_group()
             return 0
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
-        with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
+        profiler = nullcontext() if self.profiler is None else self.profiler
+        with closing(self.dataloader), self.metrics, profiler, self.stop, self.watchdog, self.checkpointer:
             if missed_validation:
                 self.validate(last=self.step == steps)
             self.run_steps()
@@ -264,20 +276,25 @@ class Trainer:
         if not stopped and self.misses_export():
             with self.stop.during_export(saved=self.config.checkpoint.enable):
                 export_hf(self.config, self.step, self.checkpointer, self.model_config)
-        at_end = "done" if self.step == steps else "the data ended (data.when_exhausted = 'stop')"
-        ending = "stopped as asked" if stopped else at_end
+        self.log_end(stopped)
+        destroy_process_group()
+        return StoppedError().exit_code if stopped else 0
+
+    def log_end(self, stopped: bool) -> None:
+        """Log how the run ended and where its outputs are."""
+        steps, checkpoint = self.config.training.steps, self.config.checkpoint
+        if stopped:
+            ending = "stopped as requested"
+        elif self.step == steps:
+            ending = "done"
+        else:
+            ending = "the data ended (data.when_exhausted = 'stop')"
         logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.config.job.dump_folder)
         if rank() == 0:
             report_end(self.config, self.description, self.step, is_complete=not stopped)
-        if not self.config.checkpoint.enable:
-            kept = (
-                "only the weights in hf/ are"
-                if self.config.checkpoint.last_save_in_hf and not stopped
-                else "nothing is"
-            )
-            logger.warning("checkpoint.enable = false: of what this run has learned, %s saved", kept)
-        destroy_process_group()
-        return StoppedError().exit_code if stopped else 0
+        if not checkpoint.enable:
+            saved = "only the weights in hf/ are" if checkpoint.last_save_in_hf and not stopped else "nothing is"
+            logger.warning("checkpoint.enable = false: %s saved of this run", saved)
 
     def write_config(self) -> None:
         """Write the resolved config to the dump folder, after renaming the files of another run there."""
@@ -290,10 +307,9 @@ class Trainer:
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
-        config, checkpointer, guard = self.config, self.checkpointer, self.guard
-        steps = config.training.steps
-        batches, computed = self.metrics.time_waiting(self.dataloader), 0
-        if config.compile.enable:
+        steps = self.config.training.steps
+        batches = self.metrics.time_waiting(self.dataloader)
+        if self.config.compile.enable:
             logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
         logger.info("training begins with step %d of %d", self.step + 1, steps)
         while self.step < steps and not self.stop.agreed:
@@ -302,41 +318,36 @@ class Trainer:
                 if batch is None:
                     break
                 self.step += 1
-                last = self.step == steps
                 loss, grad_norm = self.train_step(self.step, batch)
-                computed = self.step  # the step that loss and grad_norm belong to; a rollback lowers self.step
-                if last or checkpointer.is_due(self.step) or guard.steps_are_long:
-                    guard.wait()  # never checkpoint or stop at a step before its result has been checked
-            if guard.must_roll_back_before is not None:
+                must_roll_back = self.guard.must_roll_back(self.step)
+            if must_roll_back:
                 self.roll_back()
                 continue
             self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step))
-            self.save(last)
-            self.validate(last)
+            self.save(last=self.step == steps)
+            self.validate(last=self.step == steps)
             if self.step == self.start_step + 1:
                 self.shorten_timeouts()
-            self.profiler.step(self.step)
-            if self.step % config.training.gc_freq == 0:
+            if self.profiler is not None:
+                self.profiler.step(self.step)
+            if self.step % self.config.training.gc_freq == 0:
                 gc.collect(1)
-        if self.step == steps:
-            return
+        if self.step < steps:
+            self.end_early()
 
-        # The run was asked to stop, or the data ended: check the last step, then save it like the final step of a run.
-        guard.wait()
-        if guard.must_roll_back_before is not None:
+    def end_early(self) -> None:
+        """Complete a run that ends before ``training.steps``, on a stop request or because the data ended.
+
+        The last step is checked, saved and logged like the final step of a run.
+        """
+        self.guard.wait()
+        if self.guard.must_roll_back_before is not None:
             self.roll_back()
         if self.step > self.start_step:
             self.save(last=True, required=not self.stop.agreed)
-            if self.step == computed:
-                self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step), ended=True)
-        if not self.stop.agreed:
-            if self.step == 0:
-                raise DataError(
-                    "the data do not fill one batch, training.global_batch_size sequences of training.seq_len tokens: "
-                    "give more, make batches smaller, or set data.when_exhausted = 'repeat'"
-                )
-            if self.misses_validation():
-                self.validate(last=True)
+            self.metrics.record_last()
+        if not self.stop.agreed and self.misses_validation():
+            self.validate(last=True)
 
     def save(self, last: bool, *, required: bool = True) -> None:
         """Save a checkpoint if one is due; see ``CheckpointManager.maybe_save``."""
@@ -346,8 +357,9 @@ class Trainer:
 
     def validate(self, last: bool) -> None:
         """Run validation if it is due; its time does not count as training time in the metrics."""
-        with self.metrics.uncounted():
-            self.validator.maybe_run(self.step, last)
+        if self.validator is not None:
+            with self.metrics.uncounted():
+                self.validator.maybe_run(self.step, last)
 
     def misses_validation(self) -> bool:
         """Whether no validation after the current step has been recorded, due or not; False if validation is off."""
@@ -358,7 +370,7 @@ class Trainer:
 
     def misses_export(self) -> bool:
         """Whether an export to ``hf/`` is requested and ``hf/`` does not contain the weights of the current step."""
-        return needs_export(self.config, self.step, self.gloo_group)
+        return self.config.checkpoint.last_save_in_hf and needs_export(self.config, self.step, self.gloo_group)
 
     def roll_back(self) -> None:
         """Load the newest valid checkpoint from before the bad step. The data loader is not rewound.
@@ -514,7 +526,8 @@ def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model:
         find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
-    check_export(config, model)
+    if config.checkpoint.last_save_in_hf:
+        check_export(config, model)
 
 
 def require_choice(config: JobConfig) -> None:

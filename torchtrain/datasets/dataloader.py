@@ -114,6 +114,11 @@ class DataLoader(Iterator[Batch]):
         assert isinstance(read, tuple)
         if (ended and self.drop_last) or not targets:
             self.close()
+            if self.drop_last and self._state[0, 0] == 0:
+                raise DataError(
+                    "the data do not fill one batch, training.global_batch_size sequences of training.seq_len tokens: "
+                    "give more, make batches smaller, or set data.when_exhausted = 'repeat'"
+                )
             raise StopIteration
         batch, self._state = read
         self._next_read = None

@@ -62,9 +62,9 @@ class NonFiniteGuard:
     spike. One small all-reduce per step combines the losses of all ranks, and their requests to stop and to save.
 
     The result stays on the device, where it skips the update, so that the host does not wait for the device. The host
-    reads it when the next step is checked, or immediately (``wait``) if ``steps_are_long``. It then calls
-    ``record_event(step, event, values)`` and sets ``must_roll_back_before``, ``stop.agreed`` and ``save.agreed``, which
-    the training loop reads.
+    reads it when the next step is checked, or immediately after the step (``must_roll_back``) where the result is
+    needed. It then calls ``record_event(step, event, values)`` and sets ``must_roll_back_before``, ``stop.agreed`` and
+    ``save.agreed``.
     """
 
     config: FaultsConfig
@@ -72,6 +72,8 @@ class NonFiniteGuard:
     window: SpikeDetector
     record_event: Callable[[int, str, dict[str, Any]], None]
     save: Request | None = None
+    needs_result: Callable[[int], bool] = lambda _: False
+    """Whether the result of a step must be known immediately after it: no bad step may be saved or end the run."""
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must roll back, or None."""
     steps_are_long: bool = field(default=False, init=False)
@@ -132,7 +134,7 @@ class NonFiniteGuard:
         return bad.float()
 
     def wait(self) -> None:
-        """Read the result of the last check and act on it. The training loop calls it if it cannot wait a step.
+        """Read the result of the last check and act on it.
 
         Raises:
             FaultError: as for ``check``.
@@ -167,6 +169,18 @@ class NonFiniteGuard:
             usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
             problem = f"{name} {value:.4g} is a spike: {usual}"
         self._handle_bad_step(step, loss, norm, problem)
+
+    def must_roll_back(self, step: int) -> bool:
+        """Whether the run must roll back after ``step``; identical on all ranks.
+
+        Without ``needs_result`` and ``steps_are_long`` this is known of the steps before ``step`` only.
+
+        Raises:
+            FaultError: as for ``check``.
+        """
+        if self.steps_are_long or self.needs_result(step):
+            self.wait()
+        return self.must_roll_back_before is not None
 
     def reset(self) -> None:
         """Discard the result of the last check and the request to roll back; called after a rollback."""

@@ -73,6 +73,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
+        self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
         if config.straggler_freq and ranks > 1:
@@ -109,18 +110,20 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 self.stragglers.before_step(self.waiting_for_step, loader.wait_seconds)
             yield batch
 
-    def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float, *, ended: bool = False) -> None:
+    def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
         """Write metrics after the first step of a process, every ``log_freq`` steps, and after the last step.
 
         Collective in these steps.
-
-        Args:
-            ended: the run stops after ``step``, before its configured end. A line of this step may exist already.
         """
-        if step == self.since_step or not (
-            ended or step % self.config.log_freq == 0 or step in (self.start_step + 1, self.last_step)
-        ):
+        self.unwritten = step, loss, grad_norm, lr
+        if step % self.config.log_freq == 0 or step in (self.start_step + 1, self.last_step):
+            self.record_last()
+
+    def record_last(self) -> None:
+        """Write metrics of the step recorded last, unless they are written, or a rollback has undone it. Collective."""
+        if self.unwritten is None:
             return
+        step, loss, grad_norm, lr = self.unwritten
         z_loss = torch.zeros_like(loss.total) if loss.z is None else loss.z
         sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))
         dist.all_reduce(sums, group=self.loss_group)
@@ -177,6 +180,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def restart(self, step: int) -> None:
         """Start a new measurement interval after ``step``: at the start, after each written line, after a rollback."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
+        self.unwritten = None
         self.waiting_for_step = step
 
 

@@ -61,13 +61,11 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
 
 
 def resolve_model_section(model: ModelConfig) -> ModelConfig:
-    """Replace ``hf_folder`` by the explicit options that it stands for, so that the folder is no longer needed.
+    """Replace ``hf_folder``, which must be set, by explicit options, so that the folder is no longer needed.
 
     Raises:
         CheckpointError: the folder does not contain a supported model.
     """
-    if not model.hf_folder:
-        return model
     explicit = to_model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
     changes = given(model.shape)
     if "rope_scaling" in changes:

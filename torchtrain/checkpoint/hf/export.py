@@ -24,8 +24,6 @@ EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts
 
 def check_export(config: JobConfig, model: DecoderConfig) -> None:
     """Raise ConfigError where ``hf/`` cannot be written at the end of the run, or ``model`` not be exported."""
-    if not config.checkpoint.last_save_in_hf:
-        return
     folder = Path(config.job.dump_folder) / "hf"
     if folder.is_symlink():
         raise ConfigError(
@@ -50,8 +48,7 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
         except (*MISSING, ValueError):
             return True
 
-    checkpoint = config.checkpoint
-    return checkpoint.last_save_in_hf and (not checkpoint.enable or broadcast_from_rank0(is_another, group))
+    return not config.checkpoint.enable or broadcast_from_rank0(is_another, group)
 
 
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
