@@ -177,7 +177,7 @@ def test_generated_pages_are_current() -> None:
 
 def test_pages_are_short() -> None:
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "docs"}
-    pages = {name: re.sub(r"```python\n.*?```", "", text, flags=re.DOTALL) for name, text in pages.items()}
+    pages = {name: re.sub(r"```(python|mermaid)\n.*?```", "", text, flags=re.DOTALL) for name, text in pages.items()}
     del pages["configuration.md"]  # generated: a reference of all options
     assert [name for name, text in pages.items() if len(text.splitlines()) > 120] == []
 
@@ -185,10 +185,9 @@ def test_pages_are_short() -> None:
 def test_reading_list_and_architecture_name_all_files_of_the_core_folders() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     core = re.findall(r"^\| \[([^]]+\.py)\]\(torchtrain/\1\) \|", readme, re.MULTILINE)
-    assert len(core) == 20
     assert all((ROOT / "torchtrain" / name).is_file() for name in core)
     architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    others = re.findall(r"`([^`]+)`", architecture.split("| module |")[1].split("\n\n")[0])
+    others = re.findall(r"`([^`]+)`", architecture.split("## Files for options")[1])
     for folder in ("distributed", "models/llama", "models/loss", "optimizers", "parallelisms"):
         for path in sorted((ROOT / "torchtrain" / folder).rglob("*.py")):
             name = path.relative_to(ROOT / "torchtrain").as_posix()

@@ -1,29 +1,11 @@
 """A module imports only from lower layers, or from its own folder without a cycle; see docs/architecture.md."""
 
-import ast
 import graphlib
 from pathlib import Path
 
 import pytest
+from draw_architecture import FILES, LAYERS, PAGE, ROOT, imports_of, page_with_picture, without_implied
 
-ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
-
-# Folders and modules of the package, from the top layer to the lowest. docs/architecture.md explains them.
-LAYERS = {
-    "commands": ("train", "prepare", "convert", "generate", "evaluate", "estimate", "compare", "launch"),
-    "tools": ("planning", "comparison"),
-    "trainer": ("trainer",),
-    "inference": ("inference",),
-    "checkpoints and metrics": ("checkpoint", "metrics"),
-    "parallelism and optimizers": ("parallelisms", "optimizers", "fault_tolerance"),
-    "CPU": ("cpu",),
-    "data": ("datasets",),
-    "models": ("models",),
-    "process groups": ("distributed",),
-    "config": ("config",),
-    "ground": ("cli", "logging", "environment", "files", "errors", "devices", "pinned_memory", "torch_internals"),
-}
 LAYER_OF = {f"torchtrain.{name}": -number for number, names in enumerate(LAYERS.values()) for name in names}
 GROUND = min(LAYER_OF.values())
 # Models import neither the config nor process groups; the model file imports only torch and its RoPE scaling.
@@ -57,23 +39,6 @@ def layer_of(module: str) -> int:
     return LAYER_OF[name]
 
 
-def imports_of(path: Path) -> set[str]:
-    """All modules that ``path`` imports, including those imported inside functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: import by full name"
-            assert node.module is not None
-            # "from package import module" imports a module, "from module import name" a name of that module.
-            package = ROOT / node.module.replace(".", "/")
-            for alias in node.names:
-                is_module = (package / f"{alias.name}.py").exists() or (package / alias.name).is_dir()
-                names.add(f"{node.module}.{alias.name}" if is_module else node.module)
-    return names
-
-
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_are_from_lower_layers(path: Path) -> None:
     module = module_name(path)
@@ -91,3 +56,17 @@ def test_imports_are_from_lower_layers(path: Path) -> None:
 def test_imports_have_no_cycles() -> None:
     graph = {module_name(path): {i for i in imports_of(path) if i.startswith("torchtrain.")} for path in FILES}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_picture_is_drawn_from_the_imports() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert "```mermaid\n" in page
+    assert page == page_with_picture(page), "run python scripts/draw_architecture.py"
+    changed = page.replace("    planning --> trainer\n", "")
+    assert changed != page
+    assert page_with_picture(changed) == page
+
+
+def test_implied_arrows_are_omitted() -> None:
+    graph = {"a": set(), "b": {"a"}, "c": {"a", "b"}, "d": {"a", "c"}}
+    assert without_implied(graph) == {"a": set(), "b": {"a"}, "c": {"b"}, "d": {"c"}}

@@ -23,7 +23,7 @@ from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point, newest_config
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
-from torchtrain.checkpoint.weights import find_weights, load_weights
+from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config, with_longest_context
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.datasets.build import build_dataloader, document_start
@@ -48,7 +48,6 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
-from torchtrain.inference.trained_model import saved_config, with_longest_context
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
@@ -99,17 +98,19 @@ class Trainer:
         self.device = device = pick_device(config.job.device)
         if config.model.hf_folder:
             config = replace(config, model=resolve_model_section(config.model))
-        config = with_longest_context(config)
+        folder = Path(config.job.dump_folder)
+        if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
+            config = with_longest_context(config)
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
         self.model_config = build_model_config(config.model, self.tokenizer, config.training.seq_len, config.mup)
         config, self.parallel_dims = resolve_layout(config, self.model_config, world_size())
         dims = self.parallel_dims
         validate(config, device, dims, self.model_config)
         document_start_id = document_start(config, self.tokenizer)
-        choose_attention_backend(config.training.attention_backend, device)
+        if config.training.attention_backend != "auto":
+            choose_attention_backend(config.training.attention_backend, device)
 
         # Process groups. The device mesh names each dimension along which ranks communicate.
-        folder = Path(config.job.dump_folder)
         enable_flight_recorder(folder / "hangs")
         if config.training.deterministic:
             use_deterministic_kernels()

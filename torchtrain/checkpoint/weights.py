@@ -2,22 +2,34 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
-from torchtrain.checkpoint.hf.config import CONFIG_FILE
+from torchtrain.checkpoint.hf.config import CONFIG_FILE, read_hf_config
 from torchtrain.checkpoint.hf.weights import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
+from torchtrain.checkpoint.resume import newest_config, read_config
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
-from torchtrain.checkpoint.storage import MANIFEST, STEP, StoredCheckpoint, checkpoint_location, is_url, open_storage
-from torchtrain.config.parse import from_file
+from torchtrain.checkpoint.storage import (
+    MANIFEST,
+    STEP,
+    StoredCheckpoint,
+    checkpoint_location,
+    checkpoint_storage,
+    is_url,
+    open_storage,
+)
+from torchtrain.config.parse import from_file, from_text
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import printable
+from torchtrain.files import MISSING, printable
+from torchtrain.models.model_config import longest_context, to_model_section
 from torchtrain.models.spec import DecoderConfig
 
 
@@ -139,3 +151,37 @@ def load_weights(
     for names in gather_from_all_ranks(lambda: [name for name, t in tensors.items() if not local(t).isfinite().all()]):
         if names:
             raise CheckpointError(f"{folder} has numbers that are not finite, in {', '.join(names[:5])}; take another")
+
+
+def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
+    """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
+    if isinstance(folder, Path):
+        shape = read_hf_config(folder)
+        return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
+    try:
+        folder.size_bytes(CONFIG)
+    except MISSING as error:
+        raise CheckpointError(
+            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+        ) from error
+    return from_text(read_config(folder), folder.path_of(CONFIG), only_model=True)
+
+
+def with_longest_context(config: JobConfig) -> JobConfig:
+    """Set the longest context of ``config``, unless it is set, to that of the weights that its run starts from.
+
+    These are its own checkpoints or, without any, the weights in ``checkpoint.initial_load_path``.
+
+    Raises:
+        CheckpointError: these weights are missing.
+    """
+    shape, checkpoint = config.model.shape, config.checkpoint
+    if shape.max_position_embeddings is not None:
+        return config
+    own = checkpoint_storage(config)
+    if checkpoint.enable and own.steps():  # a run that resumes does not need its initial weights
+        saved = newest_config(own, checkpoint.load_step)
+        found = saved.model.shape.max_position_embeddings if saved else None
+    else:
+        found = longest_context(saved_config(find_weights(checkpoint.initial_load_path)))
+    return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))

@@ -1,26 +1,20 @@
 """Load a trained model for inference, from a checkpoint of any layout or from a Hugging Face folder."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from torchtrain.checkpoint.format import CONFIG
-from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
-from torchtrain.checkpoint.resume import newest_config, read_config
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
-from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights
-from torchtrain.config.parse import from_text
-from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights, saved_config
+from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig
 from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
-from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.files import MISSING
-from torchtrain.models.model_config import build_model_config, longest_context, to_model_section
+from torchtrain.errors import ConfigError
+from torchtrain.models.model_config import build_model_config, longest_context
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.parallelisms.validate import check_layout
@@ -43,40 +37,6 @@ class TrainedModel:
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of ``text``, which begins like the texts that the model was trained on."""
         return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
-
-
-def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
-    """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
-    if isinstance(folder, Path):
-        shape = read_hf_config(folder)
-        return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
-    try:
-        folder.size_bytes(CONFIG)
-    except MISSING as error:
-        raise CheckpointError(
-            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
-        ) from error
-    return from_text(read_config(folder), folder.path_of(CONFIG), only_model=True)
-
-
-def with_longest_context(config: JobConfig) -> JobConfig:
-    """Set the longest context of ``config`` to that of the weights that its run starts from, unless it is set.
-
-    Raises:
-        CheckpointError: these weights are missing.
-    """
-    shape, checkpoint = config.model.shape, config.checkpoint
-    if shape.max_position_embeddings is not None:
-        return config
-    own = checkpoint_storage(config)
-    if checkpoint.enable and own.steps():  # a run that resumes does without its initial weights
-        saved = newest_config(own, checkpoint.load_step)
-        found = saved.model.shape.max_position_embeddings if saved else None
-    elif checkpoint.initial_load_path:
-        found = longest_context(saved_config(find_weights(checkpoint.initial_load_path)))
-    else:
-        return config
-    return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))
 
 
 def load_model(

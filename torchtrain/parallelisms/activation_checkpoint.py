@@ -56,9 +56,7 @@ def _selective_contexts(linear_layers: int) -> Any:
 
 
 def apply_activation_checkpoint(model: Decoder, config: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of ``model`` for activation checkpointing; outputs and gradients do not change."""
-    if config.mode in ("none", "memory_budget"):  # apply_compile implements memory_budget
-        return
+    """Wrap the blocks of ``model`` for ``config.mode``, "full" or "selective"; outputs and gradients do not change."""
     per_op = config.mode == "selective" and config.selective_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_option)
     options = {"context_fn": partial(_selective_contexts, len(spec_of(model.config).linear_layers))} if per_op else {}

@@ -51,13 +51,11 @@ def attention_backend_name(
 
 
 def choose_attention_backend(wanted: str, device: torch.device) -> None:
-    """Enable only the SDPA backend ``wanted`` in this process; "auto" changes nothing.
+    """Enable only the SDPA backend ``wanted`` in this process.
 
     Raises:
         ConfigError: ``wanted`` does not exist on this type of device.
     """
-    if wanted == "auto":
-        return
     if device.type == "cpu" and wanted not in CPU_BACKENDS:
         raise ConfigError(
             f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"

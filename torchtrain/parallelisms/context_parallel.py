@@ -21,8 +21,6 @@ def local_sequence(whole: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
 
     The size of ``dim`` must be divisible by 2 n, for n ranks of ``mesh``.
     """
-    if mesh.size() == 1:
-        return whole
     rank, chunks = mesh.get_local_rank(), whole.chunk(2 * mesh.size(), dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 

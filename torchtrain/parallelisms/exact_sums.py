@@ -36,13 +36,6 @@ UNKNOWN = -(1 << 20)
 FLOAT64_ELEMENTS = 1 << 24  # of a gradient that are converted to float64 at once
 
 
-def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
-    """The gradient reducer that ``training.sums`` selects."""
-    if config.training.sums == "exact":
-        return ExactGradientReducer(config, mesh)
-    return GradientReducer(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
-
-
 class ExactGradientReducer(GradientReducer):
     """Exact sums of gradients, and gradient norms that are bitwise identical on any number of data-parallel ranks."""
 

@@ -16,8 +16,6 @@ def apply_float8(model: Decoder, config: Float8Config, *, shards: int, emulate: 
     ``shards`` is the number of ranks over which FSDP shards a parameter. ``emulate`` computes float8 values in a wider
     dtype, which is slow, on devices without float8.
     """
-    if config.recipe == "none":
-        return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe: Any = replace(

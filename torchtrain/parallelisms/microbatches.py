@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,9 +24,7 @@ class Microbatch(NamedTuple):
     tokens: Tensor  # (local_batch_size, seq)
     labels: Tensor  # (local_batch_size, seq)
     positions: Tensor  # (1 or local_batch_size, seq)
-    documents: (
-        Tensor | None
-    )  # (local_batch_size, training.seq_len): document numbers; None: attention crosses documents
+    documents: Tensor | None  # (local_batch_size, training.seq_len): numbers; None: attention crosses documents
     label_bytes: Tensor | None = None  # float64 (local_batch_size, seq), if the data loader counts bytes
 
 
@@ -38,8 +35,10 @@ def attention_mask(documents: Tensor | None, context: DeviceMesh) -> Tensor | Bl
     """
     if documents is None:
         return None
-    places = torch.arange(documents.shape[1], device=documents.device)
-    return document_mask(documents, local_sequence(places, context, dim=0))
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    if context.size() > 1:
+        positions = local_sequence(positions, context, dim=0)
+    return document_mask(documents, positions)
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,15 @@ class Microbatches:
     document_start: int | None  # token that begins a document; None: attention crosses documents
 
     def __call__(self, batch: Batch) -> Iterator[Microbatch]:
-        own_part = partial(local_sequence, mesh=self.mesh.context)
         counted = () if batch.label_bytes is None else (batch.label_bytes,)
         on_device = (t.to(self.device, non_blocking=True) for t in (batch.tokens, batch.labels, *counted))
         for tokens, labels, *sizes in zip(*(torch.split(t, self.local_batch_size) for t in on_device), strict=True):
-            places = torch.arange(tokens.shape[1], device=self.device)
-            positions, documents = places[None], None
+            positions, documents = torch.arange(tokens.shape[1], device=self.device)[None], None
             if self.document_start is not None:
                 documents = document_numbers(tokens, self.document_start)
                 positions = document_positions(documents)
-            yield Microbatch(own_part(tokens), own_part(labels), own_part(positions), documents, *map(own_part, sizes))
+            parts = (tokens, labels, positions, *sizes)
+            if self.mesh.degrees.context > 1:
+                parts = tuple(local_sequence(part, self.mesh.context) for part in parts)
+            tokens, labels, positions, *sizes = parts
+            yield Microbatch(tokens, labels, positions, documents, *sizes)

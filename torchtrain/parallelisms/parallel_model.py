@@ -13,11 +13,10 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.loss import OutputLoss
-from torchtrain.models.spec import Decoder, DecoderConfig, spec_of
-from torchtrain.parallelisms.exact_sums import build_gradient_reducer
+from torchtrain.models.spec import Decoder, DecoderConfig, build_model, spec_of
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
-from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.parallelisms.parallelize_llama import build_gradient_reducer, parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
 from torchtrain.parallelisms.tensor_parallel import reduce_norm_gradients
 
@@ -89,7 +88,11 @@ def build_parallel_model(shape: DecoderConfig, mesh: Mesh, device: torch.device,
     """
     training, parallelism = config.training, config.parallelism
     parallelize = spec_of(shape).parallelize or parallelize_llama
-    stages = build_stages(shape, mesh, parallelism)
+    if mesh.degrees.pipeline > 1:
+        stages = build_stages(shape, mesh, parallelism)
+    else:
+        with torch.device("meta"):
+            stages = {0: build_model(shape)}
     reducer = build_gradient_reducer(config, mesh)
     for stage in stages.values():
         parallelize(stage, mesh, config, reducer)

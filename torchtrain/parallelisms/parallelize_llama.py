@@ -15,7 +15,7 @@ from torchtrain.parallelisms.activation_checkpoint import apply_activation_check
 from torchtrain.parallelisms.attention_backend import apply_attention_backend
 from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
-from torchtrain.parallelisms.exact_sums import build_gradient_reducer
+from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
@@ -33,18 +33,27 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
     apply_float32_matmul(dtype, device)
     apply_attention_backend(model, training.attention_backend, dtype, device)
-    apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
+    if config.float8.recipe != "none":
+        apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
         apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)
         if parallelism.enable_async_tensor_parallel:
             enable_async_tensor_parallel(mesh.tensor)
     if mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)
-    apply_activation_checkpoint(model, config.activation_checkpoint)
+    if config.activation_checkpoint.mode not in ("none", "memory_budget"):  # apply_compile implements memory_budget
+        apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
         apply_compile(model, config.activation_checkpoint)
     apply_fsdp(model, reducer, training, parallelism)
     check_meshes(model, reducer.mesh, mesh.tensor)
+
+
+def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
+    """The gradient reducer that ``training.sums`` selects."""
+    if config.training.sums == "exact":
+        return ExactGradientReducer(config, mesh)
+    return GradientReducer(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
 
 
 def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:

@@ -28,9 +28,9 @@ from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
 def build_stages(model: DecoderConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Decoder]:
     """Build this rank's pipeline stages on the meta device, keyed by stage index.
 
-    Without pipeline parallelism the only stage is the full model. ``resolve_layout`` has resolved ``parallelism``.
+    ``resolve_layout`` has resolved ``parallelism``.
     """
-    layers = parallelism.pipeline_parallel_layers_per_stage or (model.n_layers,)
+    layers = parallelism.pipeline_parallel_layers_per_stage
     assert sum(layers) == model.n_layers
     assert len(layers) % mesh.degrees.pipeline == 0
     rank, degree, last = mesh.pipeline.get_local_rank(), mesh.degrees.pipeline, len(layers) - 1

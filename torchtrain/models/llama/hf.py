@@ -49,16 +49,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def export_family(config: TransformerConfig) -> str:
-    """Name of the family under which a model is exported: its own, or one with the same computation.
+    """Name of the family under which a model is exported: its own, or one with the same computation."""
 
-    Raises:
-        ValueError: there is no such family.
-    """
-    for name in (config.family, *FAMILIES):
-        family = FAMILIES[name]
-        if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
-            return name
-    raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
+    def computes_the_same(name: str) -> bool:
+        return (FAMILIES[name].qk_norm, FAMILIES[name].qkv_bias) == (config.qk_norm, config.qkv_bias)
+
+    return next(filter(computes_the_same, (config.family, *FAMILIES)))
 
 
 _HF_MODULES = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from torchtrain.models.llama.hf import FAMILIES, config_from_hf, export_family, hf_config, hf_name
+from torchtrain.models.llama.hf import FAMILIES, config_from_hf, hf_config, hf_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
 from torchtrain.models.spec import HFFormat, ModelSpec
@@ -25,6 +25,12 @@ LINEAR_LAYERS: Mapping[str, Literal["colwise", "rowwise"]] = {
 }
 
 
+def check_config(config: TransformerConfig) -> None:
+    """Raise ValueError if no model family of Hugging Face supports ``config``."""
+    if config.qk_norm and config.qkv_bias:
+        raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
+
+
 def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
     hf = HFFormat(
         FAMILIES[family].model_type,
@@ -33,7 +39,7 @@ def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
         partial(config_from_hf, family),
         reads=family != "llama2",  # its config.json does not differ from that of Llama 3
     )
-    return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, hf=hf, check=export_family)
+    return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, hf=hf, check=check_config)
 
 
 # The positional arguments are dim, n_layers, n_heads, n_kv_heads and ffn_dim.
