@@ -62,6 +62,8 @@ LISTED = {
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
     "pip install -e '.[bench]'": "needs a package index",
+    "pip install 'torchtrain[s3]'": "needs a package index; run by .ci/run",
+    "./run_llama_train.sh --checkpoint.folder s3://my-bucket/my-run/checkpoint": "test_s3_checkpoints.py, with moto",
     "pip install -e '.[float8]'": "needs a package index; run by .ci/run",
     "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",

@@ -652,8 +652,8 @@ class CheckpointConfig(Section, name="checkpoint"):
     enable: bool = True
     """Save checkpoints, and resume from the latest."""
     folder: str = "checkpoint"
-    """Where checkpoints are stored: a folder that all ranks share, relative to the dump folder, or the URL of a
-    registered storage (docs/adding-a-checkpoint-storage.md)."""
+    """Where checkpoints are stored: a folder that all ranks share, relative to the dump folder, or a URL such as
+    s3://bucket/run/checkpoint (docs/object-storage.md)."""
     interval: Count = 500
     """Checkpointing interval in steps. The last step is always saved."""
     interval_tokens: TokenCount = ""

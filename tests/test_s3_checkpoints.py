@@ -1,0 +1,134 @@
+"""Training with checkpoints in S3 (moto): the same run as on a local folder, when killed or moved."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_run import ForkedRun, finish, logged_losses, same_tensors, slow_steps
+from s3_server import S3Server
+
+from torchtrain.checkpoint.format import VerifiedReader
+from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.checkpoint.object_storage import ObjectStorage
+from torchtrain.checkpoint.storage import CheckpointStorage
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def bucket(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for key, value in server.environment.items():
+        monkeypatch.setenv(key, value)
+    return server.make_bucket(f"bucket-{abs(hash(tmp_path)) % 10**8}")
+
+
+def use_s3(environment: dict[str, str], slow: bool = False) -> Any:
+    """A hook that lets a run use the server."""
+    os.environ.update(environment)
+    return slow_steps() if slow else None
+
+
+def tensors_in(storage: CheckpointStorage, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, unsharded and verified."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = VerifiedReader(storage.open(step))
+    entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    finish(folder)
+    return folder
+
+
+def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
+    url = f"s3://{bucket}/run/checkpoint"
+    options, storage = ("--checkpoint.folder", url), ObjectStorage(url)
+    for step in (2, 4):
+        killed = ForkedRun(tmp_path / f"{step}", *options, hook=partial(use_s3, server.environment, slow=True))
+        killed.wait_for(lambda step=step: step in storage.steps())
+        killed.end()
+    # On another machine, which shares nothing with the first.
+    output = finish(tmp_path / "empty", *options, hook=partial(use_s3, server.environment))
+    assert f"resumed from {url}/step-" in output
+    assert not (tmp_path / "empty/checkpoint").exists()
+    assert storage.steps() == [2, 4, 6, 8]
+    expected = tensors_in(LocalStorage(str(local / "checkpoint")), STEPS)
+    assert same_tensors(tensors_in(storage, STEPS), expected)
+    assert logged_losses(tmp_path / "empty").items() <= logged_losses(local).items()
+    folders = {name.split("/")[0] for name in server.objects(bucket, "run/checkpoint/")}
+    assert folders == {*storage.names(), "lease"}  # nothing is left of the kills
+
+    # Copied to a local folder, it resumes there; and the other way round.
+    for name, content in server.objects(bucket, f"run/checkpoint/{storage.folder_of(4)}/").items():
+        (tmp_path / "copied/checkpoint/step-4").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copied/checkpoint/step-4" / name).write_bytes(content)
+    assert "resumed from" in finish(tmp_path / "copied")
+    assert same_tensors(tensors_in(LocalStorage(str(tmp_path / "copied/checkpoint")), STEPS), expected)
+    for file in (local / "checkpoint/step-6").iterdir():
+        server.upload(bucket, f"copied/step-6/{file.name}", file.read_bytes())
+    options = ("--checkpoint.folder", f"s3://{bucket}/copied")
+    assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, server.environment))
+    assert same_tensors(tensors_in(ObjectStorage(options[1]), STEPS), expected)
+
+
+def test_credentials_are_neither_logged_nor_stored(server: S3Server, bucket: str, tmp_path: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "AKIAKEYOFTHETEST", "AWS_SECRET_ACCESS_KEY": "secretofthetest"}
+    options = ("--checkpoint.folder", f"s3://{bucket}/run", "--training.steps", "2")
+    output = finish(tmp_path, *options, hook=partial(use_s3, {**server.environment, **keys}), ranks=1)
+    stored = [*server.objects(bucket).values(), *(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())]
+    for secret in keys.values():
+        assert secret not in output
+        assert not any(secret.encode() in content for content in stored)
+
+
+def no_credentials(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        os.environ.pop(key, None)
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    os.environ["HOME"] = "/nonexistent"
+
+
+def without_s3fs() -> None:
+    import sys
+
+    sys.modules["s3fs"] = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("case", ["no bucket", "no credentials", "no package"])
+def test_storage_that_cannot_be_used_is_an_error_before_training(
+    case: str, server: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    hooks = {
+        "no bucket": (partial(use_s3, server.environment), "specified bucket does not exist"),
+        "no credentials": (partial(no_credentials, server.environment), "Unable to locate credentials"),
+        "no package": (without_s3fs, r"needs a package that is not installed: pip install 'torchtrain[s3]'"),
+    }
+    hook, message = hooks[case]
+    url = f"s3://{'absent-bucket' if case == 'no bucket' else bucket}/run"
+    run = ForkedRun(tmp_path, "--checkpoint.folder", url, hook=hook, ranks=1)
+    assert run.wait() == [2], run.output()
+    lines = [line for line in run.output().splitlines() if message in line]
+    assert len(lines) == 1, run.output()
+    assert "Traceback" not in run.output()
+    assert "training begins" not in run.output()
