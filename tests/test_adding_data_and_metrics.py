@@ -17,6 +17,7 @@ from forked_run import CONFIG, ForkedRun, finish, same_tensors, saved_tensors, s
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenized import TokenizedDataset
 from torchtrain.errors import ConfigError, DataError
@@ -118,7 +119,9 @@ def test_table_can_be_tokenized_by_prepare(sqlite: Path) -> None:
     prepare(source, "data", "", sqlite / "prepared", processes=2)
     documents = [text for number, text in enumerate(DOCUMENTS) if number != 6]
     tokens = [TOKENIZER.encode(text, bos=True, eos=True) for text in documents]
-    assert len(TokenizedDataset(sqlite / "prepared", TOKENIZER.content_hash, 0, "")) == sum(map(len, tokens))
+    assert len(TokenizedDataset(open_folder(str(sqlite / "prepared")), TOKENIZER.content_hash, 0, "")) == sum(
+        map(len, tokens)
+    )
 
 
 @pytest.mark.parametrize(

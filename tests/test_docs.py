@@ -118,6 +118,10 @@ LISTED = {
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2": (
         "needs 8 GPUs; tests/test_parallelism.py has the layouts"
     ),
+    "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
+    "tests/test_object_store_data.py reads such data from a local server",
+    'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
+    '--prepare.output /data/prepared"': "needs a cluster; tests/test_prepare.py divides the work in the same way",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "

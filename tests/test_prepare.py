@@ -3,6 +3,8 @@
 import base64
 import errno
 import gc
+import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -20,23 +22,25 @@ import numpy as np
 import pytest
 import torch
 from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
 from forked_command import checked_command, run_command, start_command
 
 from torchtrain import prepare as command
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import local_files, tokenize_dataset
+from torchtrain.datasets import file_formats, input_splits, local_files, tokenize_dataset
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenized import Manifest, Shard, TokenizedDataset
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.errors import DataError, StorageError
+from torchtrain.environment import process_share
+from torchtrain.errors import ConfigError, DataError, StorageError
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize_dataset, "SHARD_BYTES", 1)
+    monkeypatch.setattr(input_splits, "SHARD_BYTES", 1)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -49,22 +53,36 @@ def tokens_of(folder: Path) -> list[int]:
     return np.concatenate(parts).tolist()  # type: ignore[no-any-return]
 
 
+def use_small_shards() -> None:
+    """A hook: shards are as small as possible."""
+    input_splits.SHARD_BYTES = 1
+
+
+def use_small_shards_slowly() -> None:
+    use_small_shards()
+    write_slowly()
+
+
 def use_fewer_files() -> None:
     """A hook: only a quarter of the files of the standard library are tokenized."""
-    tokenize_dataset.SHARD_BYTES = 1
+    input_splits.SHARD_BYTES = 1
     found = local_files.standard_library_files()[::4]
     local_files.standard_library_files = lambda: found
 
 
 def use_fewer_files_slowly() -> None:
     use_fewer_files()
+    write_slowly()
+
+
+def write_slowly() -> None:
     write_shard = tokenize_dataset._write_shard
 
-    def write_slowly(*arguments: Any) -> None:
+    def pause_and_write(*arguments: Any) -> int:
         time.sleep(0.03)
-        write_shard(*arguments)
+        return write_shard(*arguments)
 
-    tokenize_dataset._write_shard = write_slowly
+    tokenize_dataset._write_shard = pause_and_write
 
 
 def complete_shards(folder: Path) -> int:
@@ -88,9 +106,9 @@ def test_worker_processes_do_not_collect_garbage_of_their_parent(
 ) -> None:
     write_shard = tokenize_dataset._write_shard
 
-    def collect_and_write(*arguments: Any) -> None:
+    def collect_and_write(*arguments: Any) -> int:
         gc.collect()
-        write_shard(*arguments)
+        return write_shard(*arguments)
 
     monkeypatch.setattr(tokenize_dataset, "_write_shard", collect_and_write)
     gc.disable()
@@ -133,7 +151,7 @@ def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
     prepare(source, "data", "", tmp_path / "whole", processes=2)
     whole = contents(tmp_path / "whole")
     folder = tmp_path / "part"
-    manifest = Manifest.read(tmp_path / "whole" / "manifest.json", "")
+    manifest = Manifest.read(open_folder(str(tmp_path / "whole")), "")
     folder.mkdir()
     plan = json.loads(whole["manifest.json"])
     (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
@@ -155,7 +173,7 @@ def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
 def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
     documents: list[Any] = [*DOCUMENTS[:20], None, 5, "", "zwölf"]
     folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents)))
-    shards = Manifest.read(folder / "manifest.json", "").shards
+    shards = Manifest.read(open_folder(str(folder)), "").shards
     texts = [*DOCUMENTS[:20], "zwölf"]
     encoded = [TOKENIZER.encode(text, bos=True, eos=True) for text in texts]
     assert sum(shard.documents for shard in shards) == len(texts)
@@ -222,7 +240,7 @@ def test_disk_failure_in_a_worker_raises_a_storage_error(tmp_path: Path, monkeyp
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("torchtrain.datasets.local_files._cut", fail)
+    monkeypatch.setattr("torchtrain.datasets.local_files._start_of_piece", fail)
     monkeypatch.setattr("torchtrain.datasets.text_sources.RETRY_SECONDS", ())
     with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
@@ -251,13 +269,130 @@ def test_ctrl_c_logs_that_the_same_command_resumes(
     assert second.endswith("stopped by Ctrl-C")
 
 
-def test_prepare_under_torchrun_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def prepare_share(source: SourceConfig, folder: Path, rank: int, world_size: int) -> bool:
+    """Prepare the share of one of several processes; returns whether the manifest was written."""
+    return prepare(source, "data", "", folder, processes=1, rank=rank, world_size=world_size) is not None
+
+
+def write_inputs(folder: Path, kind: str) -> SourceConfig:
+    """Documents in files of one kind, some of which are larger than a shard."""
+    folder.mkdir()
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        for number, documents in enumerate((DOCUMENTS[:40], DOCUMENTS[40:])):
+            table = pyarrow.table({"n": list(range(len(documents))), "text": documents})
+            pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=7)
+    elif kind == "jsonl":
+        write_jsonl(folder / "a.jsonl", [*DOCUMENTS[:40], None, 7, ""])
+        (folder / "b.jsonl").write_text("no JSON\n\n" + json.dumps({"text": "a long document " * 100}) + "\n")
+        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("zwölf €", *DOCUMENTS[40:]))
+        (folder / "c.jsonl").write_bytes(("\ufeff" + lines).encode().removesuffix(b"\n"))
+    elif kind == "jsonl.gz":
+        for number in range(5):
+            text = Path(write_jsonl(folder / "a.jsonl", DOCUMENTS[12 * number : 12 * number + 12])).read_bytes()
+            (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(text, mtime=0))
+        (folder / "a.jsonl").unlink()
+    else:
+        for number, text in enumerate(DOCUMENTS):
+            (folder / f"{number:02}.txt").write_text(text)
+    return SourceConfig(path=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "jsonl.gz", "txt"])
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    source = write_inputs(tmp_path / "texts", kind)
+    copy = opened_text(source)  # documents of the converted copy, in the order of the files
+    texts = [text for part in range(copy.parts) for _, text in copy.read(part, 0) if text]
+    alone = tmp_path / "1"
+    assert prepare_share(source, alone, 0, 1)
+    assert tokens_of(alone) == [token for text in texts for token in TOKENIZER.encode(text, bos=True, eos=True)]
+    for world_size in (2, 5):
+        folder = tmp_path / str(world_size)
+        *others, last = [prepare_share(source, folder, rank, world_size) for rank in reversed(range(world_size))]
+        assert not any(others)
+        assert last
+        assert contents(folder) == contents(alone)
+
+
+def test_process_that_was_killed_is_replaced_by_the_same_command(tmp_path: Path) -> None:
+    source = write_inputs(tmp_path / "texts", "jsonl")
+    prepare_share(source, tmp_path / "alone", 0, 1)
+    folder = tmp_path / "shared"
+    assert not prepare_share(source, folder, 0, 3)
+    assert not prepare_share(source, folder, 2, 3)
+    done = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
+    (folder / "shard-00001.tokens.0a1b2c3d.partial").write_bytes(b"left by process 1")
+    assert [prepare_share(source, folder, rank, 3) for rank in (0, 1, 2)] == [False, True, True]
+    assert contents(folder) == contents(tmp_path / "alone")
+    assert all((folder / name).stat().st_mtime_ns == written for name, written in done.items())
+    with pytest.raises(DataError, match="begun with other data"):
+        prepare_share(write_inputs(tmp_path / "others", "txt"), folder, 0, 3)
+
+
+def test_each_line_is_in_exactly_one_range() -> None:
+    content = b'{"text": "one"}\n\n{"text": "two"}\n{"text": "three"}'
+    lines = [(0, '{"text": "one"}'), (16, ""), (17, '{"text": "two"}'), (33, '{"text": "three"}')]
+    for cut in range(1, len(content)):
+        ranges = ((0, cut), (cut, len(content)))
+        found = [list(file_formats._lines_in_range(io.BytesIO(content), *one)) for one in ranges]
+        assert found[0] + found[1] == lines
+        assert all(offset < cut for offset, _ in found[0])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8)),
+        ({"SLURM_STEP_NUM_TASKS": "64", "SLURM_PROCID": "5"}, (5, 64)),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}, (0, 1)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, (2, 4)),
+        ({"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "5"}, (2, 4)),
+        (
+            {
+                "SLURM_ARRAY_TASK_COUNT": "3",
+                "SLURM_ARRAY_TASK_ID": "4",
+                "SLURM_ARRAY_TASK_STEP": "2",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "1",
+            },
+            (5, 6),
+        ),
+        ({"SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_MIN": "3"}, None),
+    ],
+)
+def test_share_of_a_process_follows_its_launcher(
+    environment: dict[str, str], expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command.main(["--prepare.output", str(tmp_path / "prepared")]) == 2
-    assert "start it without torchrun" in capsys.readouterr().err
-    assert not (tmp_path / "prepared").exists()
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if expected is None:
+        with pytest.raises(ConfigError, match="must be consecutive, as in --array=0-63"):
+            process_share()
+    else:
+        assert process_share() == expected
+
+
+def test_processes_of_torchrun_prepare_together_after_one_is_killed(tmp_path: Path) -> None:
+    source = write_inputs(tmp_path / "texts", "jsonl")
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    options = ("torchtrain.prepare", "--data.path", str(source.path), "--prepare.output")
+    checked_command(*options, str(alone), hook=use_small_shards)
+    ranks, _ = start_command(tmp_path, *options, str(shared), ranks=2, hook=use_small_shards_slowly)
+    while complete_shards(shared) < 3:
+        assert any(rank.is_alive() for rank in ranks)
+        time.sleep(0.005)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert not (shared / "manifest.json").exists()
+    checked_command(*options, str(shared), ranks=2, hook=use_small_shards)
+    assert contents(shared) == contents(alone)
 
 
 def damage(path: Path) -> None:
@@ -305,8 +440,8 @@ def test_sources_without_text_raise_a_data_error(tmp_path: Path) -> None:
 
 def test_windows_span_shards(prepared: Path) -> None:
     tokens = tokens_of(prepared)
-    shards = Manifest.read(prepared / "manifest.json", "").shards
-    opened = TokenizedDataset(prepared, TOKENIZER.content_hash, 0, "")
+    shards = Manifest.read(open_folder(str(prepared)), "").shards
+    opened = TokenizedDataset(open_folder(str(prepared)), TOKENIZER.content_hash, 0, "")
     assert len(opened) == len(tokens)
     out = np.empty(5 * max(shard.tokens for shard in shards), dtype=np.int64)
     for start in (0, 1, shards[0].tokens - 1, shards[0].tokens, len(tokens) - len(out)):
@@ -450,7 +585,7 @@ def test_four_byte_tokens_are_read_at_any_offset(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
     manifest = Manifest("hash", 128_256, "", "", (Shard("shard-00000", 100, 1, 0, 0, "", ""),))
     (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
-    opened, out = TokenizedDataset(tmp_path, "hash", 0, ""), np.empty(20, dtype=np.int64)
+    opened, out = TokenizedDataset(open_folder(str(tmp_path)), "hash", 0, ""), np.empty(20, dtype=np.int64)
     for start in (0, 1, 63, 80):
         opened.read([start], [out])
         assert out.tolist() == list(range(70_000 + start, 70_020 + start))
@@ -488,16 +623,17 @@ def test_shard_records_are_removed_after_the_manifest_is_on_disk(
 
 def test_number_of_shards_depends_on_the_size_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for size, shards in ((1, 1), (135_000, 1), (600_000, 2), (1_300_000, 4)):
+    for size, shards in ((1, 1), (135_000, 1), (600_000, 3), (1_300_000, 7)):
         documents = ["some words " * 10] * (size // 110 + 1)
         folder = tmp_path / str(size)
         manifest = prepare(
             SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", documents)), "data", "", folder, processes=2
         )
+        assert manifest is not None
         assert len(manifest.shards) == manifest.shard_count == shards
         assert len(list(folder.glob("shard-*"))) == 2 * shards
     for documents, gib, shards in ((10**6, 1, 976), (10**7, 10, 4096), (1000, 1, 64), (10, 1, 10)):
-        assert len(tokenize_dataset._deal(documents, gib << 30)) == shards
+        assert len(input_splits.split_documents(documents, gib << 30)) == shards
 
 
 def test_unfinished_work_with_other_shards_starts_from_the_beginning(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 import zstandard
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
 from disk_faults import DiskFaults
+from forked_run import ForkedRun
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
@@ -596,7 +597,7 @@ def test_prepare_accepts_a_copied_file_and_rejects_a_changed_one(tmp_path: Path)
     assert prepare(SourceConfig(path=str(tmp_path / "other/a.jsonl")), "data", "", output, processes=1) == manifest
     position = len(lines) // 3
     file.write_text(lines[:position] + lines[position:].replace("document 1 ", "document 2 ", 1))
-    with pytest.raises(DataError, match="its files hold something else since"):
+    with pytest.raises(DataError, match="the content of its files has changed since"):
         prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
 
 
@@ -622,6 +623,14 @@ def test_conversion_retries_transient_storage_errors(
         opened_text(source)
 
 
+def test_conversion_on_a_full_disk_names_the_option_for_another_cache(disk: DiskFaults, tmp_path: Path) -> None:
+    file, cache = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), os.environ["HF_DATASETS_CACHE"]
+    disk.fail("write", f"{cache}/*", errno.ENOSPC)
+    run = ForkedRun(tmp_path / "run", "--data.path", file, ranks=1)
+    assert run.wait() == [2]
+    assert f"data.path = '{file}' cannot be converted into {cache}: No space left on device. Make room" in run.output()
+
+
 def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> None:
     output = tmp_path / "prepared"
     file = write_jsonl(tmp_path / "a.jsonl", [text * 300 for text in DOCUMENTS])  # 1.2 MB, in four shards
@@ -634,10 +643,6 @@ def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> 
         assert "Traceback" not in result.stderr
         return result.stderr
 
-    cache = os.environ["HF_DATASETS_CACHE"]
-    disk.fail("write", f"{cache}/*", errno.ENOSPC)
-    assert f"data.path = '{file}' cannot be converted into {cache}: No space left on device. Make room" in run(2)
-    disk.heal()
     disk.fail("write", f"{output}/shard-00003*", errno.ENOSPC)
     assert f"{output} cannot be written: No space left on device. Make room" in run(2)
     assert "the same command continues from there" in run(2)

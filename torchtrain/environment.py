@@ -33,6 +33,41 @@ def require_one_process(command: str) -> None:
         raise ConfigError(f"{command} runs in one process, and {variable} = {tasks}: start it once (srun -n 1)")
 
 
+def process_share() -> tuple[int, int]:
+    """Number of this process, and of all processes, that torchrun, srun, mpirun or a SLURM job array started together.
+
+    Raises:
+        ConfigError: the indices of the job array are not consecutive.
+    """
+    if os.environ.keys() >= {"RANK", "WORLD_SIZE"}:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        variable, size = _tasks()
+        ranks = {"SLURM_STEP_NUM_TASKS": "SLURM_PROCID", "SLURM_NTASKS": "SLURM_PROCID"}
+        ranks |= {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+        rank = int(os.environ.get(ranks.get(variable, ""), "0"))
+    tasks = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
+    if tasks == 1:
+        return rank, size
+    first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0"))
+    step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", "1"))
+    index, remainder = divmod(int(os.environ["SLURM_ARRAY_TASK_ID"]) - first, step)
+    if remainder or index >= tasks:
+        raise ConfigError(
+            f"SLURM_ARRAY_TASK_ID = {os.environ['SLURM_ARRAY_TASK_ID']} of {tasks} tasks from {first} on: the indices "
+            "of the job array must be consecutive, as in --array=0-63"
+        )
+    return index * size + rank, tasks * size
+
+
+def processes_per_node() -> int:
+    """Number of processes that the launcher started on this node; 1 if it does not state it."""
+    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(variable, "").isdecimal():
+            return max(1, int(os.environ[variable]))
+    return 1
+
+
 def _tasks() -> tuple[str, int]:
     """The variable with the number of processes that were started together, and that number; ("", 1) without one."""
     variables = list(TASKS)

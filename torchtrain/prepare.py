@@ -1,7 +1,8 @@
 """Tokenize data before training: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
 
 The command tokenizes the sources in ``[data]`` with the tokenizer of ``[model]``, so pass the config of the training
-run. Its own options are in the section "prepare".
+run. Its own options are in the section "prepare". Under torchrun, srun or as a SLURM job array, each process writes its
+share of the output, on any number of machines.
 """
 
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from torchtrain.cli import command, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
-from torchtrain.environment import require_one_process
+from torchtrain.environment import process_share, processes_per_node
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_folder
 from torchtrain.logging import logger
@@ -37,10 +38,11 @@ def run(config: JobConfig) -> int:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
     # Imported here, so that --help and rejected options do not import datasets.
+    from torchtrain.datasets.data_folder import open_folder
     from torchtrain.datasets.tokenize_dataset import prepare
     from torchtrain.datasets.tokenized import verify
 
-    require_one_process("prepare")
+    rank, world_size = process_share()
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     output = Path(config.prepare.output)
@@ -48,8 +50,8 @@ def run(config: JobConfig) -> int:
     folders = [output / str(number) for number in range(len(several))] if several else [output]
     if config.prepare.verify:
         for folder in folders:
-            manifest = verify(folder, str(folder))
-            logger.info("%s: all %d shards are as they were written", folder, len(manifest.shards))
+            verified = verify(open_folder(str(folder)), str(folder))
+            logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
         return 0
     for path in (path for source in config.data.all for path in source.paths):
         if os.path.isdir(path) and output.resolve().is_relative_to(Path(path).resolve()):
@@ -59,11 +61,17 @@ def run(config: JobConfig) -> int:
             )
     require_folder(output, f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    processes = config.prepare.processes or cores
+    processes = config.prepare.processes or max(1, cores // processes_per_node())
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
     for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
         key = f"data.sources[{number}]" if several else "data"
-        shards = prepare(source, key, tokenizer_path, folder, processes, config.data.verify_gib * 2**30).shards
+        verify_bytes = config.data.verify_gib * 2**30
+        manifest = prepare(
+            source, key, tokenizer_path, folder, processes, verify_bytes, rank=rank, world_size=world_size
+        )
+        if manifest is None:
+            continue
+        shards = manifest.shards
         logger.info(
             "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
             "to train on it: --data.path %s",

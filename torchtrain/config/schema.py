@@ -412,9 +412,10 @@ class TrainingConfig(Section, name="training"):
 
 @dataclass(frozen=True)
 class SourceConfig(Section):
-    path: LocalPath | tuple[LocalPath, ...] = ""
+    path: str | tuple[str, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz or .zst), .parquet or .arrow file, a folder
-    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare."""
+    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare, also
+    by a URL such as s3://bucket/folder."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
@@ -563,7 +564,8 @@ class PrepareConfig(Section, name="prepare"):
     output: LocalPath = ""
     """Folder for the prepared data; with several sources, its folders 0, 1, ..."""
     processes: CountOrZero = 0
-    """Number of processes that tokenize. 0: one per core."""
+    """Number of worker processes that tokenize. 0: one per core, divided by the processes that torchrun or srun starts
+    on a node."""
     verify: bool = False
     """Only compare the hashes of all files in the output folder with those in its manifest."""
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig, SourcesConfig
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.file_formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
@@ -15,6 +16,7 @@ from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, TokenizedDataset
 from torchtrain.errors import DataError
 from torchtrain.files import names_in, with_retries
 from torchtrain.logging import logger
+from torchtrain.object_store import is_url
 
 One = TypeVar("One", bound=SourceConfig)
 Several = TypeVar("Several", bound=SourcesConfig)
@@ -23,12 +25,14 @@ Several = TypeVar("Several", bound=SourcesConfig)
 def open_tokenized(source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float) -> TokenizedDataset | None:
     """Open the folder ``source.path`` if it contains tokenized data; None if it does not."""
     label = f"{key}.path = {source.path!r}"
-    if len(source.paths) == 1 and Path(source.paths[0], MANIFEST).exists():
-        opened = TokenizedDataset(Path(source.paths[0]), tokenizer_hash, verify_bytes, label)
-        if opened.skipped:
-            logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
-        return opened
-    for path in map(Path, source.paths):
+    if len(source.paths) == 1:
+        folder = open_folder(source.paths[0], f"{key}.path")
+        if MANIFEST in folder.sizes():
+            opened = TokenizedDataset(folder, tokenizer_hash, verify_bytes, label)
+            if opened.skipped:
+                logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
+            return opened
+    for path in (Path(path) for path in source.paths if not is_url(path)):
         if (path / UNFINISHED).exists():
             raise DataError(f"{label}: {path} is only partly prepared; run torchtrain.prepare again to finish it")
         inner = [path / name for name in names_in(path) if not kind_of(name)[0]] if path.is_dir() else []
@@ -82,6 +86,11 @@ class Files:
             skip_not_utf8=config.skip_not_utf8,
         )
         opened = with_retries(tokenized, first)
+        if opened is None and any(is_url(path) for path in config.paths):
+            raise DataError(
+                f"{context.section}.path = {config.path!r} has no {MANIFEST}: a URL must name one folder that "
+                "torchtrain.prepare wrote"
+            )
         return with_retries(text, first) if opened is None else opened  # a source without tokens is falsy
 
 

@@ -38,6 +38,12 @@ class Stream(ABC):
     state: State
     """Position of the next window; set it to resume there. Always of the same length."""
 
+    reads_ahead: bool = False
+    """Whether ``read_ahead`` has an effect."""
+
+    def read_ahead(self, windows_drawn: Sequence[int]) -> None:  # noqa: B027
+        """Start reading the windows that ``fill`` will be called for, with these arguments."""
+
     @abstractmethod
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None

@@ -78,6 +78,9 @@ class DataLoader(Iterator[Batch]):
         self._step = 0
         # For each source, the number of windows that it has returned for all rows of all ranks.
         self._windows_drawn = np.zeros(len(self.streams), dtype=np.int64)
+        self._reads_ahead = any(stream.reads_ahead for streams in self.streams for stream in streams)
+        # The first step that was not read ahead yet, and the windows drawn before it.
+        self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
         self._beginnings = [[stream.state for stream in streams] for streams in self.streams]
         self.wait_seconds = 0.0
@@ -184,6 +187,7 @@ class DataLoader(Iterator[Batch]):
             for stream, row in zip(streams, rows[:, first : first + size].tolist(), strict=True):
                 stream.state = tuple(row)
             first += size
+        self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
 
     @property
@@ -217,6 +221,7 @@ class DataLoader(Iterator[Batch]):
                     self._windows_drawn[number] = positions[number].windows_drawn
                 else:
                     self._windows_drawn[number] = stream.resume(positions[number])
+        self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
 
     def close(self) -> None:
@@ -235,24 +240,14 @@ class DataLoader(Iterator[Batch]):
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
         sizes = np.zeros(windows.shape) if self.count_bytes else None
         filled = np.empty(len(self.rows), dtype=np.int64)
-        # The mixture counts rows over all steps, also of a run that has had another batch size.
-        first_row = self._windows_drawn.sum()
-        sources = self.mixture.choose(first_row + np.arange(self.global_batch_size))  # (rows of the global batch,)
-        # For each row, how many windows its source has returned before it for rows of all ranks. With two sources:
-        #   row of the global batch    0  1  2  3
-        #   its source                 A  A  B  A
-        #   windows drawn before it    7  8  5  9    where self._windows_drawn was [7, 5]; afterwards it is [10, 6]
-        of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
-        drawn = self._windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
-        drawn_before = drawn[sources[self.rows], self.rows]  # of this rank's rows
-        rows_of: dict[Stream, list[int]] = {}  # by the stream that they share
-        for row, source in enumerate(sources[self.rows]):
-            rows_of.setdefault(self.streams[source][row], []).append(row)
+        if self._reads_ahead:
+            self._read_ahead()
+        rows_of, drawn_before, drawn_after = self._choose_windows(self._windows_drawn)
         for stream, rows in rows_of.items():
             counted = {} if sizes is None else {"sizes": [sizes[row] for row in rows]}
             filled[rows] = stream.fill([windows[row] for row in rows], drawn_before[rows].tolist(), **counted)
         self._step += 1
-        self._windows_drawn = drawn[:, -1] + 1
+        self._windows_drawn = drawn_after
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
         if filled.min() < self.seq_len + 1:  # the data ended
@@ -262,6 +257,36 @@ class DataLoader(Iterator[Batch]):
         if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
         return Batch(tokens, labels, label_bytes), self._snapshot()
+
+    def _choose_windows(
+        self, windows_drawn: npt.NDArray[np.int64]
+    ) -> tuple[dict[Stream, list[int]], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The rows of this rank by their stream in a step, the windows drawn before each row, and those after the step.
+
+        Windows drawn are how many windows a row's source has returned before it, for rows of all ranks:
+
+            row of the global batch    0  1  2  3
+            its source                 A  A  B  A
+            windows drawn before it    7  8  5  9    with ``windows_drawn`` [7, 5]; after the step they are [10, 6]
+        """
+        # The mixture counts rows over all steps, also of a run that has had another batch size.
+        sources = self.mixture.choose(windows_drawn.sum() + np.arange(self.global_batch_size))
+        of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
+        drawn = windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
+        rows_of: dict[Stream, list[int]] = {}
+        for row, source in enumerate(sources[self.rows]):
+            rows_of.setdefault(self.streams[source][row], []).append(row)
+        return rows_of, drawn[sources[self.rows], self.rows], drawn[:, -1] + 1
+
+    def _read_ahead(self) -> None:
+        """Start reading this step and the ``prefetch`` steps after it."""
+        step, windows_drawn = self._next_ahead
+        while step <= self._step + self.prefetch:
+            rows_of, drawn_before, windows_drawn = self._choose_windows(windows_drawn)
+            for stream, rows in rows_of.items():
+                stream.read_ahead(drawn_before[rows].tolist())
+            step += 1
+        self._next_ahead = step, windows_drawn
 
     def _raise_on_all_ranks(self, error: BaseException | None) -> None:
         failure = (

@@ -102,6 +102,25 @@ def documents(
     return itertools.islice(lines, start, None)
 
 
+def is_splittable(name: str) -> bool:
+    """Whether ``documents_in_range`` can read a part of the file ``name``."""
+    return kind_of(name) in (("jsonl", ""), ("parquet", ""))
+
+
+def documents_in_range(
+    raw: BinaryIO, name: str, column: str, start: int, stop: int, on_malformed: OnMalformed = ignore
+) -> Iterator[str | None]:
+    """The documents of the lines or row groups that begin in ``range(start, stop)``, which is in bytes.
+
+    Consecutive ranges contain each document of the file once. Raises the errors of ``documents``; whether a column of a
+    file without a schema contains text is checked in its first range only.
+    """
+    if kind_of(name)[0] == "parquet":
+        return _parquet(raw, column, 0, range(start, stop))
+    rows = ((f"the line at byte {offset}", _row(line)) for offset, line in _lines_in_range(raw, start, stop))
+    return _texts(rows, column, on_malformed, check=start == 0)
+
+
 def require_column(column: str, columns: Sequence[str]) -> None:
     """Raise ``DataError`` unless exactly one of ``columns`` has the name ``column``."""
     names = ", ".join(name if name.isprintable() else repr(name) for name in columns)
@@ -178,6 +197,25 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
             rest = others[-1:]
     if last := b"".join(rest):
         yield last
+
+
+def _lines_in_range(raw: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, str]]:
+    """Offset and text of each line that begins in ``range(start, stop)``."""
+    raw.seek(max(0, start - 1))
+    lines = _lines(iter(lambda: raw.read(_BLOCK_BYTES), b""))
+    offset = start
+    if start > 0:
+        # The line that byte start - 1 belongs to began before: up to its end it is part of the range before.
+        offset = start - 1 + len(next(lines, b"")) + 1
+    for line in lines:
+        if offset >= stop:
+            return
+        try:
+            yield offset, line.decode("utf-8-sig" if offset == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            place = offset + error.start
+            raise NotUTF8Error(f"it is not UTF-8 at byte {place}; convert the file, as by iconv") from None
+        offset += len(line) + 1
 
 
 def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
@@ -316,20 +354,31 @@ def require_utf8(head: bytes) -> None:
         raise NotUTF8Error(f"it is not UTF-8 at byte {offset}; convert the file, as by iconv, or leave it out")
 
 
-def _parquet(raw: BinaryIO, column: str, start: int) -> Iterator[str | None]:
-    """Documents of a Parquet file; reads only ``column``, from the row group of document ``start`` on."""
+def _parquet(raw: BinaryIO, column: str, start: int, within: range | None = None) -> Iterator[str | None]:
+    """Documents of a Parquet file; reads only ``column``, from the row group of document ``start`` on.
+
+    ``within``: read only row groups whose first byte is in this range.
+    """
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
     first = 0  # row of the batch
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
-        if first + rows <= start:
+        is_within = within is None or _first_byte(parquet.metadata.row_group(group)) in within
+        if first + rows <= start or not is_within:
             first += rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
             skipped = min(max(0, start - first), len(batch))
             yield from _values(batch.column(column).slice(skipped), first + skipped)
             first += len(batch)
+
+
+def _first_byte(row_group: Any) -> int:
+    """The offset of a row group of a Parquet file."""
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    # Some writers state 0 if there is no dictionary page.
+    return min(int(offset) for c in columns for offset in (c.dictionary_page_offset, c.data_page_offset) if offset)
 
 
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,12 +70,23 @@ def open_files(
     Raises:
         DataError: there are no such files, they are damaged, or they have no text column ``column``.
     """
-    found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
-    files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
-    _log_not_utf8(label, [file for file in found if file not in set(files)], len(found))
-    if {kind_of(file.name) for file in files} <= _PLAIN:
+    files = find_text_files(paths, column, label, split=split, skip_not_utf8=skip_not_utf8)
+    if are_plain_text(files):
         return _text_files(files, label, verify_bytes)
     return _converted(files, column, label, verify_bytes, skip_not_utf8)
+
+
+def find_text_files(paths: Sequence[str], column: str, label: str, *, split: str, skip_not_utf8: bool) -> list[Path]:
+    """The files that ``open_files`` opens, without plain text files that are not UTF-8; raises its errors."""
+    found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
+    files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
+    log_not_utf8(label, [file for file in found if file not in set(files)], len(found))
+    return files
+
+
+def are_plain_text(files: Sequence[Path]) -> bool:
+    """Whether documents of ``files`` are read in place, without a converted copy."""
+    return {kind_of(file.name) for file in files} <= _PLAIN
 
 
 def open_standard_library() -> LocalText:
@@ -124,11 +135,8 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
         raise DataError(
             f"{path}, into which {label} was converted, is damaged ({error}): remove it, and start again"
         ) from error
-    _log_not_utf8(label, record.not_utf8, len(files))
-    if record.malformed:
-        logger.warning(
-            "%s: skipped %d malformed line(s), the first of them %s", label, record.malformed, record.first_malformed
-        )
+    log_not_utf8(label, record.not_utf8, len(files))
+    log_malformed(label, record.malformed, record.first_malformed)
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
 
@@ -170,7 +178,7 @@ def _convert(
             if skip_not_utf8 and not _is_utf8(file, column):
                 not_utf8.append(str(file))
             else:
-                yield from _documents_of(file, column, lambda location, file=file: count(f"{file}: {location}"))  # type: ignore[misc]
+                yield from documents_of(file, column, lambda location, file=file: count(f"{file}: {location}"))  # type: ignore[misc]
 
     with atomic_write(path, flush=True) as output:
         with pyarrow.ipc.new_stream(output, schema) as writer:
@@ -192,18 +200,27 @@ def _convert(
 
 def _is_utf8(file: Path, column: str) -> bool:
     try:
-        deque(_documents_of(file, column), maxlen=0)
+        deque(documents_of(file, column), maxlen=0)
     except NotUTF8Error:
         return False
     return True
 
 
-def _documents_of(file: Path, column: str, on_malformed: OnMalformed = ignore) -> Iterator[str | None]:
-    """The documents of a file. Errors name the file and the location in it."""
+def documents_of(
+    file: Path,
+    column: str,
+    on_malformed: OnMalformed = ignore,
+    read: Callable[[BinaryIO, OnMalformed], Iterator[str | None]] | None = None,
+) -> Iterator[str | None]:
+    """The documents of a file, or those that ``read`` returns. Errors name the file and the location in it."""
     count = 0
     try:
         with file.open("rb") as raw:
-            for text in documents(raw, file.name, column, on_malformed=on_malformed):
+            if read is None:
+                texts = documents(raw, file.name, column, on_malformed=on_malformed)
+            else:
+                texts = read(raw, on_malformed)
+            for text in texts:
                 yield text
                 count += 1
     except NotUTF8Error as error:
@@ -289,7 +306,14 @@ def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
     return True
 
 
-def _log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
+def log_malformed(label: str, count: int, first: str) -> None:
+    """Warn of malformed lines that were skipped, and of the location of the first."""
+    if count:
+        logger.warning("%s: skipped %d malformed line(s), the first of them %s", label, count, first)
+
+
+def log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
+    """Warn of files that were skipped; ``count``: the number of all files."""
     if skipped:
         logger.warning(
             "%s: skipped %d of %d file(s) that are not UTF-8, the first of them %s",

@@ -1,8 +1,10 @@
-"""Tokenize a source once, in many processes, into a folder of prepared data.
+"""Tokenize a source once, in many processes on any number of machines, into a folder of tokenized data.
 
-The documents are dealt out to shards by number. One process writes a shard, and its record ``<shard>.json`` last. So
-the work can be stopped at any time: it resumes with the shards that have no record, or not the hash that the record
-names. The bytes of a shard depend on the source and the tokenizer alone.
+The input is divided into shards (input_splits.py). Process ``rank`` of ``world_size`` writes every ``world_size``-th
+shard, and the record ``<shard>.json`` after it, and shares nothing with the others but the output folder. So the work
+can be stopped at any time: the same command resumes with the shards that have no record, or not the size or hash that
+the record states. The process that finds the records of all shards writes the manifest. The bytes of a shard depend
+only on the source and the tokenizer.
 """
 
 import fcntl
@@ -14,9 +16,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -29,97 +33,188 @@ from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_folder import DataFolder, LocalFolder, open_folder
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.input_splits import InputCounts, ShardedDocuments, ShardedFiles, ShardedInput
+from torchtrain.datasets.local_files import are_plain_text, find_text_files, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.files import atomic_write, fsync_folder, open_lock_file
+from torchtrain.files import MISSING, fsync_folder, open_lock_file
+from torchtrain.logging import logger
 
-SHARD_BYTES = 1 << 18  # of text, at least
+POLL_SECONDS = 10.0  # between listings of the output folder, for the progress of all processes
 
 
 def prepare(
-    source: SourceConfig, key: str, tokenizer_path: str, folder: Path, processes: int, verify_bytes: float = math.inf
-) -> Manifest:
-    """Tokenize all documents of ``source`` into ``folder``, or go on where that was stopped.
+    source: SourceConfig,
+    key: str,
+    tokenizer_path: str,
+    location: str | Path,
+    processes: int,
+    verify_bytes: float = math.inf,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Manifest | None:
+    """Tokenize this process's share of the documents of ``source``, or resume after a stop.
 
-    Shows a progress bar with the time left. Returns the manifest; at once if all is done. ``verify_bytes``: a converted
-    copy of the source is hashed up to this size before it is read.
+    Args:
+        source: the source.
+        key: its section, for messages.
+        tokenizer_path: see ``load_tokenizer``.
+        location: the output folder.
+        processes: number of worker processes that this process starts.
+        verify_bytes: the input is hashed in full up to this size.
+        rank, world_size: number of this process, and of all processes that tokenize the source.
+
+    Returns:
+        The manifest; None if other processes have not written all of their shards yet.
 
     Raises:
-        DataError: the folder holds, finished or not, another source or the work of another tokenizer; another process
-            is at work in it; or ``source`` is not what it says.
+        DataError: the folder contains another source or the work of another tokenizer, complete or not; another process
+            is writing to it; or ``source`` does not match its config.
     """
-    if any(Path(path, MANIFEST).exists() for path in source.paths):
+    if any(MANIFEST in open_folder(path, f"{key}.path").sizes() for path in source.paths):
         raise DataError(
             f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    context = SourceContext(key, tokenizer, verify_bytes=verify_bytes)
-    documents = open_source(replace(source, download=True), context)
-    if not isinstance(documents, DocumentSource):
-        raise DataError(f"{key}.type = {source.type!r} cannot be prepared: it has no random access to its documents")
-    shards = _deal(documents.parts, documents.text_bytes)
-    identity = documents.full_identity()
-    plan = Manifest(tokenizer.content_hash, tokenizer.vocab_size, documents.name, identity, shard_count=len(shards))
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
-        for name in (MANIFEST, UNFINISHED):
-            if (folder / name).exists():
-                found = Manifest.read(folder / name, str(folder))
-                _require_same(plan, found, folder)
-                if name == UNFINISHED and found.shard_count != len(shards):
-                    for path in folder.glob("shard-*"):  # an earlier version dealt the documents out to others
-                        path.unlink()
-        if not (folder / MANIFEST).exists():
-            _write_json(folder / UNFINISHED, plan)
-            for leftover in folder.glob("*.partial"):
-                leftover.unlink()
-            _run(partial(_write_shard, documents, tokenizer, folder, plan.dtype), shards, folder, processes)
-            for path in folder.glob("shard-*"):  # at the end: after each shard the processes would wait for the disk
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            written = tuple(Shard(**json.loads((folder / f"{name}.json").read_text())) for name in shards)
-            if not any(shard.documents for shard in written):
-                raise DataError(f"{documents.name} has no text in its {documents.parts} documents")
-            _write_json(folder / MANIFEST, replace(plan, shards=written))
-            fsync_folder(folder, MANIFEST)  # before what it was made from is removed
-        for path in (folder / UNFINISHED, *(folder / f"{name}.json" for name in shards)):
-            path.unlink(missing_ok=True)
-    return Manifest.read(folder / MANIFEST, str(folder))
+    documents = _open_input(source, SourceContext(key, tokenizer, verify_bytes=verify_bytes))
+    names = [f"shard-{number:05}" for number in range(len(documents.work))]
+    plan = Manifest(
+        tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(), shard_count=len(names)
+    )
+    output = open_folder(str(location), "prepare.output")
+    with _locked(output.path, exclusive=world_size == 1) if isinstance(output, LocalFolder) else nullcontext():
+        if not _begin(output, plan, alone=world_size == 1):
+            sizes = output.sizes()
+            write = partial(_write_shard, documents, tokenizer, output, plan.dtype, world_size > 1)
+            is_complete = partial(_is_complete, output, sizes, plan.dtype)
+            progress = _Progress(output, dict(zip(names, documents.work, strict=True)), rank, world_size)
+            own = {name: number for number, name in enumerate(names) if number % world_size == rank}
+            _run(write, is_complete, own, processes, progress)
+        return _finish(output, plan, names, documents.files, durable=world_size > 1)
 
 
-def _deal(documents: int, text_bytes: int | None) -> dict[str, range]:
-    """The documents of each shard: enough shards to keep many cores busy, and not too many files for little data."""
-    largest = documents if text_bytes is None else max(1, text_bytes // SHARD_BYTES)
-    count = min(documents, largest, max(64, min(4096, documents // 1024)))
-    borders = [documents * number // count for number in range(count + 1)]
-    return {f"shard-{n:05}": range(borders[n], borders[n + 1]) for n in range(count)}
+def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
+    if source.source_type == "files":
+        label = f"{context.section}.path = {source.path!r}"
+        files = find_text_files(
+            source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
+        )
+        if not are_plain_text(files):
+            return ShardedFiles(
+                files, source.text_column, label, context.verify_bytes, skip_not_utf8=source.skip_not_utf8
+            )
+    opened = open_source(replace(source, download=True), context)
+    if not isinstance(opened, DocumentSource):
+        raise DataError(
+            f"{context.section}.type = {source.type!r} cannot be prepared: it has no random access to its documents"
+        )
+    return ShardedDocuments(opened)
 
 
-def _require_same(plan: Manifest, found: Manifest, folder: Path) -> None:
+def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
+    """Write the plan unless the folder has it; returns whether the work is complete."""
+    sizes = output.sizes()
+    if MANIFEST in sizes:
+        _require_same(plan, Manifest.read(output, output.location), output)
+        return True
+    content = _as_json(plan)
+    if UNFINISHED not in sizes and output.create(UNFINISHED, content):
+        return False
+    try:
+        found = Manifest.read(output, output.location, UNFINISHED)
+    except DataError:
+        if MANIFEST in output.sizes():  # another process has finished meanwhile
+            return True
+        raise
+    _require_same(plan, found, output)
+    if found.shard_count != plan.shard_count:
+        if not alone:
+            raise DataError(
+                f"{output.location} was begun by another version, which divides the data into other shards: remove it, "
+                "or name another folder"
+            )
+        output.remove(name for name in sizes if name.startswith("shard-"))
+        output.remove([UNFINISHED])
+        output.create(UNFINISHED, content)
+    if alone:
+        output.remove(name for name in sizes if name.endswith(".partial"))  # left by a killed process
+    return False
+
+
+def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int, *, durable: bool) -> Manifest | None:
+    """Write the manifest if all shards are complete, and remove the records; None if shards are missing.
+
+    Args:
+        files: number of files of the input.
+        durable: whether each shard has been flushed to disk before its record was written.
+    """
+    sizes = output.sizes()
+    records = [f"{name}.json" for name in names]
+    if MANIFEST not in sizes:
+        missing = sum(record not in sizes for record in records)
+        if missing:
+            logger.info(
+                "%s: this process has written its share; %d of %d shards are complete. The process that finishes last "
+                "writes the manifest; if one was killed, run the same command again",
+                *(output.location, len(names) - missing, len(names)),
+            )
+            return None
+        if isinstance(output, LocalFolder) and not durable:
+            # At the end, because after each shard the processes would wait for the disk.
+            for name in sizes:
+                if name.startswith("shard-"):
+                    with open(output.path / name, "rb") as file:
+                        os.fsync(file.fileno())
+        with ThreadPoolExecutor(32) as pool:
+            try:
+                written = tuple(_read_record(content) for content in pool.map(output.read, records))
+            except MISSING:  # another process has written the manifest meanwhile, and removes the records
+                return Manifest.read(output, output.location)
+        if not any(shard.documents for shard in written):
+            skipped = sum(shard.skipped for shard in written)
+            raise DataError(f"{plan.source} has no text in its {skipped} documents")
+        with output.write(MANIFEST, flush=True) as file:
+            file.write(_as_json(replace(plan, shards=written)))
+        if isinstance(output, LocalFolder):
+            fsync_folder(output.path, MANIFEST)  # before the records are removed
+    manifest = Manifest.read(output, output.location)
+    output.remove(name for name in (UNFINISHED, *records) if name in sizes)
+    output.remove(name for name in sizes if name.endswith(".partial"))
+    not_utf8 = [file for shard in manifest.shards for file in shard.not_utf8]
+    log_not_utf8(plan.source, not_utf8, files)
+    first = next((shard.first_malformed for shard in manifest.shards if shard.malformed), "")
+    log_malformed(plan.source, sum(shard.malformed for shard in manifest.shards), first)
+    return manifest
+
+
+def _require_same(plan: Manifest, found: Manifest, output: DataFolder) -> None:
     if found.tokenizer_hash != plan.tokenizer_hash:
         raise DataError(
-            f"{folder} was begun with another tokenizer (SHA-256 {found.tokenizer_hash[:12]}..., now "
+            f"{output.location} was begun with another tokenizer (SHA-256 {found.tokenizer_hash[:12]}..., now "
             f"{plan.tokenizer_hash[:12]}...); use that one, or an empty folder"
         )
     if found.source_fingerprint != plan.source_fingerprint:
         raise DataError(
-            f"{folder} was begun with other data ({found.source}, now {plan.source}, or its files hold something "
-            "else since); use an empty folder"
+            f"{output.location} was begun with other data ({found.source}, now {plan.source}, or the content of its "
+            "files has changed since); use an empty folder"
         )
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder alone, to write to it; the lock ends with the process, however that ends."""
+def _locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
+    """Lock the folder against other commands; processes of one command share the lock. It ends with the process."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_lock_file(folder / ".lock"), "r+") as file:
             try:
                 # Not flock, whose lock the worker processes would inherit.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # as POSIX has it; others say that there are no locks
+                fcntl.lockf(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # POSIX allows both
                 raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
             yield
     except OSError as error:
@@ -129,11 +224,17 @@ def _alone_in(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, processes: int) -> None:
-    """Call ``write`` in processes for each shard, of which those that are complete are passed over."""
-    # A forked process starts at once, with the source and the tokenizer open. It calls nothing that needs a lock which
-    # a thread of this process could hold, and with frozen objects it does not collect this one's garbage: the end of a
-    # process group would wait for threads that are not there.
+def _run(
+    write: Callable[[str, int], int],
+    is_complete: Callable[[str], int | None],
+    shards: Mapping[str, int],
+    processes: int,
+    progress: "_Progress",
+) -> None:
+    """Call ``write(name, number)`` in worker processes for each shard that is not complete."""
+    # A forked process starts immediately, with the source and the tokenizer open. It calls nothing that needs a lock
+    # which a thread of this process could hold. Objects are frozen so that it does not collect the garbage of this
+    # process: the destructor of a process group would wait for threads that do not exist there.
     context = multiprocessing.get_context("fork")
     next_shard = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
@@ -142,12 +243,14 @@ def _run(write: Callable[[str, range], None], shards: Mapping[str, range], folde
         gc.freeze()
         for _ in range(min(processes, len(shards))):
             ours, theirs = context.Pipe(duplex=False)
-            workers[ours] = context.Process(target=_work, args=(write, shards, folder, next_shard, theirs), daemon=True)
+            workers[ours] = context.Process(
+                target=_work, args=(write, is_complete, shards, next_shard, theirs), daemon=True
+            )
             workers[ours].start()
             theirs.close()  # so that the pipe ends with the process
         gc.unfreeze()
     try:
-        _follow(workers, folder, sum(map(len, shards.values())))
+        _follow(workers, progress)
     finally:
         for worker in workers.values():
             worker.terminate()
@@ -169,12 +272,70 @@ class _Stderr:
         return getattr(sys.stderr, name)
 
 
-def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> None:
-    """Show how far the workers are, until all have ended."""
-    bar = {"desc": str(folder), "unit": " documents", "dynamic_ncols": True, "file": _Stderr()}
-    with tqdm(total=documents, **bar) as progress:
+class _Progress:
+    """A line with the share of the work that is done, tokens, tokens per second, and the time left.
+
+    With one process the workers report their shards. With several, rank 0 shows the progress of all, by the records in
+    the output folder.
+    """
+
+    def __init__(self, output: DataFolder, work: Mapping[str, int], rank: int, world_size: int) -> None:
+        self._output = output
+        self._work = work
+        self._done: set[str] = set()
+        self._tokens = self._new_tokens = 0
+        self.polls = rank == 0 and world_size > 1
+        self._polled = -math.inf
+        self._is_shown = rank == 0
+
+    def __enter__(self) -> "_Progress":
+        self._began = time.monotonic()
+        self._bar = tqdm(
+            total=sum(self._work.values()),
+            desc=self._output.location,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}|{postfix}, {remaining} left",
+            dynamic_ncols=True,
+            file=_Stderr(),
+            disable=not self._is_shown,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, name: str, tokens: int, *, is_new: bool) -> None:
+        """Count a complete shard. ``is_new``: it was written by this command."""
+        if name in self._done:
+            return
+        self._done.add(name)
+        self._tokens += tokens
+        self._new_tokens += tokens * is_new
+        rate = self._new_tokens / max(time.monotonic() - self._began, 1e-9)
+        self._bar.set_postfix_str(f" {self._tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
+        if is_new or self._bar.disable:
+            self._bar.update(self._work[name])
+        else:  # the rate, and so the time left, is of the work of this command
+            self._bar.initial += self._work[name]
+            self._bar.n += self._work[name]
+
+    def poll(self) -> None:
+        """Count the shards whose records are in the output folder."""
+        if time.monotonic() - self._polled < POLL_SECONDS:
+            return
+        is_first, self._polled = self._polled == -math.inf, time.monotonic()
+        names = {name.removesuffix(".json") for name in self._output.sizes() if name.endswith(".json")}
+        for name in sorted(names & self._work.keys() - self._done):
+            with suppress(*MISSING, ValueError, TypeError):  # the manifest is complete, and the records are removed
+                self.add(name, _read_record(self._output.read(f"{name}.json")).tokens, is_new=not is_first)
+
+
+def _follow(workers: dict[Connection, Any], progress: _Progress) -> None:
+    """Show the progress until all workers have ended; raise the error of one of them."""
+    with progress:
         while workers:
-            for pipe in wait(list(workers)):
+            if progress.polls:
+                progress.poll()
+            for pipe in wait(list(workers), POLL_SECONDS if progress.polls else None):
                 assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
@@ -183,30 +344,36 @@ def _follow(workers: dict[Connection, Any], folder: Path, documents: int) -> Non
                     worker.join()
                     if worker.exitcode:
                         raise DataError(
-                            f"a process that tokenized for {folder} ended with code {worker.exitcode}, perhaps out of "
-                            "memory; run prepare again to go on, with fewer --prepare.processes"
+                            f"a worker process of prepare ended with code {worker.exitcode}, perhaps out of memory; "
+                            "run prepare again to resume, with fewer --prepare.processes"
                         ) from None
                     continue
                 if isinstance(message, Exception):
                     raise message
-                progress.update(message)
+                if not progress.polls:
+                    name, tokens, is_new = message
+                    progress.add(name, tokens, is_new=is_new)
 
 
 def _work(
-    write: Callable[[str, range], None], shards: Mapping[str, range], folder: Path, next_shard: Any, pipe: Connection
+    write: Callable[[str, int], int],
+    is_complete: Callable[[str], int | None],
+    shards: Mapping[str, int],
+    next_shard: Any,
+    pipe: Connection,
 ) -> None:
-    """A process: write the next shard that no other has taken, until none is left; report the documents done."""
+    """A worker process: write the next shard that no other worker has taken, until none is left; report each."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
     try:
-        for number, (name, documents) in enumerate(shards.items()):
+        for position, (name, number) in enumerate(shards.items()):
             with next_shard.get_lock():
-                if number < next_shard.value:
+                if position < next_shard.value:
                     continue
-                next_shard.value = number + 1
-            if not _is_complete(folder, name):
-                write(name, documents)
-            pipe.send(len(documents))
+                next_shard.value = position + 1
+            tokens = is_complete(name)
+            is_new = tokens is None
+            pipe.send((name, write(name, number) if tokens is None else tokens, is_new))
     except (TorchtrainError, OSError) as error:
         pipe.send(error)
 
@@ -219,14 +386,21 @@ def _end_with_parent() -> None:
 
 
 def _write_shard(
-    documents: DocumentSource, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any], name: str, numbers: range
-) -> None:
-    """Write the tokens, where documents begin, and at last the record."""
+    documents: ShardedInput,
+    tokenizer: Tokenizer,
+    output: DataFolder,
+    dtype: np.dtype[Any],
+    flush: bool,
+    name: str,
+    number: int,
+) -> int:
+    """Write the tokens of a shard, the offsets of its documents, and then its record; returns the number of tokens."""
     starts, tokens, size, counted, skipped = [], 0, 0, 0, 0
     token_bytes = np.array(tokenizer.token_bytes)
     hasher = xxhash.xxh3_128()
-    with atomic_write(folder / f"{name}.tokens") as file:
-        for text in documents.read_all(numbers):
+    counts = InputCounts()
+    with output.write(f"{name}.tokens", flush=flush) as file:
+        for text in documents.read(number, counts):
             if not text:
                 skipped += text is None
                 continue
@@ -238,20 +412,46 @@ def _write_shard(
             size += text_bytes(text)
             counted += int(token_bytes[ids].sum())
     offsets = np.array([*starts, tokens], dtype="<i8")
-    with atomic_write(folder / f"{name}.documents") as file:
+    with output.write(f"{name}.documents", flush=flush) as file:
         file.write(offsets.data)
-    hashes = hasher.hexdigest(), xxhash.xxh3_128(offsets.data).hexdigest()
-    _write_json(folder / f"{name}.json", Shard(name, tokens, len(starts), size, skipped, *hashes, counted))
+    shard = Shard(
+        name,
+        tokens,
+        documents=len(starts),
+        bytes=size,
+        skipped=skipped,
+        tokens_hash=hasher.hexdigest(),
+        documents_hash=xxhash.xxh3_128(offsets.data).hexdigest(),
+        token_bytes=counted,
+        malformed=counts.malformed,
+        first_malformed=counts.first_malformed,
+        not_utf8=tuple(counts.not_utf8),
+    )
+    with output.write(f"{name}.json", flush=flush) as file:
+        file.write(_as_json(shard))
+    return tokens
 
 
-def _is_complete(folder: Path, name: str) -> bool:
+def _is_complete(output: DataFolder, sizes: Mapping[str, int], dtype: np.dtype[Any], name: str) -> int | None:
+    """The number of tokens of a shard that an earlier command wrote; None if it is missing or damaged.
+
+    ``sizes``: the files of ``output``. Objects of a store are verified by their sizes, files also by their hashes.
+    """
+    if f"{name}.json" not in sizes:
+        return None
     try:
-        shard = Shard(**json.loads((folder / f"{name}.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return False
-    return damaged_file(folder, shard) is None
+        shard = _read_record(output.read(f"{name}.json"))
+    except (*MISSING, ValueError, TypeError, KeyError):
+        return None
+    expected = {f"{name}.tokens": shard.tokens * dtype.itemsize, f"{name}.documents": 8 * (shard.documents + 1)}
+    if any(sizes.get(file) != size for file, size in expected.items()):
+        return None
+    return shard.tokens if output.reads_ahead or damaged_file(output, shard) is None else None
 
 
-def _write_json(path: Path, content: Manifest | Shard) -> None:
-    with atomic_write(path) as file:
-        file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
+def _read_record(content: bytes) -> Shard:
+    return Shard.from_json(json.loads(content))
+
+
+def _as_json(content: Manifest | Shard) -> bytes:
+    return (json.dumps(asdict(content), indent=1) + "\n").encode()

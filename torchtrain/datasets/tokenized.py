@@ -5,20 +5,17 @@ vocabulary above 65,536: bos, text and eos of each document) and ``<shard>.docum
 of each document in tokens, and the number of tokens).
 """
 
-import contextlib
 import functools
 import json
-import os
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.datasets.data_folder import DataFolder, Range
 from torchtrain.datasets.data_source import (
     Bytes,
     DataSource,
@@ -30,15 +27,13 @@ from torchtrain.datasets.data_source import (
     Tokens,
 )
 from torchtrain.datasets.order import permute, stream_seed
-from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
-from torchtrain.files import MISSING, hash_of, read_file, with_retries
+from torchtrain.files import MISSING
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
 _FORMAT = 1
-_OPEN_FILES = 256  # maximum number of open files of a source
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,17 @@ class Shard:
     documents_hash: str
     token_bytes: int | None = None
     """Bytes that its tokens stand for, by the tokenizer's ``token_bytes``; None in data of an earlier version."""
+    malformed: int = 0
+    """Number of malformed lines of the input, which were skipped."""
+    first_malformed: str = ""
+    """File and location of the first malformed line."""
+    not_utf8: tuple[str, ...] = ()
+    """Files of the input that were skipped because they are not UTF-8."""
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> "Shard":
+        """The shard in parsed JSON; TypeError if it is not one."""
+        return Shard(**{**content, "not_utf8": tuple(content.get("not_utf8", ()))})
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,14 @@ class Manifest:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     @staticmethod
-    def read(path: Path, label: str) -> "Manifest":
+    def read(folder: DataFolder, label: str, name: str = MANIFEST) -> "Manifest":
         """Read a manifest; DataError if the file is missing, damaged or of another version."""
         try:
-            content = json.loads(read_file(path))
-            content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
+            content = json.loads(folder.read(name))
+            content["shards"] = tuple(Shard.from_json(shard) for shard in content["shards"])
             manifest = Manifest(**content)
         except (*MISSING, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{label}: cannot read its {path.name}: {error!r}; prepare the data again") from error
+            raise DataError(f"{label}: cannot read its {name}: {error!r}; prepare the data again") from error
         if manifest.format != _FORMAT:
             raise DataError(
                 f"{label} has format {manifest.format}, this version reads {_FORMAT}; prepare the data again"
@@ -96,19 +102,21 @@ class Manifest:
 
 
 class TokenizedDataset(DataSource):
-    """All tokens of a folder as one sequence, which is read from disk on demand.
+    """All tokens of a folder as one sequence, which is read on demand.
 
     Args:
-        verify_bytes: tokens up to this total size are hashed and compared with the manifest.
+        verify_bytes: tokens up to this total size are hashed and compared with the manifest; not on an object store,
+            which verifies its objects itself.
         label: name for messages.
 
     Raises:
         DataError: a shard is missing or does not match the manifest; or the data were prepared with another tokenizer.
     """
 
-    def __init__(self, folder: Path, tokenizer_hash: str, verify_bytes: float, label: str):
+    def __init__(self, folder: DataFolder, tokenizer_hash: str, verify_bytes: float, label: str):
         self.name = label
-        manifest = Manifest.read(folder / MANIFEST, label)
+        self.folder = folder
+        manifest = Manifest.read(folder, label)
         if manifest.tokenizer_hash != tokenizer_hash:
             raise DataError(
                 f"{label} was prepared with another tokenizer (SHA-256 {manifest.tokenizer_hash[:12]}...) than "
@@ -116,20 +124,19 @@ class TokenizedDataset(DataSource):
             )
         self._manifest = manifest
         self.skipped = sum(shard.skipped for shard in manifest.shards)
-        self._paths = [folder / f"{shard.name}.tokens" for shard in manifest.shards]
-        for path, shard in zip(self._paths, manifest.shards, strict=True):
-            expected = shard.tokens * manifest.dtype.itemsize
-            size = with_retries(lambda: path.stat().st_size if path.exists() else None, path)  # noqa: B023
+        sizes = folder.sizes()
+        for shard in manifest.shards:
+            name, expected = f"{shard.name}.tokens", shard.tokens * manifest.dtype.itemsize
+            size = sizes.get(name)
             if size != expected:
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
-                raise DataError(f"{label}: {path.name} {found}; prepare the data again into an empty folder")
+                raise DataError(f"{label}: {name} {found}; prepare the data again into an empty folder")
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
         counted = [shard.token_bytes for shard in manifest.shards if shard.token_bytes is not None]
         is_known = len(counted) == len(manifest.shards) and sum(counted) > 0
         self.byte_scale = sum(shard.bytes for shard in manifest.shards) / sum(counted) if is_known else 1.0
         """Bytes of all texts, divided by the sum of the tokenizer's ``token_bytes`` of all tokens."""
-        self._file = functools.lru_cache(_OPEN_FILES)(lambda shard: _File(self._paths[shard]))
-        if len(self) * manifest.dtype.itemsize <= verify_bytes:
+        if not folder.reads_ahead and len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
 
     def identity(self) -> str:
@@ -150,46 +157,34 @@ class TokenizedDataset(DataSource):
     def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
         """Fill each of ``outs`` with the tokens from its start on.
 
-        All of them are requested from the file system before the first is read, and nothing else is: a memory map would
-        read ahead, from a cold disk hundreds of times as much as is used.
-
         Raises:
-            StorageError: the file system fails for minutes.
+            StorageError: the file system or network fails for minutes.
             DataError: a file has changed since it was opened.
         """
+        ranges = [one for start, out in zip(starts, outs, strict=True) for one in self._ranges(start, len(out))]
+        contents = iter(self.folder.read_ranges(ranges))
+        for start, out in zip(starts, outs, strict=True):
+            filled = 0
+            for _ in self._ranges(start, len(out)):
+                tokens = np.frombuffer(next(contents), self._manifest.dtype)
+                out[filled : filled + len(tokens)] = tokens
+                filled += len(tokens)
+
+    def read_ahead(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Start reading ``counts`` tokens from each of ``starts`` on, which ``read`` will be called for."""
+        self.folder.read_ahead(one for pair in zip(starts, counts, strict=True) for one in self._ranges(*pair))
+
+    def _ranges(self, start: int, count: int) -> Iterator[Range]:
+        """The ranges of files that contain ``count`` tokens from ``start`` on, which may be in several shards."""
+        assert start + count <= len(self)
         size = self._manifest.dtype.itemsize
-        parts = [part for start, out in zip(starts, outs, strict=True) for part in self._parts(start, out)]
-        if hasattr(os, "posix_fadvise"):
-            for shard, first, out in parts:
-                with contextlib.suppress(OSError):  # the read below raises it, too
-                    descriptor = self._file(shard).descriptor
-                    os.posix_fadvise(descriptor, first * size, len(out) * size, os.POSIX_FADV_WILLNEED)
-        for shard, first, out in parts:
-            read = functools.partial(self._pread, shard, first * size, len(out) * size)
-            out[:] = np.frombuffer(read_with_retries(read, self._paths[shard]), self._manifest.dtype)
-
-    def _parts(self, start: int, out: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-        """Split ``out`` by shards: index of the shard, offset in the shard in tokens, and the part of ``out``."""
-        assert start + len(out) <= len(self)
-        while len(out):
-            shard = int(np.searchsorted(self._ends, start, side="right"))  # skips shards without tokens
-            rest = int(self._ends[shard]) - start
-            part, out = out[:rest], out[rest:]
-            yield shard, self._manifest.shards[shard].tokens - rest, part
-            start += rest
-
-    def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        content = b""
-        while len(content) < size:
-            try:
-                block = os.pread(self._file(shard).descriptor, size - len(content), offset + len(content))
-            except OSError:
-                self._file.cache_clear()  # so that the next attempt opens it again
-                raise
-            if not block:
-                raise DataError(f"{self._paths[shard]} is shorter than when the run began: restore it")
-            content += block
-        return content
+        while count:
+            index = int(np.searchsorted(self._ends, start, side="right"))  # skips shards without tokens
+            shard = self._manifest.shards[index]
+            rest = int(self._ends[index]) - start
+            taken = min(rest, count)
+            yield f"{shard.name}.tokens", (shard.tokens - rest) * size, taken * size
+            start, count = start + taken, count - taken
 
 
 class TokenWindowStream(Stream):
@@ -212,6 +207,7 @@ class TokenWindowStream(Stream):
         # Data that are repeated end after the last full window; data that are read once are read to their end.
         self._windows = self._full if repeat else -(-targets // seq_len)
         self._block = functools.lru_cache(64)(self._make_block)
+        self.reads_ahead = source.folder.reads_ahead
         if self._windows == 0:
             raise DataError(
                 f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
@@ -231,17 +227,25 @@ class TokenWindowStream(Stream):
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
     ) -> list[int]:
-        starts, filled = [], []
-        for window, drawn in zip(windows, windows_drawn, strict=True):
-            epoch, number = divmod(drawn, self._windows)
-            block, index = divmod(number, self._BLOCK)
-            starts.append(self._block(epoch, block)[index])
-            ended = epoch > 0 and not self._repeat
-            filled.append(0 if ended else min(len(window), len(self._source) - starts[-1]))
+        starts, filled = self._locate(windows_drawn)
         self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
         for window, count, size in zip(windows, filled, sizes or (), strict=False):
             size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
         return filled
+
+    def read_ahead(self, windows_drawn: Sequence[int]) -> None:
+        self._source.read_ahead(*self._locate(windows_drawn))
+
+    def _locate(self, windows_drawn: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Offset and number of tokens of each window."""
+        starts, counts = [], []
+        for drawn in windows_drawn:
+            epoch, number = divmod(drawn, self._windows)
+            block, index = divmod(number, self._BLOCK)
+            starts.append(self._block(epoch, block)[index])
+            ended = epoch > 0 and not self._repeat
+            counts.append(0 if ended else min(self._seq_len + 1, len(self._source) - starts[-1]))
+        return starts, counts
 
     def _make_block(self, epoch: int, block: int) -> list[int]:
         """Offsets of the windows number ``block * _BLOCK`` and following in the order of an epoch."""
@@ -251,19 +255,9 @@ class TokenWindowStream(Stream):
         return (order * self._seq_len).tolist()
 
 
-class _File:
-    """An open file, which is closed with its last reference."""
-
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-
-
-def verify(folder: Path, label: str) -> Manifest:
+def verify(folder: DataFolder, label: str) -> Manifest:
     """Hash all files; DataError names the first file whose hash differs from the manifest."""
-    manifest = Manifest.read(folder / MANIFEST, label)
+    manifest = Manifest.read(folder, label)
     for shard in manifest.shards:
         if damaged := damaged_file(folder, shard):
             raise DataError(
@@ -273,10 +267,13 @@ def verify(folder: Path, label: str) -> Manifest:
     return manifest
 
 
-def damaged_file(folder: Path, shard: Shard) -> str | None:
+def damaged_file(folder: DataFolder, shard: Shard) -> str | None:
     """Name of a file of ``shard`` that is missing or has another hash; None if there is none."""
     for suffix, expected in (("tokens", shard.tokens_hash), ("documents", shard.documents_hash)):
-        path = folder / f"{shard.name}.{suffix}"
-        if not path.exists() or with_retries(functools.partial(hash_of, path), path) != expected:
-            return path.name
+        name = f"{shard.name}.{suffix}"
+        try:
+            if folder.hash_of(name) != expected:
+                return name
+        except MISSING:
+            return name
     return None

@@ -1,0 +1,181 @@
+"""Data on object stores: the same batches as from local files, read by ranges; errors and retries."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_prepared
+
+from torchtrain.config.schema import DataConfig
+from torchtrain.errors import ConfigError, DataError, StorageError
+from torchtrain.object_store import open_file_system, with_store_retries
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+from s3_server import S3Server
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    server.make_bucket("bucket")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda _: None)
+    return server
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    return Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
+
+
+def upload(s3: S3Server, folder: Path, prefix: str) -> str:
+    for file in folder.iterdir():
+        s3.upload("bucket", f"{prefix}/{file.name}", file.read_bytes())
+    return f"s3://bucket/{prefix}"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_tokenized_data_give_the_same_batches_from_s3(s3: S3Server, prepared: Path, prefetch: int) -> None:
+    url = upload(s3, prepared, "tokens")
+    local = make_loader(DataConfig(path=str(prepared)))
+    remote = make_loader(DataConfig(path=url, prefetch=prefetch))
+    assert remote.identity == local.identity
+    expected = take(local, 12)  # several epochs
+    assert torch.equal(take(remote, 5), expected[:5])
+    state = remote.state_dict()
+    remote.close()
+    resumed = make_loader(DataConfig(path=f"{url}/", prefetch=prefetch), range(4, 8))
+    resumed.load_state_dict({"rows": state["rows"][4:]})
+    assert torch.equal(take(resumed, 7), expected[5:, 4:])
+    resumed.close()
+
+
+def test_tokenized_data_are_read_by_exact_ranges_and_ahead(
+    s3: S3Server, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = upload(s3, prepared, "ranges")
+    file_system, _ = open_file_system(url, "data.path")
+    read: list[int] = []
+    cat_file = file_system.cat_file
+
+    def count(path: str, **options: Any) -> bytes:
+        content: bytes = cat_file(path, **options)
+        read.append(len(content))
+        return content
+
+    def read_batches(prefetch: int, batches: int) -> int:
+        loader = make_loader(DataConfig(path=url, prefetch=prefetch), range(2), batch=2)
+        read.clear()
+        for _ in range(batches):
+            loader._read()
+        for future in loader.streams[0][0]._source.folder._pending.values():  # type: ignore[attr-defined]
+            future.result()
+        return sum(read)
+
+    monkeypatch.setattr(file_system, "cat_file", count)
+    used = 4 * 2 * 33 * 2
+    assert read_batches(prefetch=0, batches=4) == used
+    assert read_batches(prefetch=3, batches=1) == used  # three batches are read ahead
+
+
+def test_errors_of_urls_name_the_way_out(s3: S3Server, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"data.path = 'nowhere://x' has the unknown scheme 'nowhere'"):
+        make_loader(DataConfig(path="nowhere://x"))
+    with pytest.raises(ConfigError, match=r"data.path is a URL with a password in it"):
+        make_loader(DataConfig(path="s3://key:secret@bucket/x"))
+    with pytest.raises(DataError, match=r"data.path = 's3://no-such-bucket/x'"):
+        make_loader(DataConfig(path="s3://no-such-bucket/x"))
+    url = upload(s3, prepared, "gone")
+    loader = make_loader(DataConfig(path=url, prefetch=0))
+    client = s3.client()
+    for key in s3.objects("bucket", "gone/"):
+        client.delete_object(Bucket="bucket", Key=f"gone/{key}")
+    with pytest.raises(DataError, match=r"gone/shard-\d+.tokens existed when the run began, and is missing now"):
+        next(loader)
+
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'torchtrain\[s3\]'"):
+        make_loader(DataConfig(path=url))
+
+
+class Response:
+    def __init__(self, status: int) -> None:
+        self.status_code = status
+
+
+class HTTPError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = Response(status)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (HTTPError(503), StorageError),
+        (HTTPError(429), StorageError),
+        (ConnectionResetError(104, "reset by peer"), StorageError),
+        (TimeoutError(), StorageError),
+        (OSError(16, "Please reduce your request rate"), StorageError),
+        (HTTPError(403), ConfigError),
+        (PermissionError("Access Denied"), ConfigError),
+        (OSError(22, "The specified bucket is not valid"), ConfigError),
+        (FileNotFoundError("x"), FileNotFoundError),
+        (ZeroDivisionError(), ZeroDivisionError),
+    ],
+)
+def test_transient_errors_are_retried_and_others_raised(
+    error: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("torchtrain.object_store.time.sleep", pauses.append)
+    failures = [error, error]
+
+    def request() -> str:
+        if failures:
+            raise failures.pop()
+        return "content"
+
+    if expected is StorageError:
+        assert with_store_retries(request, "s3://bucket/a") == "content"
+        assert pauses == [1, 2]
+        failures[:] = [error] * 99
+        with pytest.raises(StorageError, match="s3://bucket/a: the store does not respond"):
+            with_store_retries(request, "s3://bucket/a")
+        assert math.isclose(sum(pauses), 3 + 243)
+    else:
+        with pytest.raises(expected):
+            with_store_retries(request, "s3://bucket/a")
+        assert pauses == []
+
+
+@pytest.mark.usefixtures("s3")
+def test_missing_credentials_are_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not os.path.exists(tmp_path / ".aws")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(ConfigError, match=r"s3://bucket/tokens: access is denied: .*credentials"):
+        make_loader(DataConfig(path="s3://bucket/tokens"))

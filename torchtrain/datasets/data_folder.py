@@ -1,0 +1,272 @@
+"""Folders of tokenized data, on a file system or an object store: list, read ranges, write files atomically."""
+
+import contextlib
+import errno
+import functools
+import os
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from torchtrain.datasets.text_sources import read_with_retries
+from torchtrain.errors import DataError
+from torchtrain.files import BLOCK_BYTES, MISSING, atomic_write, hash_of, partial_path, read_file, with_retries
+from torchtrain.object_store import is_url, open_file_system, with_store_retries
+
+Range = tuple[str, int, int]
+"""Name of a file, offset, and number of bytes."""
+
+_OPEN_FILES = 256  # maximum number of open files of a folder
+_CONNECTIONS = 32  # maximum number of concurrent requests to an object store
+_READ_AHEAD = 4096  # maximum number of ranges that are read ahead
+
+
+class DataFolder(ABC):
+    """A folder of files that are written once."""
+
+    location: str
+    """Path or URL."""
+    reads_ahead = False
+    """Whether ``read_ahead`` has an effect."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of each file, by name; empty if the folder does not exist."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """The content of a file; FileNotFoundError if it does not exist."""
+
+    @abstractmethod
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Read exactly the given ranges.
+
+        Raises:
+            StorageError: the file system or the network fails for minutes.
+            DataError: a file is shorter than when it was opened, or missing.
+        """
+
+    def read_ahead(self, ranges: Iterable[Range]) -> None:  # noqa: B027
+        """Start reading ranges that ``read_ranges`` will be called for."""
+
+    @abstractmethod
+    def hash_of(self, name: str) -> str:
+        """XXH3-128 of a file, in hex."""
+
+    @abstractmethod
+    def write(self, name: str, *, flush: bool = False) -> AbstractContextManager[Any]:
+        """Context manager that yields a binary file, which gets its name when the body ends without an error."""
+
+    @abstractmethod
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file unless it exists, atomically; returns whether it was written."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; missing ones are ignored."""
+
+
+def open_folder(location: str, option: str = "") -> DataFolder:
+    """The folder at a path or URL, which need not exist. ``option``: its option, for messages.
+
+    Raises:
+        ConfigError: the scheme of the URL is unknown, or its package is not installed.
+    """
+    return RemoteFolder(location, option) if is_url(location) else LocalFolder(Path(location))
+
+
+class LocalFolder(DataFolder):
+    """A folder of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.location = str(path)
+        self._file = functools.lru_cache(_OPEN_FILES)(lambda name: _File(self.path / name))
+
+    def sizes(self) -> dict[str, int]:
+        def scan() -> dict[str, int]:
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+        try:
+            return with_retries(scan, self.path)
+        except MISSING:
+            return {}
+
+    def read(self, name: str) -> bytes:
+        return read_file(self.path / name)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        # All ranges are requested before the first is read, and nothing else is: a memory map would read ahead, from a
+        # cold disk hundreds of times as much as is used.
+        if hasattr(os, "posix_fadvise"):
+            for name, start, size in ranges:
+                with contextlib.suppress(OSError):  # the read below raises it, too
+                    os.posix_fadvise(self._file(name).descriptor, start, size, os.POSIX_FADV_WILLNEED)
+        return [read_with_retries(functools.partial(self._pread, *one), self.path / one[0]) for one in ranges]
+
+    def _pread(self, name: str, start: int, size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            try:
+                block = os.pread(self._file(name).descriptor, size - len(content), start + len(content))
+            except OSError:
+                self._file.cache_clear()  # so that the next attempt opens it again
+                raise
+            if not block:
+                raise DataError(f"{self.path / name} is shorter than when the run began: restore it")
+            content += block
+        return content
+
+    def hash_of(self, name: str) -> str:
+        return with_retries(functools.partial(hash_of, self.path / name), self.path / name)
+
+    def write(self, name: str, *, flush: bool = False) -> AbstractContextManager[Any]:
+        return atomic_write(self.path / name, flush=flush)
+
+    def create(self, name: str, content: bytes) -> bool:
+        target = self.path / name
+        if target.exists():
+            return False
+        temporary = partial_path(target)
+        try:
+            temporary.write_bytes(content)
+            try:
+                os.link(temporary, target)  # fails if the target exists, unlike a rename
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                temporary.rename(target)  # a file system without hard links
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+
+class _File:
+    """An open file, which is closed with its last reference."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+
+
+class RemoteFolder(DataFolder):
+    """A folder of an object store, by URL. Objects are read by range requests, several at a time."""
+
+    reads_ahead = True
+
+    def __init__(self, url: str, option: str) -> None:
+        self.location = url.rstrip("/")
+        self._option = option or "the folder"
+        self._process = 0
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open the file system. Connections of fsspec do not survive a fork, so each process has its own."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._file_system, self._path = open_file_system(self.location, self._option)
+            self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="object-store")
+            self._pending: OrderedDict[Range, Future[bytes]] = OrderedDict()
+
+    def _key(self, name: str) -> str:
+        self._connect()
+        return f"{self._path}/{name}"
+
+    def _url(self, name: str) -> str:
+        return f"{self.location}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        self._connect()
+
+        def list_objects() -> dict[str, int]:
+            self._file_system.invalidate_cache()
+            entries = self._file_system.ls(self._path, detail=True)
+            files = [entry for entry in entries if entry["type"] == "file" and entry["name"].strip("/") != self._path]
+            return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files}
+
+        try:
+            return with_store_retries(list_objects, self.location)
+        except MISSING:
+            return {}
+
+    def read(self, name: str) -> bytes:
+        key = self._key(name)
+        content: bytes = with_store_retries(lambda: self._file_system.cat_file(key), self._url(name))
+        return content
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
+        self._connect()
+        futures = []
+        for one in ranges:
+            is_pending = one in self._pending
+            futures.append(self._pending.pop(one) if is_pending else self._pool.submit(self._read_range, *one))
+        return [future.result() for future in futures]
+
+    def read_ahead(self, ranges: Iterable[Range]) -> None:
+        self._connect()
+        for one in ranges:
+            if one not in self._pending:
+                self._pending[one] = self._pool.submit(self._read_range, *one)
+        while len(self._pending) > _READ_AHEAD:  # left by a loader that went to another position
+            self._pending.popitem(last=False)[1].cancel()
+
+    def _read_range(self, name: str, start: int, size: int) -> bytes:
+        key = self._key(name)
+
+        def read() -> bytes:
+            content: bytes = self._file_system.cat_file(key, start=start, end=start + size)
+            if len(content) != size:
+                raise ConnectionError(f"received {len(content)} bytes instead of {size}")
+            return content
+
+        try:
+            return with_store_retries(read, self._url(name))
+        except MISSING as error:
+            raise DataError(f"{self._url(name)} existed when the run began, and is missing now: restore it") from error
+
+    def hash_of(self, name: str) -> str:
+        key, size = self._key(name), self.sizes()[name]
+        digest = xxhash.xxh3_128()
+        for start in range(0, size, BLOCK_BYTES):
+            part = functools.partial(self._file_system.cat_file, key, start=start, end=min(size, start + BLOCK_BYTES))
+            digest.update(with_store_retries(part, self._url(name)))
+        return digest.hexdigest()
+
+    @contextmanager
+    def write(self, name: str, *, flush: bool = False) -> Iterator[Any]:  # noqa: ARG002
+        key = self._key(name)
+        # An upload from a file can be retried as a whole, and a killed process leaves no truncated object.
+        with tempfile.NamedTemporaryFile() as file:
+            yield file
+            file.flush()
+            with_store_retries(lambda: self._file_system.put_file(file.name, key), self._url(name))
+
+    def create(self, name: str, content: bytes) -> bool:
+        key = self._key(name)
+        try:
+            with_store_retries(lambda: self._file_system.pipe_file(key, content, mode="create"), self._url(name))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                with_store_retries(functools.partial(self._file_system.rm_file, self._key(name)), self._url(name))

@@ -1,0 +1,162 @@
+"""Input of torchtrain.prepare, divided into shards that processes read independently of each other.
+
+The division depends on names and sizes of files alone (or on the number of documents of other sources), so that any
+number of processes on any number of machines writes the same shards. Files are read directly, without a converted copy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, documents_in_range, is_splittable
+from torchtrain.datasets.local_files import documents_of, identity_of
+from torchtrain.datasets.packing import DocumentSource
+
+SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
+LARGEST_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger
+MOST_SHARDS = 1 << 14
+
+
+@dataclass
+class InputCounts:
+    """What was skipped while a shard was read."""
+
+    malformed: int = 0
+    """Malformed lines."""
+    first_malformed: str = ""
+    """File and location of the first malformed line."""
+    not_utf8: list[str] = field(default_factory=list)
+    """Files that are not UTF-8."""
+
+    def count_malformed(self, location: str) -> None:
+        self.malformed += 1
+        self.first_malformed = self.first_malformed or location
+
+
+class ShardedInput(ABC):
+    """Documents divided into shards."""
+
+    name: str
+    """Name for messages."""
+    work: list[int]
+    """Size of each shard in bytes, or in documents: for the progress."""
+    files = 0
+    """Number of files, if the input is files."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """A text that identifies the content of the input."""
+
+    @abstractmethod
+    def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
+        """The documents of a shard in their order; None for a document that is not text."""
+
+
+class ShardedDocuments(ShardedInput):
+    """A source with random access to its documents."""
+
+    def __init__(self, source: DocumentSource) -> None:
+        self._source = source
+        self.name = source.name
+        self._shards = split_documents(source.parts, source.text_bytes)
+        self.work = [len(numbers) for numbers in self._shards]
+
+    def identity(self) -> str:
+        return self._source.full_identity()
+
+    def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:  # noqa: ARG002
+        return self._source.read_all(self._shards[shard])
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of a file whose first byte is in ``range(start, stop)``, by lines or row groups."""
+
+    file: int
+    start: int
+    stop: int
+
+
+class ShardedFiles(ShardedInput):
+    """Local files of a format that has to be parsed, such as JSON lines or Parquet.
+
+    Args:
+        files: the files in their order.
+        column: the column that contains the text.
+        name: name for messages.
+        verify_bytes: files up to this total size are hashed in full for the identity.
+        skip_not_utf8: skip and count files that are not UTF-8. They must be read twice, and are not split.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], column: str, name: str, verify_bytes: float, *, skip_not_utf8: bool
+    ) -> None:
+        self.name = name
+        self._files = files
+        self.files = len(files)
+        self._column = column
+        self._verify_bytes = verify_bytes
+        self._skip_not_utf8 = skip_not_utf8
+        sizes = [file.stat().st_size for file in files]
+        splittable = [is_splittable(file.name) and not skip_not_utf8 for file in files]
+        self._sizes = sizes
+        self._shards = split_files(sizes, splittable)
+        self.work = [sum(split.stop - split.start for split in shard) for shard in self._shards]
+
+    def identity(self) -> str:
+        return identity_of(self._files, self._verify_bytes)
+
+    def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
+        for split in self._shards[shard]:
+            file = self._files[split.file]
+            if self._skip_not_utf8:
+                try:
+                    for _ in documents_of(file, self._column):
+                        pass
+                except NotUTF8Error:
+                    counts.not_utf8.append(str(file))
+                    continue
+            whole = split.start == 0 and split.stop == self._sizes[split.file]
+            read = None if whole else _range_reader(file.name, self._column, split)
+            yield from documents_of(
+                file,
+                self._column,
+                lambda location, file=file: counts.count_malformed(f"{file}: {location}"),  # type: ignore[misc]
+                read,
+            )
+
+
+def _range_reader(name: str, column: str, split: Split) -> Callable[[BinaryIO, OnMalformed], Iterator[str | None]]:
+    def read(raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
+        return documents_in_range(raw, name, column, split.start, split.stop, on_malformed)
+
+    return read
+
+
+def split_documents(documents: int, text_bytes: int | None) -> list[range]:
+    """Numbers of the documents of each shard: enough shards for many cores, and not too many files for little data."""
+    largest = documents if text_bytes is None else max(1, text_bytes // SHARD_BYTES)
+    count = min(documents, largest, max(64, min(4096, documents // 1024)))
+    borders = [documents * number // count for number in range(count + 1)]
+    return [range(borders[number], borders[number + 1]) for number in range(count)]
+
+
+def split_files(sizes: Sequence[int], splittable: Sequence[bool]) -> list[list[Split]]:
+    """Divide files of ``sizes`` into shards of about the same size; files that are not splittable stay whole."""
+    total = sum(sizes)
+    shard_bytes = max(SHARD_BYTES, min(total // 64, LARGEST_SHARD_BYTES), total // MOST_SHARDS)
+    shards: list[list[Split]] = [[]]
+    room = shard_bytes
+    for file, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room) if splittable[file] else size
+            shards[-1].append(Split(file, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                shards.append([])
+                room = shard_bytes
+    return [shard for shard in shards if shard]
