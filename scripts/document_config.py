@@ -33,6 +33,8 @@ shows all options with their documentation. This page lists the same options by 
 
 Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file:
 
+`[[stages]]`, a run in several stages, is described in [stages](stages.md).
+
 | in the TOML file | on the command line |
 | --- | --- |
 | `steps = 100` under `[training]` | `--training.steps 100` |
@@ -131,7 +133,7 @@ def render() -> str:
     """docs/configuration.md."""
     lines, nested = [HEAD], {}
     hints, docstrings = typing.get_type_hints(JobConfig), read_docstrings()
-    for section in to_dict(JobConfig()):
+    for section in SECTIONS:
         lines += [f"## [{section}]\n", *table(hints[section], docstrings)]
         if section in NOTES:
             lines.append(NOTES[section])
@@ -144,7 +146,8 @@ def render() -> str:
 NOTES = {  # text below the table of a section
     "lr_scheduler": """\
 The schedule has S = `total_steps` steps, of which W are the warm-up and D the decay: D is `decay_ratio` times S, or
-S - W if `decay_ratio` is not set. The learning rate of step s, counted from 1, is `optimizer.lr` times
+S - W if `decay_ratio` is not set. The learning rate of step s, counted from 1, is `optimizer.lr` times (with
+`start_step`, s and S count from there; with `initial_lr`, the warm-up begins at that rate)
 
 | step | factor |
 | --- | --- |
@@ -158,6 +161,8 @@ minimum in step S + 1, so that no step up to S has a learning rate of 0. The lea
 alone: a resumed run has the learning rates of an uninterrupted one.
 """,
 }
+
+SECTIONS = {name: section for name, section in to_dict(JobConfig()).items() if name != "stages"}  # docs/stages.md
 
 TITLES = {  # headings of nested tables by the name of their class; a new class needs an entry here and in TABLES
     "ModelOverrides": "Shape",
@@ -177,7 +182,7 @@ TABLES = {
 
 def render_from_torchtitan() -> str:
     """docs/from-torchtitan.md."""
-    values = {f"{name}.{key}": value for name, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
+    values = {f"{name}.{key}": value for name, keys in SECTIONS.items() for key, value in keys.items()}
     differ: list[str] = []
     meaning: list[str] = []
     for name, (here, default, note) in FROM_TORCHTITAN.items():

@@ -16,6 +16,7 @@ FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 LAYERS = {
     "commands": ("train", "prepare", "convert", "generate", "evaluate", "estimate", "compare", "launch"),
     "tools": ("planning", "comparison"),
+    "stages": ("stages",),
     "trainer": ("trainer",),
     "inference": ("inference",),
     "checkpoints and metrics": ("checkpoint", "metrics"),

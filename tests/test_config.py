@@ -61,8 +61,8 @@ def test_misspelled_key_is_rejected_in_every_table(tmp_path: Path, table: str, k
 
 
 def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n[[data.sources]]\nweight = 0\n")
-    with pytest.raises(ConfigError, match=r"weight = 0.0 of a data source must be above 0"):
+    file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n[[data.sources]]\nweight = -1\n")
+    with pytest.raises(ConfigError, match=r"weight = -1.0 of a data source must be at least 0"):
         parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])
     file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n")
     for options, message in (([], "steps = 0 must"), (["--training.steps", "3"], "validation.enable needs data")):
@@ -260,6 +260,8 @@ def test_every_option_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     for section in dataclasses.fields(JobConfig):
+        if section.name == "stages":
+            continue
         default = section.default_factory()  # type: ignore[misc]
         for field in dataclasses.fields(default):
             if field.name in ("sources", "groups", "options"):  # tables are not command-line options

@@ -84,7 +84,8 @@ KEYS_0_2 = {
     "validation.dataloader": "num_workers",
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
 }
-OPTIONS = {f"{section}.{key}": value for section, keys in to_dict(JobConfig()).items() for key, value in keys.items()}
+SECTIONS = {name: section for name, section in to_dict(JobConfig()).items() if name != "stages"}
+OPTIONS = {f"{section}.{key}": value for section, keys in SECTIONS.items() for key, value in keys.items()}
 UNSET = ["lr_scheduler.total_steps", "lr_scheduler.decay_ratio"]  # by default
 
 # The keys that the debug_model.toml of torchtitan 0.2 sets.

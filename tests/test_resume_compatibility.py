@@ -17,7 +17,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # every option, by kind and section
     Kind.HARMLESS: {
-        "job": "config_file dump_folder description device import",
+        "job": "config_file dump_folder description device import stage",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
         "data": "revision prefetch verify_gib",
@@ -34,7 +34,8 @@ FROZEN = {  # every option, by kind and section
             "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
         ),
         "metrics": (
-            "log_freq enable_tensorboard enable_wandb wandb_project writers options straggler_freq straggler_factor"
+            "log_freq enable_report enable_tensorboard enable_wandb wandb_project writers options "
+            "straggler_freq straggler_factor"
         ),
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
         "debug": "fingerprint_steps",
@@ -63,7 +64,8 @@ FROZEN = {  # every option, by kind and section
         "ema": "enable decay interval",
         "mup": "base_dim base_layers",
         "lr_scheduler": (
-            "warmup_steps warmup_tokens total_steps total_tokens decay_ratio decay_tokens decay_type min_lr_factor"
+            "warmup_steps warmup_tokens total_steps total_tokens decay_ratio decay_tokens decay_type start_step "
+            "initial_lr min_lr_factor"
         ),
         "model": (
             "tokenizer_path shape.rope_theta shape.rope_scaling.type shape.rope_scaling.factor "
@@ -72,7 +74,8 @@ FROZEN = {  # every option, by kind and section
             "shape.rope_scaling.beta_fast shape.rope_scaling.beta_slow shape.rope_scaling.attention_factor"
         ),
         "training": (
-            "global_batch_size tokens seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums "
+            "global_batch_size global_batch_size_schedule "
+            "tokens seq_len max_norm seed mixed_precision_param mixed_precision_reduce sums "
             "z_loss_weight"
         ),
         "data": (
@@ -238,6 +241,7 @@ def test_kind_of_each_option_is_the_frozen_one() -> None:
         for section, names in sections.items()
         for name in names.split()
     }
+    frozen["stages"] = Kind.HARMLESS  # which stages may change, tests/test_stages.py tests
     assert {name: observed_kind(name) for name in options_of(JobConfig())} == frozen
 
 

@@ -26,6 +26,7 @@ from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config, with_longest_context
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
+from torchtrain.config.stages import tokens_after
 from torchtrain.datasets.build import build_dataloader, document_start
 from torchtrain.datasets.builtin_sources import with_revisions
 from torchtrain.datasets.dataloader import Batch, DataLoader
@@ -34,6 +35,7 @@ from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
+    Rendezvous,
     all_reduce,
     destroy_process_group,
     gloo_group,
@@ -88,23 +90,17 @@ class Trainer:
     step: int
     """The last completed optimizer step; 0 in a new run."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, rendezvous: Rendezvous | None = None) -> None:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
-        self.stop = StopRequest(config.faults)
+        self.stop = StopRequest(config.faults, since=rendezvous.created if rendezvous else None)
         as_given = config
 
         # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
         self.device = device = pick_device(config.job.device)
-        if config.model.hf_folder:
-            config = replace(config, model=resolve_model_section(config.model))
         folder = Path(config.job.dump_folder)
-        if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
-            config = with_longest_context(config)
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
-        self.model_config = build_model_config(config.model, self.tokenizer, config.training.seq_len, config.mup)
-        config, self.parallel_dims = resolve_layout(config, self.model_config, world_size())
-        dims = self.parallel_dims
+        config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
+        self.parallel_dims = dims
         validate(config, device, dims, self.model_config)
         document_start_id = document_start(config, self.tokenizer)
         if config.training.attention_backend != "auto":
@@ -114,7 +110,7 @@ class Trainer:
         enable_flight_recorder(folder / "hangs")
         if config.training.deterministic:
             use_deterministic_kernels()
-        init_process_group(device, config.comm.init_timeout_seconds)
+        init_process_group(device, config.comm.init_timeout_seconds, rendezvous)
         self.mesh = mesh = Mesh(device, dims)
         self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
 
@@ -162,7 +158,8 @@ class Trainer:
             loss_group=mesh.loss.get_group(),
             gloo_group=self.gloo_group,
             tokens_per_step=tokens_per_step,
-            tokens_after=tokens_per_step.__mul__,
+            tokens_after=partial(tokens_after, config),
+            stage=config.job.stage,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             start_step=self.start_step,
@@ -517,6 +514,18 @@ class TrainStep:
             return ()
         self.model.pipeline.sync_tied_embedding_grads()
         return self.model.pipeline.tied_replicas
+
+
+def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
+    """Resolve ``config`` for a number of ranks; also returns its tokenizer, model config and parallel dimensions."""
+    if config.model.hf_folder:
+        config = replace(config, model=resolve_model_section(config.model))
+    if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
+        config = with_longest_context(config)
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    model_config = build_model_config(config.model, tokenizer, config.training.seq_len, config.mup)
+    config, dims = resolve_layout(config, model_config, ranks)
+    return config, tokenizer, model_config, dims
 
 
 def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig) -> None:

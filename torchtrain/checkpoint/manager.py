@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
+from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage
 from torchtrain.config.schema import CheckpointConfig
@@ -128,7 +129,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 check_resume(history, step, config, self.config_toml, self.start.data)
             self.load(step)
 
-        step, damaged = history.latest_valid(self.start.candidates, use)
+        try:
+            step, damaged = history.latest_valid(self.start.candidates, use)
+        except OtherStageError as error:
+            self._quarantine(history, error.damaged)  # the trainer of that stage must not try them again
+            raise
         if step is None:
             history.require_none(config.load_step, damaged)
         self._quarantine(history, damaged)

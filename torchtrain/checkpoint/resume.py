@@ -23,7 +23,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchtrain.checkpoint.format import CONFIG, read_manifest, read_verified, verify_sizes
-from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility, options_in
+from torchtrain.checkpoint.resume_compatibility import (
+    OtherStageError,
+    check_resume_compatibility,
+    config_of_saved_stage,
+    options_in,
+    source_identities,
+)
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import CheckpointConfig, JobConfig
@@ -113,6 +119,9 @@ class History:
                 use(step)
             except DamagedError as error:
                 damaged[step] = str(error)
+            except OtherStageError as error:
+                error.damaged = damaged
+                raise
             else:
                 return step, damaged
         return None, damaged
@@ -272,10 +281,19 @@ def check_resume(
     Raises:
         DamagedError: the checkpoint has no config, or a damaged one.
         CheckpointError: the config is incompatible with the checkpoint.
+        OtherStageError: another stage of the run has saved the checkpoint.
     """
     checkpoint = history.storage.open(step)
     saved_toml, saved_data = broadcast_from_rank0(
         lambda: (read_config(checkpoint), read_manifest(checkpoint).data), history.group
     )
-    for line in check_resume_compatibility(saved_toml, config_toml, config.allow_changes, saved_data, identity):
+    of_stage = config_of_saved_stage(saved_toml, config_toml, step, config.allow_changes)
+    if of_stage != config_toml:
+        # Sources of the next stage come after those of the last.
+        count = len(source_identities(saved_data))
+        identity = {
+            key: "; ".join(text.split("; ")[:count]) if key.startswith("data.") else text
+            for key, text in identity.items()
+        }
+    for line in check_resume_compatibility(saved_toml, of_stage, config.allow_changes, saved_data, identity):
         logger.info(line)

@@ -4,6 +4,7 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 *change the run* from here on. With *impossible* ones the checkpoint does not fit the run.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -12,9 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import tomli
+import tomli_w
 
 from torchtrain.config.parse import renamed_to, to_dict
 from torchtrain.config.schema import JobConfig, RopeScalingConfig, flat
+from torchtrain.config.stages import nested, set_options
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
 
@@ -33,6 +36,7 @@ KINDS = {
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         "model.shape.max_position_embeddings",  # only said of exports
+        "stages",  # compared by ``config_of_saved_stage``
     },
     Kind.LAYOUT: {
         *("parallelism", "activation_checkpoint", "compile", "optimizer.implementation", "ema.offload"),
@@ -98,6 +102,75 @@ def options_in(text: str) -> dict[str, Any]:
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
         del options[TOTAL_STEPS]  # it has no effect after the warm-up if the rate is then constant
     return options
+
+
+class OtherStageError(Exception):
+    """The checkpoint of ``step`` belongs to another stage of the run than the config."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step} is of another stage")
+        self.step = step
+        self.damaged: Mapping[int, str] = {}
+        """Errors of the damaged checkpoints that were tried before, by step."""
+
+
+def config_of_saved_stage(saved_toml: str, current_toml: str, step: int, allow_changes: Iterable[str]) -> str:
+    """The current config of the stage whose config the checkpoint of ``step`` has; without stages, ``current_toml``.
+
+    A run in stages resumes from a checkpoint of the current stage, or from the last one of the stage before. The saved
+    config is compared with the current config of the stage that saved it. Later stages may have changed.
+
+    Raises:
+        CheckpointError: an earlier stage has changed, or this one is now shorter than ``step``.
+        OtherStageError: the checkpoint is not one from which the current stage can continue.
+    """
+    saved, current = tomli.loads(saved_toml), tomli.loads(current_toml)
+    stages = current.get("stages", [])
+    if not stages:
+        return current_toml
+    saved_stages = saved.get("stages", [])
+    saved_name = saved["job"].get("stage", "") if saved_stages else stages[0]["name"]
+    number = [table["name"] for table in saved_stages].index(saved_name) if saved_stages else 0
+    names = [table["name"] for table in saved_stages[: number + 1]] or [saved_name]
+    if names != [table["name"] for table in stages[: len(names)]]:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is of stage {saved_name!r}, after the stages {names[:-1]}, and the stages "
+            f"of this run are {[table['name'] for table in stages]}: finished stages must stay; later ones may change"
+        )
+    for earlier in range(number):
+        changed = [
+            difference
+            for difference in differences(_config_of_stage(saved, earlier), _config_of_stage(current, earlier))
+            if difference.kind in (Kind.CHANGES, Kind.IMPOSSIBLE) and difference.key not in allow_changes
+        ]
+        lengths = saved_stages[earlier]["steps"], stages[earlier]["steps"]
+        if lengths[0] != lengths[1]:
+            changed.append(Difference("steps", *lengths))
+        if changed:
+            raise CheckpointError(
+                f"stage {names[earlier]!r} is finished and cannot be changed: {_joined(changed)}. Set the old value "
+                "again, or change a later stage"
+            )
+    ends = list(itertools.accumulate(table["steps"] for table in stages))
+    finished = saved_stages and step == sum(table["steps"] for table in saved_stages[: number + 1])
+    if step > ends[number] or (finished and step != ends[number]):
+        raise CheckpointError(
+            f"stage {saved_name!r} has been trained up to step {step}, and now ends after step {ends[number]}: set its "
+            "old length again, or add a stage"
+        )
+    own = [table["name"] for table in stages].index(current["job"]["stage"])
+    if not (ends[own - 1] if own else 0) <= step <= ends[own]:
+        raise OtherStageError(step)
+    return _config_of_stage(current, number)
+
+
+def _config_of_stage(config: Mapping[str, Any], number: int) -> str:
+    """The config of a stage, from the resolved ``config`` of another one, as TOML."""
+    varying = {option for table in config["stages"] for option in set_options(table)}
+    options = {name: value for name, value in flat(config).items() if name not in varying}
+    options |= set_options(config["stages"][number])
+    options["job.stage"] = config["stages"][number]["name"]
+    return tomli_w.dumps(nested(options))
 
 
 def check_resume_compatibility(

@@ -41,6 +41,9 @@ RENAMED_KEYS = {
 """New names of renamed options by their old names, for the error message about an old name."""
 
 
+BATCH_SIZE, BATCH_SCHEDULE = "training.global_batch_size", "training.global_batch_size_schedule"
+"""A text as the value of the first option is that of the second."""
+
 IMPORT = re.compile(r"--job\.import(=|$)")
 
 TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.config_file), by section and key."
@@ -72,9 +75,15 @@ def parse(
     require_local(file, "job.config_file")
     # tyro names an option after its field, whose name cannot be a keyword of Python.
     argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
+    for number, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == f"__{BATCH_SIZE}" and "," in (value or "".join(argv[number + 1 : number + 2])):
+            argv[number] = word.replace(name, f"--{BATCH_SCHEDULE}")
     import_modules(modules_to_import(argv, file))
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
+    stages = defaults.stages  # only in the file: tables of any options are no options of the command line
+    vars(defaults).update(stages=())
     # Redirected, because tyro prints some errors even with its option console_outputs=False.
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
@@ -84,6 +93,7 @@ def parse(
     # If tyro and config_file read different paths, the values of the file would be ignored silently.
     assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
     table = to_dict(config)
+    table["stages"] = list(stages)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
     return from_toml(JobConfig, table)  # checks values of the command line as those of a file
 
@@ -210,6 +220,8 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     values, problems = {}, []
     for key, value in table.items():
         name = printable(prefix + key)
+        if name == BATCH_SIZE and isinstance(value, str):
+            key = BATCH_SCHEDULE.removeprefix(prefix)
         if key in names:
             try:
                 values[names[key]] = convert(hints[names[key]], value, name, checked)

@@ -155,6 +155,8 @@ class JobSection(Section, name="job"):
     import_: tuple[str, ...] = ()
     """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
     optimizers and other components of your own (docs/extending.md)."""
+    stage: str = ""
+    """Name of the stage that a resolved config is of; set by the trainer (docs/stages.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type to train on. auto: cuda if a GPU is available, else cpu."""
 
@@ -349,6 +351,11 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
     decay_type: Annotated[str, LR_SCHEDULES] = "cosine"
     """Shape of the decay, or a schedule that a module in job.import registers. constant: no decay, the peak learning
     rate after the warm-up."""
+    start_step: CountOrZero = 0
+    """Step after which the schedule begins; warm-up and decay are parts of the steps from there to total_steps. Set for
+    a stage with a schedule of its own."""
+    initial_lr: NotNegative = 0.0
+    """Learning rate from which the warm-up begins."""
     min_lr_factor: Fraction = 0.0
     """Minimum learning rate, as a fraction of optimizer.lr. The decay reaches it one step after the end of the
     schedule, so that no step of the schedule has a learning rate of 0."""
@@ -367,6 +374,9 @@ class TrainingConfig(Section, name="training"):
     global_batch_size: CountOrAuto = -1
     """Global batch size, in sequences, of one optimizer step. -1: local_batch_size times the data-parallel degree. A
     larger multiple of it accumulates gradients over several forward and backward passes."""
+    global_batch_size_schedule: str = ""
+    """Batch sizes by tokens, such as "256, 512 at 1B, 1024 at 10B": each is a stage (docs/stages.md). Also the value of
+    global_batch_size if that is such a text."""
     seq_len: Count = 2048
     """Sequence length, in tokens."""
     steps: Count = 10000
@@ -842,6 +852,8 @@ class JobConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    stages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    """[[stages]]: tables with a name, a length and the options that differ (docs/stages.md)."""
 
     def __post_init__(self) -> None:
         require(

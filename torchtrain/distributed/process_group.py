@@ -1,7 +1,8 @@
 """Process-group initialization: the device of each rank, rendezvous, and timeouts."""
 
 import os
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -70,19 +71,72 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def init_process_group(device: torch.device, timeout_seconds: int) -> None:
-    """Initialize the default process group: NCCL on GPUs, gloo on CPUs. Also sets the current CUDA device.
+class Rendezvous:
+    """The store through which ranks find each other; several process groups can use it, one after the other.
 
-    Rendezvous uses the environment variables of torchrun; without them the group has one rank.
-
-    Args:
-        device: the device of this rank.
-        timeout_seconds: timeout of the rendezvous and of collectives.
+    Rendezvous uses the environment variables of torchrun; without them there is one rank.
 
     Raises:
         ConfigError: the limits on open files or threads are too low for the number of ranks; a variable of torchrun
             is missing; GLOO_SOCKET_IFNAME does not name a network interface of this machine.
         StorageError: rendezvous fails, for example because other ranks do not answer in time.
+    """
+
+    def __init__(self, timeout_seconds: int) -> None:
+        self.created = time.monotonic()
+        self.timeout = timeout = timedelta(seconds=timeout_seconds)
+        env_int("RANK", 0)  # raises a ConfigError if RANK is not a number, before torch reads it
+        raise_file_limit(world_size())
+        require_threads(THREADS_PER_RANK + torch.get_num_threads())
+        check_interface()
+        self._groups = 0
+        self.store: Any = HashStore()
+        self.rank, self.size = 0, 1
+        if not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+            return
+        try:
+            self.store, self.rank, self.size = next(rendezvous("env://", timeout=timeout))
+        except ValueError as error:
+            raise ConfigError(f"{error}: start with torchrun, which sets it, or unset RANK and WORLD_SIZE") from None
+        except dist.DistError as error:
+            raise StorageError(f"rendezvous failed: {str(error).splitlines()[0]}") from None
+        self.store.set_timeout(timeout)
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # torchrun keeps the store when it restarts the ranks. Without a prefix, a rank could read the address of a
+            # dead rank from it, and wait for that. Only for one node, because nodes count restarts differently; for
+            # several nodes, see torchtrain.launch.
+            self.store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self.store)
+
+    def next_store(self) -> Any:
+        """The store for the next process group. All ranks must call it equally often."""
+        self._groups += 1
+        return PrefixStore(f"group {self._groups}", self.store)
+
+    def agree(self, key: str, ask: Callable[[], str]) -> str:
+        """The result of ``ask`` on rank 0, on all ranks. For use between process groups; each ``key`` once."""
+        if self.rank == 0:
+            self.store.set(key, ask())
+        return bytes(self.store.get(key)).decode()
+
+    def any(self, key: str, value: bool) -> bool:
+        """Whether ``value`` is true on any rank. For use between process groups; each ``key`` once. Collective."""
+        self.store.add(f"{key}: true", int(value))
+        if self.store.add(f"{key}: ranks", 1) == self.size:
+            self.store.set(f"{key}: all ranks", "")
+        self.store.wait([f"{key}: all ranks"], self.timeout)
+        return int(self.store.add(f"{key}: true", 0)) > 0
+
+
+def init_process_group(device: torch.device, timeout_seconds: int, through: Rendezvous | None = None) -> None:
+    """Initialize the default process group: NCCL on GPUs, gloo on CPUs. Also sets the current CUDA device.
+
+    Args:
+        device: the device of this rank.
+        timeout_seconds: timeout of the rendezvous and of collectives.
+        through: the rendezvous of a process that initializes several process groups; None: a new one.
+
+    Raises:
+        ConfigError, StorageError: see ``Rendezvous``.
     """
     timeout = timedelta(seconds=timeout_seconds)
     options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
@@ -93,26 +147,12 @@ def init_process_group(device: torch.device, timeout_seconds: int) -> None:
         options |= {"backend": "nccl", "device_id": device}
         # The gloo groups of a GPU run connect two ranks when they first exchange a message.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    env_int("RANK", 0)  # raises a ConfigError if RANK is not a number, before torch reads it
-    raise_file_limit(world_size())
-    require_threads(THREADS_PER_RANK + torch.get_num_threads())
-    check_interface()
-    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        try:
-            store, rank, size = next(rendezvous("env://", timeout=timeout))
-        except ValueError as error:
-            raise ConfigError(f"{error}: start with torchrun, which sets it, or unset RANK and WORLD_SIZE") from None
-        except dist.DistError as error:
-            raise StorageError(f"rendezvous failed: {str(error).splitlines()[0]}") from None
-        store.set_timeout(timeout)
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun keeps the store when it restarts the ranks. Without a prefix, a rank could read the address of a
-            # dead rank from it, and wait for that. Only for one node, because nodes count restarts differently; for
-            # several nodes, see torchtrain.launch.
-            store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(**options, store=store, rank=rank, world_size=size)
+    if through is None:
+        through = Rendezvous(timeout_seconds)
+        store = through.store
     else:
-        dist.init_process_group(**options, store=HashStore(), rank=0, world_size=1)
+        store = through.next_store()
+    dist.init_process_group(**options, store=store, rank=through.rank, world_size=through.size)
 
 
 def destroy_process_group() -> None:

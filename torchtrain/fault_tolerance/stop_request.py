@@ -34,7 +34,8 @@ class StopRequest:
     interpreter writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
     """
 
-    def __init__(self, config: FaultsConfig) -> None:
+    def __init__(self, config: FaultsConfig, since: float | None = None) -> None:
+        """``since``: when the wall-clock limit began, in ``time.monotonic()`` seconds; None: now."""
         self.config = config
         self.signal_name: str | None = None
         self.agreed = False
@@ -42,7 +43,7 @@ class StopRequest:
         self._signal_time, self._grace_end = 0.0, float("inf")
         self._response = "stopping after this step, with %.0f s for a save"
         limit = config.wall_clock_limit_minutes
-        self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
+        self._clock_deadline = (time.monotonic() if since is None else since) + 60 * limit if limit else float("inf")
 
     def __enter__(self) -> "StopRequest":
         reader, self._writer = socket.socketpair()

@@ -63,6 +63,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     gloo_group: dist.ProcessGroup
     tokens_per_step: int  # tokens of the global batch
     tokens_after: Callable[[int], int]  # the number of tokens of the run up to a step
+    stage: str = ""  # its name; empty if the run has no stages
     flops_per_token: int
     peak_flops: float | None  # of one device; None if unknown
     start_step: int
@@ -73,6 +74,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
+        self.stage_entry = {"stage": self.stage} if self.stage else {}
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
@@ -88,6 +90,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             with BestEffort("the first line of metrics.jsonl"):
                 started = {
                     "run": self.run,
+                    **self.stage_entry,
                     "ranks": dist.get_world_size(),
                     **device_info(self.device),
                     **self.description,
@@ -140,6 +143,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         line = {
             "step": step,
             "tokens": self.tokens_after(step),
+            **self.stage_entry,
             "loss": total / tokens,
             "loss_max": loss_max,
             **({} if loss.z is None else {"z_loss": z_total / tokens}),
@@ -164,7 +168,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def record_validation(self, step: int, results: dict[str, float]) -> None:
         """Write validation results, whose names begin with ``validation_``."""
         if self.writers is not None:
-            self.writers.write({"step": step, "tokens": self.tokens_after(step), **results})
+            self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
             words = [
                 f"{name.removeprefix('validation_').replace('_', ' ')} {value:,.4g}" for name, value in results.items()
             ]

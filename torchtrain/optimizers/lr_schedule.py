@@ -66,15 +66,18 @@ class LRSchedule:
     def __init__(self, config: LRSchedulerConfig, peak: float, training_steps: int):
         self.peak = peak
         self.factor: Callable[[int, SchedulePhases], float] = LR_SCHEDULES[config.decay_type]
+        self.start, self.initial = config.start_step, config.initial_lr
         self.total = training_steps if config.total_steps is None else config.total_steps
-        warmup = min(config.warmup_steps, self.total)
-        after_warmup = self.total - warmup
-        decay = after_warmup if config.decay_ratio is None else round(self.total * config.decay_ratio)
-        self.phases = SchedulePhases(warmup, self.total, min(decay, after_warmup), config.min_lr_factor)
+        length = max(0, self.total - self.start)
+        warmup = min(config.warmup_steps, length)
+        after_warmup = length - warmup
+        decay = after_warmup if config.decay_ratio is None else round(length * config.decay_ratio)
+        self.phases = SchedulePhases(warmup, length, min(decay, after_warmup), config.min_lr_factor)
 
     def rate(self, step: int) -> float:
+        step -= self.start
         if step <= self.phases.warmup:
-            return self.peak * step / self.phases.warmup
+            return self.initial + (self.peak - self.initial) * step / self.phases.warmup
         return self.peak * self.factor(step, self.phases)
 
     def apply(self, optimizer: OptimizerContainer, step: int) -> None:

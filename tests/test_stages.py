@@ -1,0 +1,518 @@
+"""Runs in stages: configs of the stages, comparison with the chain of runs by hand, kills, and edits of a run."""
+
+import os
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
+
+from torchtrain.checkpoint.resume_compatibility import (
+    OtherStageError,
+    check_resume_compatibility,
+    config_of_saved_stage,
+)
+from torchtrain.config.parse import from_text, parse, to_toml
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.stages import stage_configs, tokens_after
+from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.llama import TransformerConfig
+from torchtrain.models.spec import DecoderConfig
+from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.stages import resolve_stages, stage_of_step
+
+MODEL = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
+BASE = """
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+decay_type = "constant"
+[training]
+local_batch_size = 1
+global_batch_size = 4
+seq_len = 32
+"""
+THREE = """
+[[stages]]
+name = "main"
+steps = 10
+[[stages]]
+name = "long"
+tokens = "2K"
+[stages.training]
+seq_len = 64
+[stages.model.shape]
+rope_theta = 20000
+[[stages]]
+name = "decay"
+steps = 4
+[stages.training]
+global_batch_size = 2
+[stages.lr_scheduler]
+decay_type = "linear"
+"""
+
+
+def resolve_one(config: JobConfig) -> tuple[JobConfig, DecoderConfig]:
+    return resolve_layout(config, MODEL, 1)[0], MODEL
+
+
+def resolved(text: str) -> list[JobConfig]:
+    return resolve_stages(from_text(text, "test.toml"), resolve_one)
+
+
+def lr_of(config: JobConfig, step: int) -> float:
+    return LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps).rate(step)
+
+
+# The configs of the stages
+
+
+def test_stages_have_their_options_and_absolute_last_steps() -> None:
+    main, long, decay = resolved(BASE + THREE)
+    assert [config.job.stage for config in (main, long, decay)] == ["main", "long", "decay"]
+    assert [config.training.steps for config in (main, long, decay)] == [10, 18, 22]  # 2000 tokens: 8 steps of 256
+    assert [config.training.seq_len for config in (main, long, decay)] == [32, 64, 32]
+    assert [config.training.global_batch_size for config in (main, long, decay)] == [4, 4, 2]
+    assert [config.model.shape.rope_theta for config in (main, long, decay)] == [None, 20000.0, None]
+    assert tokens_after(long, 5) == 5 * 128
+    assert tokens_after(decay, 22) == tokens_after(main, 22) == 10 * 128 + 8 * 256 + 4 * 64
+
+
+def test_schedule_of_a_stage_begins_at_the_last_rate_of_the_one_before() -> None:
+    main, long, decay = resolved(BASE + THREE)
+    assert [lr_of(main, step) for step in (1, 2, 10)] == [0.005, 0.01, 0.01]
+    assert lr_of(long, 18) == 0.01
+    assert [lr_of(decay, step) for step in range(19, 23)] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    warm = THREE + "warmup_steps = 2\nmin_lr_factor = 1.0\n[stages.optimizer]\nlr = 0.03\n"
+    assert [lr_of(resolved(BASE + warm)[2], step) for step in (19, 20, 21, 22)] == pytest.approx(
+        [0.02, 0.03, 0.03, 0.03]
+    )
+
+
+def test_schedule_outside_of_the_stages_spans_all() -> None:
+    text = BASE.replace('"constant"', '"linear"') + THREE.replace('[stages.lr_scheduler]\ndecay_type = "linear"\n', "")
+    configs = resolved(text)
+    whole = LRSchedule(configs[0].lr_scheduler, 0.01, 22)
+    assert [whole.rate(step) for step in (2, 22)] == [0.01, pytest.approx(0.01 / 20)]
+    assert all(lr_of(config, step) == whole.rate(step) for config in configs for step in range(1, 23))
+
+
+def test_config_of_any_stage_is_the_config_of_the_run() -> None:
+    configs = resolved(BASE + THREE)
+    for config in configs:
+        again = resolve_stages(from_text(to_toml(config), "config.toml"), resolve_one)
+        assert [to_toml(other) for other in again] == [to_toml(other) for other in configs]
+
+
+def test_sources_keep_their_numbers_and_positions() -> None:
+    text = (
+        BASE
+        + """
+[data]
+path = "a"
+text_column = "content"
+[[stages]]
+name = "one"
+steps = 1
+[[stages]]
+name = "two"
+steps = 1
+[stages.data]
+sources = [{path = "b", weight = 2.0}]
+[[stages]]
+name = "three"
+steps = 1
+[stages.data]
+sources = [{path = "c"}, {path = "a", text_column = "content"}]
+"""
+    )
+    mixes = [[(source.path, source.weight) for source in config.data.sources] for config in resolved(text)]
+    assert mixes == [[("a", 1.0)], [("a", 0.0), ("b", 2.0)], [("a", 1.0), ("b", 0.0), ("c", 1.0)]]
+
+
+def test_batch_sizes_by_tokens_are_stages() -> None:
+    text = BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K, 16 at 3K"\ntokens = "10K"')
+    configs = resolved(text)
+    assert [config.training.global_batch_size for config in configs] == [4, 8, 16]
+    assert [config.training.steps for config in configs] == [8, 16, 30]  # 1000 / 128; 2000 / 256; 6928 / 512
+    assert tokens_after(configs[2], 30) >= 10_000 > tokens_after(configs[2], 29)
+    option = ["--training.global_batch_size", "4, 8 at 1K", "--training.steps", "20", "--training.seq_len", "32"]
+    assert [config.training.global_batch_size for config in stage_configs(parse(option))] == [4, 8]
+
+
+def one(table: str, **replaced: str) -> str:
+    text = BASE + THREE.replace('[[stages]]\nname = "decay"\nsteps = 4\n', '[[stages]]\nname = "decay"\n' + table, 1)
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            "steps = 4\nmodel.shape.dim = 8",
+            "stages[2] (decay): model.shape.dim must not differ between stages: the model",
+        ),
+        ('steps = 4\nmodel.flavor = "8B"', "stages[2] (decay): model.flavor must not differ between stages"),
+        ('steps = 4\noptimizer.name = "muon"', "optimizer.name must not differ between stages: another optimizer has"),
+        ("steps = 4\noptimizer.groups = []", "optimizer.groups must not differ between stages"),
+        ('steps = 4\noptimizer.state_dtype = "bfloat16"', "optimizer.state_dtype must not differ between stages: the"),
+        (
+            "steps = 4\nmup.base_dim = 8",
+            "mup.base_dim must not differ between stages: the initial weights depend on it",
+        ),
+        ("steps = 4\nema.enable = true", "ema.enable must not differ between stages: the averages begin with the run"),
+        ("steps = 4\ndata.streams = 8", "data.streams must not differ between stages: the position in streamed data"),
+        ('steps = 4\njob.dump_folder = "x"', "job.dump_folder must not differ between stages: it is an option of the"),
+        ("steps = 4\ncheckpoint.enable = false", "checkpoint.enable must not differ between stages: it is an option"),
+        ("steps = 4\nfaults.max_bad_steps = 1", "faults.max_bad_steps must not differ between stages: it is an option"),
+        (
+            "steps = 4\nlr_scheduler.total_steps = 1",
+            "lr_scheduler.total_steps must not differ between stages: the sched",
+        ),
+        ("steps = 4\nlr_scheduler.start_step = 1", "lr_scheduler.start_step must not differ between stages"),
+        ("steps = 4\nlr_scheduler.initial_lr = 1", "lr_scheduler.initial_lr must not differ between stages"),
+        ("steps = 4\nlr_scheduler.total_tokens = '1K'", "lr_scheduler.total_tokens must not differ between stages"),
+        ("steps = 0", "stages[2] (decay): steps = 0 must be an integer of at least 1"),
+        ('steps = 4\ntokens = "1B"', "stages[2] (decay): steps = 4 and tokens = '1B' exclude each other"),
+        ('tokens = "many"', "stages[2] (decay): training.tokens = 'many' must be a number of tokens"),
+        ("", "stages[2] (decay): set its length, or training.tokens or training.steps"),
+        ("steps = 4\ndata.wieght = 1", "stages[2] (decay): data.wieght is not a known key; did you mean 'data.weight'"),
+        ("steps = 4\nvalidation.steps = 0", "stages[2] (decay): validation.steps = 0 must be -1 or at least 1"),
+    ],
+)
+def test_options_that_must_not_differ_are_rejected(table: str, message: str) -> None:
+    text = BASE + THREE.split('[[stages]]\nname = "decay"')[0] + f'[[stages]]\nname = "decay"\n{table}\n'
+    with pytest.raises(ConfigError) as error:
+        resolved(text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "long"', 'name = "main"', "stages[0] (main): another stage has this name"),
+        ('name = "long"', "name = 3", "stages[1] (3): name must be a text"),
+        ("steps = 10", "", "stages[0] (main): set its length, steps or tokens; only the last stage may lack it"),
+        (
+            "seq_len = 32",
+            "seq_len = 32\nseed = 1\nsteps = 7",
+            "training.steps = 7 and the steps of the last stage exclude",
+        ),
+        (
+            "warmup_steps = 2",
+            "warmup_steps = 2\ntotal_steps = 9",
+            "lr_scheduler.total_steps = 9 does not go with stages",
+        ),
+        (
+            "[optimizer]",
+            "[checkpoint]\nenable = false\n[optimizer]",
+            "checkpoint.enable = false does not go with stages",
+        ),
+        ("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"', "and [[stages]] exclude each other"),
+        (
+            "seq_len = 64",
+            "seq_len = 64\nglobal_batch_size = 9\nlocal_batch_size = 2",
+            "stage 'long': training.global_batch",
+        ),
+        (
+            'decay_type = "constant"',
+            'decay_type = "linear"\ndecay_tokens = "1K"',
+            "lr_scheduler.decay_tokens = '1K' does",
+        ),
+    ],
+)
+def test_invalid_stages_are_rejected(old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved((BASE + THREE).replace(old, new, 1))
+    assert message in str(error.value)
+
+
+def test_errors_of_all_stages_are_in_one_message() -> None:
+    text = BASE + THREE.replace("seq_len = 64", "seed = 1").replace("global_batch_size = 2", "seed = 2")
+    with pytest.raises(ConfigError) as error:
+        resolved(text)
+    assert "stages[1] (long): training.seed must not differ" in str(error.value)
+    assert "stages[2] (decay): training.seed must not differ" in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", ["4, 8", "4 at 1K", "4, 8 at 2K, 16 at 1K", "four", "4,, 8 at 1K", "4, 8 at 20x"])
+def test_invalid_batch_sizes_by_tokens_are_rejected(sizes: str) -> None:
+    text = BASE.replace("global_batch_size = 4", f'global_batch_size = "{sizes}"\nsteps = 20')
+    with pytest.raises(ConfigError, match="must be batch sizes with increasing numbers of tokens, from which on each"):
+        resolved(text)
+
+
+def test_run_that_ends_before_its_last_stage_is_rejected() -> None:
+    text = BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"\nsteps = 8')
+    with pytest.raises(
+        ConfigError, match=r"training.steps = 8 ends before the last stage, 'batch 8', begins \(after step 8"
+    ):
+        resolved(text)
+
+
+# Resume
+
+
+def check(saved: JobConfig, current: JobConfig, step: int) -> list[str]:
+    now = config_of_saved_stage(to_toml(saved), to_toml(current), step, ())
+    return check_resume_compatibility(to_toml(saved), now, ())
+
+
+def test_edited_future_is_accepted() -> None:
+    before = resolved(BASE + THREE)
+    longer = (BASE + THREE).replace("steps = 4", "steps = 9").replace("rope_theta = 20000", "rope_theta = 30000")
+    more = longer + '[[stages]]\nname = "last"\nsteps = 1\n'
+    after = resolved(more)
+    for step in (6, 10):
+        lines = check(before[0], after[stage_of_step(after, step)], step)
+        assert all(line.startswith("config differs from the checkpoint's (harmless): stages = ") for line in lines)
+    longer_now = resolved((BASE + THREE).replace("steps = 10", "steps = 12"))
+    check(before[0], longer_now[0], 6)  # the stage under way, too
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps = 10", "steps = 12", "stage 'main' is finished and cannot be changed: steps = 12 (checkpoint: 10)"),
+        ("steps = 10", "steps = 10\nz = 1", ""),
+        (
+            'name = "main"',
+            'name = "first"',
+            "after the stages ['main'], and the stages of this run are ['first', 'long'",
+        ),
+    ],
+)
+def test_edited_past_is_rejected(old: str, new: str, message: str) -> None:
+    before = resolved(BASE + THREE)
+    text = (BASE + THREE).replace(old, new.replace("z = 1", "training.z_loss_weight = 0.1"))
+    message = message or "'main' is finished and cannot be changed: training.z_loss_weight = 0.1 (checkpoint: 0.0)"
+    after = resolved(text)
+    with pytest.raises(CheckpointError) as error:
+        check(before[1], after[1], 14)
+    assert message in str(error.value)
+
+
+def test_option_of_the_stage_under_way_is_compared_as_in_any_run() -> None:
+    before, after = (resolved((BASE + THREE).replace("20000", base)) for base in ("20000", "30000"))
+    with pytest.raises(CheckpointError, match=r"model.shape.rope_theta = 30000.0 \(checkpoint: 20000.0\)"):
+        check(before[1], after[1], 14)
+    with pytest.raises(CheckpointError, match=r"stage 'main' has been trained up to step 6, and now ends after step 5"):
+        check(before[0], resolved((BASE + THREE).replace("steps = 10", "steps = 5"))[1], 6)
+
+
+def test_checkpoint_of_another_stage_is_not_resumed_from() -> None:
+    stages = resolved(BASE + THREE)
+    for number, step in ((1, 9), (2, 10), (0, 11)):
+        with pytest.raises(OtherStageError):
+            check(stages[stage_of_step(stages, step - 1)], stages[number], step)
+
+
+# Runs
+
+SHAPE = replace(TINY, n_kv_heads=2)  # for tensor parallelism
+OPTIONS = {
+    "float32": [],
+    "bfloat16": ["--training.mixed_precision_param", "bfloat16"],
+    "adamw": [],
+    "muon": ["--optimizer.name", "muon", "--ema.enable"],
+    "one rank": [],
+    "shard 2 x tensor 2": ["--parallelism.tensor_parallel_degree", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("sources")
+    a = write_jsonl(folder / "a.jsonl", DOCUMENTS)
+    b = write_prepared(folder / "b", write_jsonl(folder / "b.jsonl", [text[::-1] for text in DOCUMENTS]))
+    return {"a": a, "b": b, "c": write_jsonl(folder / "c.jsonl", DOCUMENTS[:30])}
+
+
+def mix(sources: dict[str, str], letters: str) -> str:
+    tables = ", ".join(f'{{path = "{sources[letter]}", weight = {n + 1}}}' for n, letter in enumerate(letters))
+    return f"sources = [{tables}]"
+
+
+def staged_config(folder: Path, sources: dict[str, str], lengths: tuple[int, int, int] = (3, 3, 3)) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    main, long, decay = lengths
+    file = folder / "staged.toml"
+    file.write_text(
+        f"{CONFIG.replace('steps = 8', '')}\n"
+        f'[[stages]]\nname = "main"\nsteps = {main}\n[stages.data]\n{mix(sources, "ab")}\n'
+        f'[[stages]]\nname = "long"\nsteps = {long}\n[stages.data]\n{mix(sources, "abc")}\n'
+        "[stages.training]\nseq_len = 64\n[stages.model.shape]\nrope_theta = 20000.0\n"
+        f'[[stages]]\nname = "decay"\nsteps = {decay}\n[stages.data]\n{mix(sources, "abc")}\n'
+        '[stages.training]\nglobal_batch_size = 2\n[stages.lr_scheduler]\ndecay_type = "linear"\n'
+    )
+    return file
+
+
+def run_by_hand(folder: Path, sources: dict[str, str], options: list[str], ranks: int) -> None:
+    """The chain of runs: the same command three times, with other options and what may change."""
+    allowed = ["data.sources", "training.seq_len", "training.global_batch_size", "model.shape.rope_theta"]
+    allowed += [
+        f"lr_scheduler.{key}" for key in ("decay_type", "total_steps", "start_step", "initial_lr", "warmup_steps")
+    ]
+    of_stages = [
+        ("ab", "", ["--training.steps", "3", "--lr_scheduler.total_steps", "9"]),
+        *(("abc", "", ["--training.steps", "6", "--lr_scheduler.total_steps", "9", "--training.seq_len", "64"]),),
+        ("abc", "", ["--training.steps", "9", "--training.global_batch_size", "2"]),
+    ]
+    of_stages[1][2].extend(["--model.shape.rope_theta", "20000"])
+    decay = [
+        "--lr_scheduler.decay_type",
+        "linear",
+        "--lr_scheduler.start_step",
+        "6",
+        "--lr_scheduler.initial_lr",
+        "0.01",
+    ]
+    of_stages[2][2].extend([*decay, "--lr_scheduler.warmup_steps", "0"])
+    for letters, _, own in of_stages:
+        folder.mkdir(exist_ok=True)
+        file = folder / "by_hand.toml"
+        file.write_text(f"{CONFIG}\n[data]\n{mix(sources, letters)}\n")
+        arguments = ["--job.config_file", str(file), *options, *own, "--checkpoint.allow_changes", *allowed]
+        finish(folder, *arguments, ranks=ranks, shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "optimizer"),
+    [
+        ("one rank", "float32", "adamw"),
+        *(
+            pytest.param(layout, dtype, optimizer, marks=pytest.mark.slow)
+            for layout in ("one rank", "shard 2 x tensor 2")
+            for dtype in ("float32", "bfloat16")
+            for optimizer in ("adamw", "muon")
+            if (layout, dtype, optimizer) != ("one rank", "float32", "adamw")
+        ),
+    ],
+)
+def test_stages_are_the_chain_of_runs_by_hand(
+    tmp_path: Path, sources: dict[str, str], layout: str, dtype: str, optimizer: str
+) -> None:
+    options = [*OPTIONS[layout], *OPTIONS[dtype], *OPTIONS[optimizer]]
+    ranks = 1 if layout == "one rank" else 4
+    config = staged_config(tmp_path / "staged", sources)
+    output = finish(tmp_path / "staged", "--job.config_file", str(config), *options, ranks=ranks, shape=SHAPE)
+    run_by_hand(tmp_path / "by_hand", sources, options, ranks)
+    for step in (2, 3, 4, 6, 8, 9):
+        ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("staged", "by_hand"))
+        assert same_tensors(ours, theirs), f"step {step}"
+    assert logged_losses(tmp_path / "staged") == logged_losses(tmp_path / "by_hand")
+    lines = [line for line in read_metrics(tmp_path / "staged") if "loss" in line]
+    assert [line["stage"] for line in lines] == ["main"] * 3 + ["long"] * 3 + ["decay"] * 3
+    assert [line["tokens"] for line in lines] == [128, 256, 384, 640, 896, 1152, 1216, 1280, 1344]
+    assert "stage 'long' (2 of 3): steps 4 to 6, 4 sequences of 64 tokens a step" in output
+
+
+class KillAtBorder(AbstractContextManager[None]):
+    """Ends the process without cleanup between two stages."""
+
+    def __enter__(self) -> None:
+        self.patch = patch("torchtrain.stages._release_memory", lambda _: os._exit(9))
+        self.patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.stop()
+
+
+def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_one(
+    tmp_path: Path, sources: dict[str, str]
+) -> None:
+    """With exact sums bitwise, also on other numbers of ranks."""
+    exact = ["--training.sums", "exact"]
+    config = staged_config(tmp_path / "whole", sources)
+    finish(tmp_path / "whole", "--job.config_file", str(config), *exact, ranks=1)
+    config = staged_config(tmp_path / "killed", sources)
+    options = ["--job.config_file", str(config), *exact]
+    for ranks in (2, 1):  # after the first stage, then after the second
+        run = ForkedRun(tmp_path / "killed", *options, ranks=ranks, hook=KillAtBorder)
+        assert run.wait() == [9] * ranks, run.output()
+    finish(tmp_path / "killed", *options, ranks=2)
+    for step in (3, 6, 9):
+        ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("killed", "whole"))
+        assert same_tensors(ours, theirs), f"step {step}"
+    assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "whole")
+
+
+def test_damaged_checkpoint_leads_back_to_the_stage_before(tmp_path: Path, sources: dict[str, str]) -> None:
+    config = staged_config(tmp_path, sources, (3, 1, 1))
+    options = ["--job.config_file", str(config)]
+    finish(tmp_path, *options, ranks=1)
+    before = saved_tensors(tmp_path, 5)
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    (file,) = (tmp_path / "checkpoint/step-5").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    output = finish(tmp_path, *options, ranks=1)
+    assert "resumed from" in output
+    assert (tmp_path / "checkpoint/step-5.damaged").is_dir()
+    assert same_tensors(saved_tensors(tmp_path, 5), before)
+
+
+def test_run_is_edited_and_extended(tmp_path: Path, sources: dict[str, str]) -> None:
+    config = staged_config(tmp_path, sources, (2, 1, 1))
+    options = ["--job.config_file", str(config)]
+    finish(tmp_path, *options, ranks=1)
+    config.write_text(config.read_text() + '[[stages]]\nname = "more"\nsteps = 2\n')
+    finish(tmp_path, *options, ranks=1)
+    assert list(logged_losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    config.write_text(config.read_text().replace("20000.0", "10.0"))
+    run = ForkedRun(tmp_path, *options, ranks=1)
+    assert run.wait() == [CheckpointError.exit_code]
+    assert "stage 'long' is finished and cannot be changed: model.shape.rope_theta = 10.0" in run.output()
+
+
+def kills(folder: Path, options: list[str], steps: list[int], layouts: list[int]) -> None:
+    for step, ranks in zip(steps, layouts, strict=True):
+        run = ForkedRun(folder, *options, ranks=ranks)
+        run.wait_for(lambda: max(logged_losses(folder), default=0) >= step)  # noqa: B023
+        run.end()
+
+
+@pytest.mark.slow
+def test_run_killed_ten_times_on_three_numbers_of_ranks(tmp_path: Path, sources: dict[str, str]) -> None:
+    exact = ["--training.sums", "exact", "--checkpoint.interval", "1"]
+    lengths = (6, 6, 6)
+    config = staged_config(tmp_path / "whole", sources, lengths)
+    finish(tmp_path / "whole", "--job.config_file", str(config), *exact, ranks=1)
+    config = staged_config(tmp_path / "killed", sources, lengths)
+    options = ["--job.config_file", str(config), *exact]
+    kills(tmp_path / "killed", options, [1, 3, 4, 6, 8, 10, 12, 13], [2, 1, 2, 1, 2, 1, 2, 1])
+    finish(tmp_path / "killed", *options, ranks=2)
+    assert same_tensors(saved_tensors(tmp_path / "killed", 18), saved_tensors(tmp_path / "whole", 18))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, []),
+        (4, ["--parallelism.tensor_parallel_degree", "2"]),
+        (2, ["--parallelism.context_parallel_degree", "2"]),
+        (4, ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2"]),
+        (2, ["--parallelism.tensor_parallel_degree", "2"]),
+    ],
+)
+def test_losses_are_those_of_one_rank(tmp_path: Path, sources: dict[str, str], ranks: int, layout: list[str]) -> None:
+    config = staged_config(tmp_path / "one", sources)
+    config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 8"))
+    finish(tmp_path / "one", "--job.config_file", str(config), ranks=1, shape=SHAPE)
+    finish(tmp_path / "other", "--job.config_file", str(config), *layout, ranks=ranks, shape=SHAPE)
+    expected: Any = logged_losses(tmp_path / "one")
+    assert logged_losses(tmp_path / "other") == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,230 @@
+"""Run in stages: a trainer for each, which resumes from the last checkpoint of the stage before.
+
+A stage is the run that one would start by hand from that checkpoint with the options of the stage, bitwise. So nothing
+but checkpoints passes from one to the next: each stage has its own process groups, model and data loader.
+"""
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtrain.checkpoint.resume_compatibility import OtherStageError
+from torchtrain.checkpoint.storage import checkpoint_storage
+from torchtrain.config.parse import to_dict
+from torchtrain.config.schema import JobConfig, flat
+from torchtrain.config.stages import nested, set_options, stage_configs
+from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps
+from torchtrain.datasets.order import number_of_readers
+from torchtrain.distributed.process_group import Rendezvous, destroy_process_group, pick_device, world_size
+from torchtrain.errors import CheckpointError, ConfigError, StoppedError
+from torchtrain.logging import logger
+from torchtrain.metrics.writers import has_validation
+from torchtrain.models.spec import DecoderConfig, count_parameters
+from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.trainer import Trainer, resolve, validate
+
+Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
+
+
+def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
+    """The resolved config of each stage: ``training.steps`` is its last step, counted from the beginning of the run.
+
+    Each also holds ``stages``, in which every table sets all options that differ between any two stages: so the config
+    of any stage is the config of the run.
+
+    Args:
+        resolve_one: resolves the config of one stage, apart from the others; also returns the config of its model.
+
+    Raises:
+        ConfigError: the options of any stage are invalid; one message for all stages.
+    """
+    configs, problems = stage_configs(config), []
+    resolved: list[tuple[JobConfig, DecoderConfig]] = []
+    for own in configs:
+        try:
+            resolved.append(resolve_one(own))
+        except ConfigError as error:
+            problems.append(f"stage {own.job.stage!r}: {error}")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    if config.job.stage:
+        return [replace(own, stages=config.stages) for own, _ in resolved]
+    tables = config.stages or tuple({} for _ in configs)
+    ends = _last_steps(config, resolved)
+    finished: list[JobConfig] = []
+    for number, (own, _) in enumerate(resolved):
+        before = finished[-1] if finished else None
+        is_last = number == len(resolved) - 1
+        own = _with_schedule(config, own, tables[number], before, ends[number], ends[-1], resolved[0][0])
+        training = replace(own.training, steps=ends[number])
+        checkpoint = replace(own.checkpoint, last_save_in_hf=own.checkpoint.last_save_in_hf and is_last)
+        finished.append(replace(own, training=training, checkpoint=checkpoint))
+    _check_streams(finished)
+    return _with_tables(finished, ends)
+
+
+def _last_steps(config: JobConfig, resolved: Sequence[tuple[JobConfig, DecoderConfig]]) -> list[int]:
+    """The last step of each stage, counted from the beginning of the run."""
+    ends: list[int] = []
+    step, tokens = 0, 0
+    for number, (own, model) in enumerate(resolved):
+        per_step, length = own.training.global_batch_size * own.training.seq_len, own.training.steps
+        has_length = not config.stages or {"steps", "tokens"} & config.stages[number].keys()
+        if number == len(resolved) - 1 and (not has_length or not config.stages):
+            if config.training.tokens:
+                left = parse_tokens(config.training.tokens, partial(count_parameters, model)) - tokens
+                length = tokens_to_steps(left, per_step) if left > 0 else 0
+            else:
+                length = config.training.steps - step
+            if length <= 0:
+                given = config.training.tokens or config.training.steps
+                name = "tokens" if config.training.tokens else "steps"
+                raise ConfigError(
+                    f"training.{name} = {given!r} ends before the last stage, {own.job.stage!r}, begins (after step "
+                    f"{step}, {format_tokens(tokens)} tokens); raise it, or shorten the stages"
+                )
+        step, tokens = step + length, tokens + length * per_step
+        ends.append(step)
+    return ends
+
+
+def _with_schedule(
+    config: JobConfig,
+    own: JobConfig,
+    table: dict[str, object],
+    before: JobConfig | None,
+    end: int,
+    last_step: int,
+    first: JobConfig,
+) -> JobConfig:
+    """``own``, the config of a stage, with its learning-rate schedule: one of its own, or that of the whole run."""
+    if "lr_scheduler" not in table:
+        schedule = replace(own.lr_scheduler, total_steps=last_step)
+        if config.lr_scheduler.warmup_tokens:  # the warm-up is at the beginning of the run
+            schedule = replace(schedule, warmup_steps=first.lr_scheduler.warmup_steps)
+        return replace(own, lr_scheduler=schedule)
+    start, rate, optimizer = 0, 0.0, own.optimizer
+    if before is not None:
+        start = before.training.steps
+        rate = LRSchedule(before.lr_scheduler, before.optimizer.lr, start).rate(start)
+        if "optimizer.lr" not in set_options(table):
+            if rate == 0:
+                raise ConfigError(
+                    f"stage {own.job.stage!r} begins at the last learning rate of the stage before, which is 0; set "
+                    "stages.optimizer.lr, or lr_scheduler.min_lr_factor of the stage before"
+                )
+            optimizer = replace(optimizer, lr=rate)
+    schedule = replace(own.lr_scheduler, start_step=start, total_steps=end, initial_lr=rate)
+    return replace(own, lr_scheduler=schedule, optimizer=optimizer)
+
+
+def _check_streams(configs: Sequence[JobConfig]) -> None:
+    """Raise ConfigError if data are streamed by another number of readers in another stage."""
+    for before, own in itertools.pairwise(configs):
+        old, new = (number_of_readers(of.data.streams, of.training.global_batch_size) for of in (before, own))
+        streamed = [source.name for source in before.data.all if source.name and not source.download]
+        if streamed and old != new:
+            raise ConfigError(
+                f"stage {own.job.stage!r}: {streamed[0]} is streamed in {new} streams with training.global_batch_size "
+                f"= {own.training.global_batch_size}, and in {old} in the stage before, whose positions it continues: "
+                "set data.streams to a number that divides all batch sizes, or download or prepare the data"
+            )
+
+
+def _with_tables(configs: Sequence[JobConfig], ends: Sequence[int]) -> list[JobConfig]:
+    options = [flat({key: value for key, value in to_dict(own).items() if key != "stages"}) for own in configs]
+    names = sorted({name for of_stage in options for name in of_stage})
+    varying = [
+        name
+        for name in names
+        if name != "job.stage" and any(of_stage.get(name) != options[0].get(name) for of_stage in options)
+    ]
+    tables = []
+    for number, (own, of_stage) in enumerate(zip(configs, options, strict=True)):
+        length = ends[number] - (ends[number - 1] if number else 0)
+        values = nested({name: of_stage[name] for name in varying if name in of_stage})
+        tables.append({"name": own.job.stage, "steps": length, **values})
+    return [replace(own, stages=tuple(tables)) for own in configs]
+
+
+def train_in_stages(config: JobConfig, build: Callable[[JobConfig, Rendezvous], Trainer]) -> int:
+    """Train all stages of ``config`` that are not finished; returns the exit code of the process.
+
+    ``build`` makes the trainer of a stage.
+    """
+    device = pick_device(config.job.device)
+
+    def resolve_and_validate(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
+        own, _, model_config, dims = resolve(own, world_size())
+        validate(own, device, dims, model_config)
+        return own, model_config
+
+    stages = resolve_stages(config, resolve_and_validate)
+    rendezvous = Rendezvous(config.comm.init_timeout_seconds)
+    number = int(rendezvous.agree("first stage", lambda: str(_stage_to_begin(stages))))
+    while True:
+        stage = stages[number]
+        first = stages[number - 1].training.steps + 1 if number else 1
+        logger.info(
+            "stage %r (%d of %d): steps %d to %d, %d sequences of %d tokens a step",
+            *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),
+            *(stage.training.global_batch_size, stage.training.seq_len),
+        )
+        try:
+            trainer = build(stage, rendezvous)
+        except OtherStageError as error:  # the newest checkpoints are damaged, or checkpoint.load_step is set
+            number = stage_of_step(stages, error.step)
+            destroy_process_group()
+            _release_memory(stage)
+            continue
+        if trainer.step < first - 1:
+            raise CheckpointError(f"the checkpoints of stage {stages[number - 1].job.stage!r} have disappeared")
+        code, step = trainer.train(), trainer.step
+        stopped = rendezvous.any(f"stop after stage {number}", trainer.stop.signal_name is not None)
+        stopped = stopped or trainer.stop.agreed
+        del trainer
+        _release_memory(stage)
+        if code or number == len(stages) - 1:
+            return code
+        if step < stage.training.steps:
+            logger.warning(
+                "the data of stage %r ended at step %d of %d: later stages are not trained. Set data.when_exhausted = "
+                "'repeat', give more data, or shorten the stage",
+                *(stage.job.stage, step, stage.training.steps),
+            )
+            return code
+        if stopped:
+            return StoppedError().exit_code
+        number += 1
+
+
+def stage_of_step(stages: Sequence[JobConfig], step: int) -> int:
+    """The stage that continues from the checkpoint of ``step``; the last one if that is the end of the run."""
+    return next((number for number, own in enumerate(stages) if step < own.training.steps), len(stages) - 1)
+
+
+def _stage_to_begin(stages: Sequence[JobConfig]) -> int:
+    """The stage to continue with, by the names of the checkpoints. Called on rank 0."""
+    load_step = stages[0].checkpoint.load_step
+    saved = checkpoint_storage(stages[0]).steps()
+    step = max([0, *saved]) if load_step == -1 else load_step
+    number = stage_of_step(stages, step)
+    metrics = Path(stages[0].job.dump_folder) / "metrics.jsonl"
+    ended = number and stages[number - 1].training.steps == step
+    if ended and stages[number - 1].validation.enable and not has_validation(metrics, step):
+        return number - 1  # the run was stopped between the last save of the stage and its validation
+    return number
+
+
+def _release_memory(stage: JobConfig) -> None:
+    """Free what the trainer of ``stage`` has left, before the next one allocates."""
+    gc.collect()
+    if stage.compile.enable:
+        torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
