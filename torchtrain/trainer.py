@@ -51,10 +51,12 @@ from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
 from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.loss_by_source import LossBySource, source_labels
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.report import report_end
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
+from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
@@ -190,6 +192,10 @@ class Trainer:
             before_update=self.checkpointer.before_update,
             ema=self.ema,
         )
+        if config.metrics.enable_loss_by_source:
+            by_source = LossBySource(source_labels(config.data), self.model.loss, mesh.loss.get_group(), device)
+            self.train_step.hooks.append(by_source)
+            self.metrics.step_metrics.append(by_source.metrics)
         self.validator: Validator | None = None
         if config.validation.enable:
             self.validator = Validator(
@@ -398,34 +404,6 @@ class Trainer:
         """Shorten the timeouts after the first step, which may be slow because it compiles and connects the ranks."""
         self.watchdog.set_timeout_after_first_step(self.config.comm.train_timeout_seconds, self.device)
         set_timeout(self.watchdog.timeout_seconds + REPORT_SECONDS, longer=[self.checkpointer.group])
-
-
-class StepHook:
-    """Base class of hooks that observe train steps. Override methods and append an instance to ``TrainStep.hooks``.
-
-    A hook must not modify what it observes. It may call collectives if all ranks have the hook.
-    """
-
-    def before_step(self, step: int, batch: Batch) -> None:
-        """Called with the number of the step, counted from 1, and this rank's rows of the global batch."""
-
-    def before_forward_backward(self, batch: Batch) -> None:
-        """Called before the first microbatch, and again if the gradient reducer asks to recompute the step."""
-
-    def before_microbatch(self, index: int) -> None:
-        """Called before forward and backward of a microbatch (under pipeline parallelism: of one schedule run)."""
-
-    def after_backward(self) -> None:
-        """Called after the last microbatch's backward, when gradients may not yet be scaled or reduced."""
-
-    def after_gradients(self) -> None:
-        """Called when ``parameter.grad`` holds the gradient of the global batch's loss, before clipping."""
-
-    def after_update(self) -> None:
-        """Called after the optimizer step, before the gradients are freed."""
-
-    def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:
-        """Called at the end of the step."""
 
 
 @dataclass(eq=False)

@@ -96,8 +96,12 @@ def train(
     steps: int = STEPS,
     document_start: int | None = None,
     batch: Callable[[int, int, int], Tensor] = global_batch,
+    attach: Callable[[TrainStep], None] = lambda _: None,
 ) -> Curve:
-    """Train on this process group. Rows have different numbers of masked labels, to detect a mean of means."""
+    """Train on this process group. Rows have different numbers of masked labels, to detect a mean of means.
+
+    Their sources are 0, 1, 2, 0 and so on. ``attach`` is called before the first step, to add hooks.
+    """
     model = build(config, shape)
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
@@ -115,6 +119,7 @@ def train(
     if config.debug.fingerprint_steps:
         sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
         train_step.hooks.append(FingerprintHook(sized, model))
+    attach(train_step)
     degrees = model.mesh.degrees
     losses, grad_norms, z_losses = [], [], []
     for step in range(1, steps + 1):
@@ -125,7 +130,8 @@ def train(
         rows = len(windows) // degrees.batch
         start = degrees.batch_rank(dist.get_rank()) * rows
         local_rows = slice(start, start + rows)
-        loss, grad_norm = train_step(step, Batch(windows[local_rows, :-1], labels[local_rows]))
+        sources = torch.arange(len(windows))[local_rows] % 3
+        loss, grad_norm = train_step(step, Batch(windows[local_rows, :-1], labels[local_rows], sources=sources))
         losses.append(global_mean(loss, model.mesh))
         grad_norms.append(grad_norm.item())
         if loss.z is not None:

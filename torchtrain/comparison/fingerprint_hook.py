@@ -10,11 +10,11 @@ from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder, reco
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import BestEffort
+from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.parallel_model import ParallelModel
-from torchtrain.trainer import StepHook
 
 
 class FingerprintHook(StepHook):

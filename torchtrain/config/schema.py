@@ -747,6 +747,8 @@ class MetricsConfig(Section, name="metrics"):
     enable_wandb: bool = False
     """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
     folder."""
+    enable_loss_by_source: bool = False
+    """Log the training loss and the tokens of each source of [data] in the steps that are logged."""
     enable_report: bool = True
     """At the end of the run, write report.md to the dump folder: results and, if matplotlib is installed (pip install
     'torchtrain[plot]'), curves."""

@@ -29,11 +29,13 @@ class Batch:
     ``labels[r, t]`` is the token that follows ``tokens[r, t]``, or -100 where there is none. Both are int64 of shape
     (rows, seq_len). ``label_bytes`` has the same shape, float64: the number of bytes of its document that a label
     stands for; for a whole document they add up to the length of its text in UTF-8. None unless the loader counts them.
+    ``sources``, int64 (rows,): the number of each row's source, all of whose tokens are from it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     label_bytes: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ class DataLoader(Iterator[Batch]):
         filled = np.empty(len(self.rows), dtype=np.int64)
         if self._reads_ahead:
             self._read_ahead()
+        sources = self._choose_sources(self._windows_drawn)[self.rows]
         rows_of, drawn_before, drawn_after = self._choose_windows(self._windows_drawn)
         for stream, rows in rows_of.items():
             counted = {} if sizes is None else {"sizes": [sizes[row] for row in rows]}
@@ -256,7 +259,12 @@ class DataLoader(Iterator[Batch]):
         label_bytes = None if sizes is None else torch.from_numpy(sizes[:, 1:].copy())
         if self.device.type == "cuda":
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        return Batch(tokens, labels, label_bytes), self._snapshot()
+        return Batch(tokens, labels, label_bytes, torch.from_numpy(sources)), self._snapshot()
+
+    def _choose_sources(self, windows_drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The source of each row of the global batch in a step, by number."""
+        # The mixture counts rows over all steps, also of a run that has had another batch size.
+        return self.mixture.choose(windows_drawn.sum() + np.arange(self.global_batch_size))
 
     def _choose_windows(
         self, windows_drawn: npt.NDArray[np.int64]
@@ -269,8 +277,7 @@ class DataLoader(Iterator[Batch]):
             its source                 A  A  B  A
             windows drawn before it    7  8  5  9    with ``windows_drawn`` [7, 5]; after the step they are [10, 6]
         """
-        # The mixture counts rows over all steps, also of a run that has had another batch size.
-        sources = self.mixture.choose(windows_drawn.sum() + np.arange(self.global_batch_size))
+        sources = self._choose_sources(windows_drawn)
         of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         drawn = windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
         rows_of: dict[Stream, list[int]] = {}

@@ -75,6 +75,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
         self.stage_entry = {"stage": self.stage} if self.stage else {}
+        self.step_metrics: list[Callable[[], dict[str, float]]] = []
+        """Called on all ranks at each line that is written; they return more numbers of the step."""
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
@@ -155,6 +157,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             "data_wait_fraction": data_wait_fraction,
             "step_seconds": step_seconds,
         }
+        for metrics in self.step_metrics:
+            line |= metrics()
         if self.writers is not None:
             self.writers.write(line)
             logger.info("%s", format_line(line, self.last_step, colour=sys.stderr.isatty()))

@@ -46,8 +46,9 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in line.items():
         if name != "step" and isinstance(value, (int, float)):
-            group = "validation" if name.startswith("validation_") else "other"
-            numbers[GROUPS.get(name, f"{group}/{name.removeprefix('validation_')}")] = value
+            group, separator, rest = name.partition("_")
+            is_grouped = separator and group in ("validation", "source")
+            numbers[GROUPS.get(name, f"{group}/{rest}" if is_grouped else f"other/{name}")] = value
     return numbers
 
 

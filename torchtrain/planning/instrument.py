@@ -10,10 +10,10 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from torchtrain.distributed.mesh import local
+from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import OutputLoss
 from torchtrain.planning.recorder import StepRecorder
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
-from torchtrain.trainer import StepHook
 
 
 class RecorderHook(StepHook):

@@ -39,9 +39,30 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
     """Sums of cross-entropy and of z-loss (``z_loss.py``): float32, shape (2,). The training loss is their total."""
     if z_weight:
-        return cross_entropy_with_z(logits, labels, z_weight)
+        return cross_entropy_with_z(logits, labels, z_weight).sum(dim=1)
     loss = cross_entropy_sum(logits, labels)
     return torch.stack((loss, torch.zeros_like(loss)))
+
+
+def token_losses_by_row(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Like ``token_losses``, and the cross-entropy of each row: float64, shapes (2,) and (bs,).
+
+    Each row's loss is rounded by ``exact_nats``, so that the first element is exactly the sum of the rows. It differs
+    from that of ``token_losses`` by the rounding of a float32 sum. The gradients are the same.
+    """
+    if z_weight:
+        loss, z_loss = cross_entropy_with_z(logits, labels, z_weight)
+    else:
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+        )
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        z_loss = torch.zeros_like(loss)
+    by_row = loss.double().view(labels.shape).sum(dim=1)
+    rounded = exact_nats(by_row.detach())
+    # The value of the rounded rows, and the gradient of the others.
+    total = by_row.sum() + (rounded.sum() - by_row.detach().sum())
+    return torch.stack((total, z_loss.double().sum())), rounded
 
 
 def exact_nats(loss: Tensor) -> Tensor:
@@ -70,12 +91,18 @@ class OutputLoss:
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
+        self.compiled_by_row = torch.compile(token_losses_by_row, fullgraph=True) if compile else token_losses_by_row
+        self.by_row: list[Tensor] | None = None
+        """If it is a list, each call with gradients appends the sums of losses and the numbers of unmasked tokens of
+        its rows, float64 (2, bs). The sum of the losses is then exactly what ``exact_nats`` makes of the result."""
 
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
         """Return ``token_losses`` for ``hidden`` (bs, seq, dim), ``labels`` (bs, seq) and the linear layer ``output``.
 
         Call it while FSDP has ``output.weight`` unsharded: within the forward of the module that contains it.
         """
+        if self.by_row is not None and torch.is_grad_enabled():
+            self.by_row.append(torch.zeros(2, len(labels), dtype=torch.float64, device=labels.device))
         weight = output.get_parameter("weight")
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that shard the vocabulary
         chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
@@ -94,8 +121,12 @@ class OutputLoss:
 
     def chunk_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         # The collectives of loss_parallel cannot be compiled.
-        function = token_losses if isinstance(logits, DTensor) else self.compiled
-        return function(logits, labels, self.z_weight)
+        is_sharded = isinstance(logits, DTensor)
+        if self.by_row is None or not torch.is_grad_enabled():
+            return (token_losses if is_sharded else self.compiled)(logits, labels, self.z_weight)
+        losses, rows = (token_losses_by_row if is_sharded else self.compiled_by_row)(logits, labels, self.z_weight)
+        self.by_row[-1] += torch.stack((rows, (labels != IGNORE_INDEX).sum(dim=1).double()))
+        return losses
 
     def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
         """Number of chunks for labels of ``shape`` (bs, seq): the smallest that divides seq and respects the limit.

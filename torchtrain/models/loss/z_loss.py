@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float) -> Tensor:
-    """Sums over unmasked tokens of cross-entropy and of ``z_weight`` log(Z)^2: float32, shape (2,).
+    """Cross-entropy and ``z_weight`` log(Z)^2 of each token, 0 where it is masked: float32, shape (2, bs * seq).
 
     ``logits`` (bs, seq, vocab) may be a DTensor sharded along vocab; ``labels`` (bs, seq) are negative where masked.
     """
@@ -48,7 +48,7 @@ class _CrossEntropyWithZ(torch.autograd.Function):
         ctx.save_for_backward(logits, log_z, known, own, column)
         ctx.z_weight = z_weight
         losses = torch.stack((log_z - chosen, z_weight * log_z.square()))
-        return torch.where(known, losses, 0).sum(dim=1)
+        return torch.where(known, losses, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

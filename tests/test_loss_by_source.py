@@ -1,0 +1,126 @@
+"""The training loss by source: exactly the loss of the step, on any layout, without a change of the training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_run import CONFIG, finish, read_metrics
+from gloo_pool import GlooPool
+from parity import Curve, build, config_of, train
+from torch import Tensor
+
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.dataloader import Batch
+from torchtrain.metrics.loss_by_source import LossBySource, source_labels
+from torchtrain.metrics.step_hook import StepHook
+from torchtrain.models.loss import TokenLoss
+from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.trainer import TrainStep
+
+STEPS = 2
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "FSDP": (2, {}, {}),
+    "exact": (2, {}, {"sums": "exact"}),
+    "z-loss in chunks": (2, {"tensor_parallel_degree": 2}, {"z_loss_weight": 1e-3, "loss_chunk_tokens": 8}),
+    "TP": (2, {"tensor_parallel_degree": 2}, {}),
+    "CP in chunks": (2, {"context_parallel_degree": 2}, {"loss_chunk_tokens": 4}),
+    "PP": (2, {"pipeline_parallel_degree": 2}, {}),
+    "PP, TP": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
+}
+
+
+def train_by_source(parallelism: dict[str, Any], training: dict[str, Any]) -> tuple[Curve, list[dict[str, float]]]:
+    """Train; returns the curve, and the metrics of each step. Asserts that the sums are the loss, bit by bit."""
+    found = []
+
+    def attach(train_step: TrainStep) -> None:
+        model = train_step.model
+        hook = LossBySource(["a", "b", "c"], model.loss, model.mesh.loss.get_group(), model.device)
+
+        class Check(StepHook):
+            def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
+                losses, tokens = hook.sums
+                assert losses.sum().item() == loss.total.item()
+                assert tokens.sum().item() == loss.tokens.item()
+                found.append(hook.metrics())
+
+        train_step.hooks += [hook, Check()]
+
+    config = config_of(parallelism=parallelism, training=training)
+    return train(config, steps=STEPS, attach=attach), found
+
+
+def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
+    """Train without the hook; returns the curve, and the losses in step 1 of each source alone, by masked labels."""
+    model = build(config_of(training=training))
+    losses = []
+
+    class Reference(StepHook):
+        def before_step(self, step: int, batch: Batch) -> None:
+            if step > 1:
+                return
+            for source in range(3):
+                assert batch.sources is not None
+                labels = torch.where((batch.sources == source)[:, None], batch.labels, -100)
+                microbatches = Microbatches(model.mesh, model.device, 2, None)
+                total = sum(model.forward(part).item() for part in microbatches(Batch(batch.tokens, labels)))
+                losses.append(total / (labels != -100).sum().item())
+
+    curve = train(config_of(training=training), steps=STEPS, attach=lambda step: step.hooks.append(Reference()))
+    return curve, losses
+
+
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> list[dict[str, float]]:
+    """The metrics of one rank."""
+    ((_, found),) = gloo.run(1, train_by_source, {}, {})
+    return found
+
+
+def test_sources_have_the_losses_of_their_rows_and_training_does_not_change(
+    gloo: GlooPool, reference: list[dict[str, float]]
+) -> None:
+    ((plain, losses),) = gloo.run(1, train_without, {})
+    ((curve, _),) = gloo.run(1, train_by_source, {}, {})
+    assert [reference[0][f"source_loss_{name}"] for name in "abc"] == pytest.approx(losses, rel=1e-6)
+    assert min(abs(losses[i] - losses[j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 1e-4, "an exchange would be noticed"
+    assert all(torch.equal(tensor, plain.last[name]) for name, tensor in curve.last.items())
+    assert curve.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_by_source_are_the_same_on_layouts(
+    gloo: GlooPool, reference: list[dict[str, float]], layout: str
+) -> None:
+    ranks, parallelism, training = LAYOUTS[layout]
+    for _, found in gloo.run(ranks, train_by_source, parallelism, training):
+        if "z_loss_weight" in training:  # from the second step on it is another training
+            found, expected = found[:1], reference[:1]
+        else:
+            expected = reference
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_run_logs_loss_and_tokens_of_each_source(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} = [{name}]\n" * 2000)
+    config = tmp_path / "two.toml"
+    sources = "".join(f'[[data.sources]]\npath = "{tmp_path}/{name}.txt"\n' for name in ("a", "b"))
+    config.write_text(f"{CONFIG}\n{sources}")
+    options = ("--job.config_file", str(config), "--metrics.enable_loss_by_source", "--training.steps", "3")
+    finish(tmp_path / "run", *options)
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 3
+    for line in lines:
+        tokens = [line[f"source_tokens_{name}"] for name in ("a", "b")]
+        losses = [line.get(f"source_loss_{name}", 0.0) for name in ("a", "b")]
+        assert sum(tokens) == 128
+        assert sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / 128 == pytest.approx(line["loss"], 1e-12)
+
+
+def test_sources_with_the_same_name_are_numbered() -> None:
+    paths = ("x/web", "books", "y/web")
+    config = DataConfig(sources=tuple(SourceConfig(path=path) for path in paths))
+    assert source_labels(config) == ["web_1", "books", "web_2"]
