@@ -81,7 +81,14 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
 # pytest-xdist distributes whole files. The longest start first, so that no worker is left with one at the end.
 LONGEST_FILES = [
     *("test_parallelism.py", "test_faults.py", "test_slurm.py", "test_simulation.py", "test_estimate.py"),
-    *("test_compile.py", "test_exact_sums.py", "test_learning.py", "test_train.py", "test_data_parallel.py"),
+    *(
+        "test_lowering.py",
+        "test_compile.py",
+        "test_exact_sums.py",
+        "test_learning.py",
+        "test_train.py",
+        "test_data_parallel.py",
+    ),
     *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_on_other_layouts.py"),
     *("test_disk_faults.py", "test_multinode.py", "test_checkpoint_elastic.py", "test_hf_to_hf.py"),
     *("test_document_mask.py", "test_prepare.py"),

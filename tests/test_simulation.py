@@ -79,31 +79,11 @@ def check(report: Report, *, offload: bool = False) -> None:
         assert report.host_work == set()
 
 
-def ranks_of(path: Path) -> int:
-    """Return the number of GPUs in the first line of a config: the minimum for "N or more GPUs"; 1 if there is none."""
-    found = re.search(r"on (\d+) (?:or more )?GPUs", path.read_text().splitlines()[0])
-    return int(found[1]) if found else 1
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_train_config_runs_on_simulated_gpus(gpu: fake_cuda.Worker, path: Path) -> None:
     """With its model sizes, layout, ranks and options; but with two layers per stage, since all layers are equal."""
-    report = gpu.run(simulate_config, str(path), ranks_of(path))
-    check(report)
-
-
-def simulate_config(path: str, world_size: int) -> Report:
-    parallelism = simulated_step.config_of({"job.config_file": path}).parallelism
-    stages = parallelism.pipeline_parallel_layers_per_stage
-    layers = (
-        2 * max(len(stages), 2 * parallelism.pipeline_parallel_degree)
-        if parallelism.pipeline_parallel_degree > 1
-        else 2
-    )
-    options: dict[str, Any] = {"job.config_file": path}
-    if stages:
-        options[f"{P}pipeline_parallel_layers_per_stage"] = (2,) * len(stages)
-    return simulated_step.run(options, world_size, shape={"n_layers": layers})
+    options, world_size, shape = simulated_step.shipped_config(path)
+    check(gpu.run(simulated_step.run, options, world_size, shape=shape))
 
 
 SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "full"}

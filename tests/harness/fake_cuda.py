@@ -42,11 +42,11 @@ def compile_library(folder: Path) -> Path:
 class Worker:
     """A process with a fake GPU. It runs the functions that it is given one after the other."""
 
-    def __init__(self, folder: Path):
-        """``folder``: where the compiled library is written."""
-        arguments = (compile_library(folder),)
+    def __init__(self, folder: Path, initializer: Callable[..., None] | None = None, *args: Any):
+        """``folder``: where the compiled library is written; ``initializer``: called with it and ``args``."""
+        arguments = (compile_library(folder), *args)
         spawn = multiprocessing.get_context("spawn")
-        self.process = ProcessPoolExecutor(1, mp_context=spawn, initializer=install, initargs=arguments)
+        self.process = ProcessPoolExecutor(1, spawn, initializer or install, arguments)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call ``function``, which must be picklable, in the worker. An exception is raised here as AssertionError."""

@@ -1,9 +1,11 @@
 """Simulate training steps of a config on a fake GPU and report on them; runs inside ``fake_cuda.Worker``."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,6 @@ from torchtrain.planning.recorder import CATEGORIES, StepRecorder
 from torchtrain.planning.request import resolve_and_validate
 from torchtrain.planning.simulation import representative_ranks, simulate
 
-GPU = GPUS["h100-80"]
 # Expected operations on the host: batches are made and labels counted there, and the guard's result is copied there.
 HOST_WORK = {
     *("empty in forward", "clone in forward", "ne in forward", "sum in forward", "_to_copy in forward"),
@@ -112,12 +113,29 @@ def config_of(options: Mapping[str, Any]) -> JobConfig:
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
 
+def shipped_config(path: Path) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    """Return the options, number of ranks and model sizes to simulate a file of ``train_configs/``.
+
+    The number of ranks is that of "on N GPUs" or "on N or more GPUs" in its first line, otherwise 1. All layers are
+    equal, and two per pipeline stage are simulated.
+    """
+    found = re.search(r"on (\d+) (?:or more )?GPUs", path.read_text().splitlines()[0])
+    options: dict[str, Any] = {"job.config_file": str(path)}
+    parallelism = config_of(options).parallelism
+    stages, pipeline = parallelism.pipeline_parallel_layers_per_stage, parallelism.pipeline_parallel_degree
+    if stages:
+        options["parallelism.pipeline_parallel_layers_per_stage"] = (2,) * len(stages)
+    layers = 2 * max(len(stages), 2 * pipeline) if pipeline > 1 else 2
+    return options, int(found[1]) if found else 1, {"n_layers": layers}
+
+
 def run(
     options: Mapping[str, Any],
     world_size: int,
     *,
     shape: Mapping[str, Any],
     device: str = "cuda",
+    gpu: str = "h100-80",
     compare: bool = False,
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
     allow_config_error: bool = False,
@@ -127,6 +145,7 @@ def run(
     Args:
         shape: model config fields that override those of the flavor.
         device: device of the fake tensors.
+        gpu: name of the simulated GPU in ``planning/hardware.py``.
         compare: also simulate the last rank of the first stage, which differs from rank 0 in its coordinate on every
             axis, and compare all collectives of the two.
         fault: a context in which the simulation runs.
@@ -135,7 +154,7 @@ def run(
     try:
         config = config_of({**options, "estimate.world_size": world_size})
         model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
-        config, degrees = resolve_and_validate(config, model, GPU)
+        config, degrees = resolve_and_validate(config, model, GPUS[gpu])
     except ConfigError as error:
         if not allow_config_error:
             raise
@@ -153,7 +172,7 @@ def run(
                 model,
                 degrees,
                 rank,
-                capability=GPU.capability,
+                capability=GPUS[gpu].capability,
                 max_microbatches=2,  # further microbatches repeat the same operations
                 device=torch.device(device, 0) if device == "cuda" else None,
             )

@@ -1,0 +1,325 @@
+"""A GPU's kernels, compiled without one: Inductor, Triton and ptxas compile training steps for real architectures."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fake_cuda
+import fake_gpu_compiler
+import lowered_step
+import pytest
+import simulated_step
+import torch
+from lowered_step import Lowered, problems
+from torch import Tensor
+
+import torchtrain.models.llama.model as llama
+from torchtrain.models.loss import output_loss
+from torchtrain.parallelisms import parallelize_llama
+from torchtrain.trainer import TrainStep
+
+pytestmark = [
+    pytest.mark.timeout(1200),  # compiling takes up to a minute of CPU time
+    pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++"),
+    pytest.mark.skipif(
+        bool(fake_gpu_compiler.triton_version_problem()), reason=fake_gpu_compiler.triton_version_problem()
+    ),
+]
+
+FOLDER = Path(__file__).parent.parent / "train_configs"
+CONFIGS = sorted(path.stem for path in FOLDER.glob("llama*.toml"))
+P = "parallelism."
+Worker = Callable[..., Lowered]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], fake_cuda.Worker]]:
+    """Return a function from a GPU's name to a process that compiles for it."""
+    started: dict[str, fake_cuda.Worker] = {}
+
+    @cache
+    def worker(gpu: str) -> fake_cuda.Worker:
+        started[gpu] = fake_cuda.Worker(tmp_path_factory.mktemp(gpu), fake_gpu_compiler.install, gpu)
+        return started[gpu]
+
+    yield worker
+    for process in started.values():
+        process.close()
+
+
+def check_config(workers: Callable[[str], fake_cuda.Worker], name: str, gpu: str = "h100-80") -> None:
+    options, world_size, shape = simulated_step.shipped_config(FOLDER / f"{name}.toml")
+    lowered = workers(gpu).run(lowered_step.lower, options, world_size, shape=shape, gpu=gpu)
+    assert problems(lowered, "flash", gpu) == []
+    assert {graph.name for graph in lowered.code.graphs} >= {"model.forward forward", "model.forward backward"}
+
+
+def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    check_config(workers, "llama3_8b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama3_8b"])
+def test_train_config_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], name: str) -> None:
+    check_config(workers, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100-80", "b200"])
+def test_8b_compiles_for_other_gpus(workers: Callable[[str], fake_cuda.Worker], gpu: str) -> None:
+    check_config(workers, "llama3_8b", gpu)
+
+
+# The 8B model with two layers, and options on top of those of its config.
+DOCUMENTS = {"data.document_mask": True}
+PIPELINE = {
+    f"{P}pipeline_parallel_degree": 2,
+    f"{P}pipeline_parallel_schedule": "1F1B",
+    "training.local_batch_size": 12,  # microbatches
+    "training.global_batch_size": 48,
+}
+ASYNC = {f"{P}tensor_parallel_degree": 4, f"{P}enable_async_tensor_parallel": True}
+FLOAT8_GATHER = {"float8.recipe": "tensorwise", "float8.enable_fsdp_float8_all_gather": True}
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (8, {}),
+    "documents": (8, DOCUMENTS),
+    "context": (32, {f"{P}context_parallel_degree": 4}),
+    "context-documents": (32, {f"{P}context_parallel_degree": 4, **DOCUMENTS}),
+    "async-tensor": (32, ASYNC),
+    "float8-rowwise": (8, {"float8.recipe": "rowwise"}),
+    "float8-tensorwise": (8, FLOAT8_GATHER),
+    "muon": (8, {"optimizer.name": "muon"}),
+    "exact-sums": (8, {"training.sums": "exact"}),
+    "z-loss": (8, {"training.z_loss_weight": 1e-4}),
+    "deterministic": (8, {}),
+    "pipeline": (16, PIPELINE),
+    "pipeline-documents": (16, {**PIPELINE, **DOCUMENTS}),
+}
+MODES = ("none", "selective", "full", "memory_budget")
+IN_DEFAULT_SUITE = {("selective", "documents")}
+
+
+def cases() -> list[Any]:
+    both = [(mode, name) for mode in MODES for name in OPTIONS if (mode, name) != ("none", "plain")]
+    return [
+        pytest.param(*case, id="-".join(case), marks=[] if case in IN_DEFAULT_SUITE else pytest.mark.slow)
+        for case in both
+    ]
+
+
+@pytest.fixture(scope="module")
+def lowered_8b(workers: Callable[[str], fake_cuda.Worker]) -> Callable[[str, str], Lowered]:
+    """Return a function from a name in ``OPTIONS`` and an activation checkpointing mode to the step for an H100."""
+    return cache(lambda name, mode: lower_8b(workers("h100-80"), name, mode))
+
+
+def lower_8b(worker: fake_cuda.Worker, name: str, mode: str = "none", **arguments: Any) -> Lowered:
+    world_size, options = OPTIONS[name]
+    layers = 4 if f"{P}pipeline_parallel_degree" in options else 2
+    lowered: Lowered = worker.run(
+        lowered_step.lower,
+        {
+            "job.config_file": str(FOLDER / "llama3_8b.toml"),
+            "training.global_batch_size": 2 * world_size,
+            "activation_checkpoint.mode": mode,
+            **options,
+        },
+        world_size,
+        shape={"n_layers": layers},
+        deterministic=name == "deterministic",
+        **arguments,
+    )
+    return lowered
+
+
+@pytest.mark.parametrize(("mode", "name"), cases())
+def test_options_compile_for_an_h100(lowered_8b: Callable[[str, str], Lowered], mode: str, name: str) -> None:
+    assert problems(lowered_8b(name, mode), "flex" if "documents" in name else "flash") == []
+
+
+@pytest.mark.slow
+def test_async_tensor_parallelism_fuses_the_reduce_scatters_of_forward(
+    lowered_8b: Callable[[str, str], Lowered],
+) -> None:
+    """Inductor of torch 2.13 fuses two of the eight collectives of a block; the others remain exposed."""
+    graphs = {graph.backward: graph for graph in lowered_8b("async-tensor", "none").code.graphs}
+    fused = {backward: [c for c in graph.libraries if "symm_mem" in c] for backward, graph in graphs.items()}
+    assert fused == {False: ["torch.ops.symm_mem.fused_matmul_reduce_scatter.default"] * 2, True: []}
+    assert graphs[True].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+
+
+@pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
+def test_cudnn_attention_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], mode: str) -> None:
+    """cuDNN is torch's first choice on an H100."""
+    assert problems(lower_8b(workers("h100-80"), "plain", mode, fault=fake_cuda.cudnn), "cudnn") == []
+
+
+# Each of the following tests injects a fault into a small model, of which a fault in the loss compiles the loss only.
+
+
+def lower_small(
+    worker: fake_cuda.Worker, fault: Callable[[], AbstractContextManager[Any]], vocab_size: int = 512
+) -> Lowered:
+    options = {
+        "compile.enable": True,
+        "training.seq_len": 64,
+        "training.local_batch_size": 2,
+        "training.global_batch_size": 8,
+        "training.loss_chunk_tokens": 64,
+    }
+    lowered: Lowered = worker.run(
+        lowered_step.lower, options, 2, shape={"n_layers": 1, "vocab_size": vocab_size}, fault=fault
+    )
+    return lowered
+
+
+def in_the_loss(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+    """Apply ``change`` to the logits within the compiled loss; blocks are not compiled."""
+    losses = output_loss.token_losses
+
+    def token_losses(logits: Tensor, labels: Tensor, z_weight: float = 0.0) -> Tensor:
+        return losses(change(logits), labels, z_weight)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(output_loss, "token_losses", token_losses))
+    stack.enter_context(patch.object(parallelize_llama, "apply_compile", lambda *_: None))
+    return stack
+
+
+def unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def test_loss_alone_has_no_problem(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    """The reference of the faults below."""
+    lowered = lower_small(workers("h100-80"), partial(in_the_loss, unchanged))
+    assert problems(lowered, "flash") == []
+    assert [graph.name for graph in lowered.code.graphs] == [
+        "output_loss.token_losses forward",
+        "output_loss.token_losses backward",
+    ]
+
+
+def break_graph(logits: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return logits
+
+
+def test_graph_break_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    with pytest.raises(AssertionError, match=r"graph_break\(\)"):
+        lower_small(workers("h100-80"), partial(in_the_loss, break_graph))
+
+
+def negate_by_largest(logits: Tensor) -> Tensor:
+    return logits if logits.max().item() > 0 else -logits
+
+
+def test_item_in_a_compiled_function_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    with pytest.raises(AssertionError, match="data-dependent"):
+        lower_small(workers("h100-80"), partial(in_the_loss, negate_by_largest))
+
+
+def item_in_the_step() -> AbstractContextManager[Any]:
+    call = TrainStep.__call__
+
+    def waiting(step: TrainStep, *args: Any) -> Any:
+        loss, norm = call(step, *args)
+        assert float(norm) >= 0
+        return loss, norm
+
+    stack = ExitStack()
+    stack.enter_context(in_the_loss(unchanged))
+    stack.enter_context(patch.object(TrainStep, "__call__", waiting))
+    return stack
+
+
+def test_item_outside_of_compiled_functions_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    found = problems(lower_small(workers("h100-80"), item_in_the_step), "flash")
+    assert found == ["waits for the device: item in forward"] * 2
+
+
+def z_weight_by_microbatch() -> AbstractContextManager[Any]:
+    chunk_losses, calls = output_loss.OutputLoss.chunk_losses, []
+
+    def changing(loss: output_loss.OutputLoss, logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(None)
+        loss.z_weight = 1e-4 * len(calls)
+        return chunk_losses(loss, logits, labels)
+
+    stack = ExitStack()
+    stack.enter_context(in_the_loss(unchanged))
+    stack.enter_context(patch.object(output_loss.OutputLoss, "chunk_losses", changing))
+    return stack
+
+
+def test_recompilation_per_microbatch_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    with pytest.raises(AssertionError, match="RecompileError"):
+        lower_small(workers("h100-80"), z_weight_by_microbatch)
+
+
+def in_float64(logits: Tensor) -> Tensor:
+    return (logits.double() * 1.1).to(logits.dtype)
+
+
+def test_float64_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    found = problems(lower_small(workers("h100-80"), partial(in_the_loss, in_float64)), "flash")
+    assert found
+    assert all(problem.endswith("computes in float64") for problem in found)
+
+
+def huge_blocks() -> AbstractContextManager[Any]:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    precompile = CachingAutotuner._precompile_config
+
+    def enlarged(tuner: Any, config: Any) -> Any:
+        if "R0_BLOCK" in config.kwargs:
+            config.kwargs["R0_BLOCK"], config.num_warps = 8192, 1
+        return precompile(tuner, config)
+
+    stack = ExitStack()
+    stack.enter_context(in_the_loss(unchanged))
+    stack.enter_context(patch.object(CachingAutotuner, "_precompile_config", enlarged))
+    return stack
+
+
+def test_spill_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    found = problems(lower_small(workers("h100-80"), huge_blocks, vocab_size=8192), "flash")
+    assert found
+    assert all("spills" in problem for problem in found)
+
+
+def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:  # noqa: ARG001
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~causal, float("-inf")).softmax(-1) @ v
+
+
+def attention_by_products() -> AbstractContextManager[Any]:
+    return patch.object(llama, "attend", attend_by_products)
+
+
+def attention_by_products_in_eager_blocks() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(in_the_loss(unchanged))
+    stack.enter_context(attention_by_products())
+    return stack
+
+
+def test_unfused_attention_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    found = problems(lower_small(workers("h100-80"), attention_by_products_in_eager_blocks), "flash")
+    assert found == ["rank 0: attention by no fused kernel"]
+
+
+@pytest.mark.slow
+def test_unfused_attention_in_a_compiled_block_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    found = problems(lower_small(workers("h100-80"), attention_by_products), "flash")
+    assert found == [
+        "model.forward forward: a batched matrix product, which is attention without a fused kernel",
+        "model.forward backward: a batched matrix product, which is attention without a fused kernel",
+        "rank 0: attention by no fused kernel",
+    ]
