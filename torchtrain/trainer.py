@@ -90,7 +90,7 @@ class Trainer:
     """
 
     step: int
-    """The last completed optimizer step; 0 in a new run."""
+    """The optimizer step that is being executed or was executed last, counted from 1; 0 before the first one."""
 
     def __init__(self, config: JobConfig, rendezvous: Rendezvous | None = None) -> None:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.

@@ -134,7 +134,7 @@ def load_tensors(
         StorageError: the file system fails again and again.
     """
     # Read here first: DCP would take an error for another format. Only errors are sent, not the large metadata.
-    gather_from_all_ranks(lambda: reader.read_metadata() and None, group)
+    gather_from_all_ranks(lambda: bool(reader.read_metadata()), group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
     place = "loader.rows"  # the only one whose shape is not the model's

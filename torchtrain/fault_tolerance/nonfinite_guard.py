@@ -118,7 +118,7 @@ class NonFiniteGuard:
         of_host = (self.stop.pending, saves, seconds > LONG_STEP_SECONDS)
         asked = [torch.full((), float(value), dtype=torch.float64, device=device) for value in of_host]
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), *asked))
-        all_reduce(flags)
+        all_reduce(flags)  # over all ranks: tensor-parallel ranks count twice in loss and tokens, so the mean is right
         total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
         means, deviations = window.mean(dim=1), window.std(dim=1, correction=0)

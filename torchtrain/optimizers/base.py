@@ -23,8 +23,9 @@ class NoOptions:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Updates the parameters of some groups, which are DTensors on ``mesh``, or plain tensors.
 
-    An elementwise optimizer implements ``init_state`` and ``update``. An optimizer that needs more than one element at
-    a time, or the tensors of many parameters at once, implements ``step`` instead of ``update``.
+    An elementwise optimizer implements ``init_state`` and ``update`` (AdamW overrides ``step`` for its fused kernel).
+    An optimizer that needs more than one element at a time, or the tensors of many parameters at once, implements
+    ``step`` instead of ``update``.
 
     Args:
         groups: parameter groups, in which params is a list of (full name, parameter).

@@ -41,7 +41,7 @@ class TensorParallelNorm(nn.RMSNorm):
         self.weight = nn.Parameter(DTensor.from_local(norm.weight, mesh, [Replicate()], run_check=False))
         # If all ranks compute the same gradient, only that of rank 0 is used. So the weights stay identical even if
         # kernels round differently across ranks.
-        self.has_gradient = sharded_input or mesh.get_local_rank() == 0
+        self.contributes = sharded_input or mesh.get_local_rank() == 0
 
     def forward(self, x: Tensor) -> Tensor:
         weight = cast(DTensor, self.weight).to_local(grad_placements=[Replicate()])  # no reduction in backward
@@ -54,7 +54,7 @@ def reduce_norm_gradients(parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: t
     """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, by one all-reduce."""
     norms = [module for part in parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
     gradients = [local(norm.weight.grad) for norm in norms]
-    summands = [g if norm.has_gradient else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
+    summands = [g if norm.contributes else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
     sums = torch.cat(summands).to(mesh.device_type, dtype)  # under CPU offload they are in CPU memory
     all_reduce(sums, group=mesh.get_group())
     torch._foreach_copy_(gradients, torch.split(sums, [g.numel() for g in gradients]))
