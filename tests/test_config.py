@@ -165,7 +165,7 @@ URLS = ["s3://bucket/run", "gs://a/b.parquet", "hdfs://n:9000/x", "file:///tmp/x
 def test_url_is_rejected_for_every_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
-        *("job.dump_folder", "job.config_file", "model.hf_folder", "model.tokenizer_path", "prepare.output"),
+        *("job.dump_folder", "job.config_file", "model.hf_folder", "model.tokenizer_path"),
         *("checkpoint.initial_load_path", "estimate.output", "estimate.picture"),
     ]
     for option in options:
@@ -174,7 +174,7 @@ def test_url_is_rejected_for_every_local_path(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
 
 
-TAKE_URLS = ("data.path", "validation.path", "checkpoint.folder")
+TAKE_URLS = ("data.path", "validation.path", "prepare.output", "checkpoint.folder")
 
 
 def test_every_other_path_option_rejects_urls() -> None:

@@ -1,5 +1,6 @@
 """Data on object stores: the same batches as from local files, read by ranges; errors and retries."""
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -9,9 +10,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
-from torchtrain.config.schema import DataConfig
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets import input_splits
+from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.object_store import open_file_system, with_store_retries
 
@@ -100,7 +105,7 @@ def test_errors_of_urls_name_the_way_out(s3: S3Server, prepared: Path, monkeypat
         make_loader(DataConfig(path="nowhere://x"))
     with pytest.raises(ConfigError, match=r"data.path is a URL with a password in it"):
         make_loader(DataConfig(path="s3://key:secret@bucket/x"))
-    with pytest.raises(DataError, match=r"data.path = 's3://no-such-bucket/x'"):
+    with pytest.raises(DataError, match=r"data.path = 's3://no-such-bucket/x' (does not exist|has no manifest)"):
         make_loader(DataConfig(path="s3://no-such-bucket/x"))
     url = upload(s3, prepared, "gone")
     loader = make_loader(DataConfig(path=url, prefetch=0))
@@ -179,3 +184,98 @@ def test_missing_credentials_are_a_config_error(monkeypatch: pytest.MonkeyPatch,
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(ConfigError, match=r"s3://bucket/tokens: access is denied: .*credentials"):
         make_loader(DataConfig(path="s3://bucket/tokens"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_text_of_s3_is_streamed_like_a_dataset_of_the_hub(s3: S3Server, tmp_path: Path, kind: str) -> None:
+    folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=4, kind=kind))
+    url = upload(s3, folder, f"texts-{kind}")
+    s3.upload("bucket", f"texts-{kind}/README.md", b"about")
+    s3.upload("bucket", f"texts-{kind}/.cache/a.jsonl", b"{}")
+    expected = make_loader(DataConfig(name=str(folder)))
+    loaders = [
+        make_loader(DataConfig(path=path))
+        for path in (url, f"{url}/train-*.{kind}", tuple(f"{url}/train-{n}.{kind}" for n in range(4)), folder.as_uri())
+    ]
+    batches = take(expected, 8)
+    for loader in loaders:
+        assert torch.equal(take(loader, 8), batches)
+    state = loaders[0].state_dict()
+    resumed = make_loader(DataConfig(path=url))
+    resumed.load_state_dict(state)
+    assert torch.equal(take(resumed, 2), take(expected, 2))
+    for loader in (expected, resumed, *loaders):
+        loader.close()
+
+
+def test_identity_of_a_url_is_its_listing(s3: S3Server) -> None:
+    content = b"".join(b'{"text": "document %d"}\n' % number for number in range(60))
+    for name in ("a", "b"):
+        s3.upload("bucket", f"listing/{name}.jsonl", content)
+
+    def identity() -> str:
+        source = open_source(SourceConfig(path="s3://bucket/listing"), SourceContext("data", TOKENIZER))
+        return source.identity()
+
+    before = identity()
+    assert before.startswith(f"2 object(s) of {2 * len(content):,} bytes, hash of the listing ")
+    assert identity() == before
+    s3.upload("bucket", "listing/a.jsonl", content.replace(b"document 1}", b"document 2}").replace(b"59", b"60"))
+    assert identity() != before
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "does not exist: there is no such bucket, folder or file"),
+        (("a.bin",), "is a folder without data files"),
+        (("a.jsonl", "b.parquet"), r"mixes files of several kinds \(.jsonl, .parquet\)"),
+        (("inner/manifest.json",), "contains prepared data"),
+        (("unfinished.json",), "contains prepared data, or unfinished work"),
+    ],
+)
+def test_urls_without_text_raise_a_data_error(s3: S3Server, names: tuple[str, ...], message: str) -> None:
+    prefix = f"wrong-{len(names)}-{'-'.join(names).replace('/', '-')}"
+    for name in names:
+        s3.upload("bucket", f"{prefix}/{name}", b"content")
+    with pytest.raises(DataError, match=message):
+        make_loader(DataConfig(path=f"s3://bucket/{prefix}"))
+
+
+def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> None:
+    s3.upload("bucket", "column/a.jsonl", b'{"content": "text"}\n')
+    with pytest.raises(DataError, match=r"column/a.jsonl: it has no column 'text' \(text_column\)"):
+        make_loader(DataConfig(path="s3://bucket/column"))
+    with pytest.raises(DataError, match="mixes URLs and local paths"):
+        make_loader(DataConfig(path=("s3://bucket/column", "a.jsonl")))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_prepare_from_s3_to_s3_writes_the_same_bytes(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(input_splits, "SHARD_BYTES", 1000)
+    folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=3, kind=kind))
+    prepare(SourceConfig(path=str(folder)), "data", "", tmp_path / "local", processes=1)
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "local").glob("shard-*")}
+    assert len(expected) > 4
+    source = SourceConfig(path=upload(s3, folder, f"input-{kind}"))
+    output = f"s3://bucket/output-{kind}"
+
+    def share(rank: int, world_size: int) -> bool:
+        return prepare(source, "data", "", output, processes=1, rank=rank, world_size=world_size) is not None
+
+    assert not share(1, 2)
+    written = s3.objects("bucket", f"output-{kind}/")
+    lost = next(name for name in written if name.endswith(".tokens"))
+    s3.upload("bucket", f"output-{kind}/{lost}", b"")  # is written again, because of its size
+    assert [share(0, 2), share(1, 2), share(0, 2)] == [False, True, True]
+    objects = s3.objects("bucket", f"output-{kind}/")
+    manifest = json.loads(objects.pop("manifest.json"))
+    assert objects == expected
+    assert manifest["shards"] == json.loads((tmp_path / "local/manifest.json").read_bytes())["shards"]
+    local, remote = make_loader(DataConfig(path=str(tmp_path / "local"))), make_loader(DataConfig(path=output))
+    assert torch.equal(take(local, 3), take(remote, 3))
+    remote.close()
+    with pytest.raises(DataError, match="begun with other data"):
+        prepare(SourceConfig(path=str(folder)), "data", "", output, processes=1)

@@ -17,6 +17,7 @@ from torchtrain.environment import process_share, processes_per_node
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_folder
 from torchtrain.logging import logger
+from torchtrain.object_store import is_url
 
 
 @command
@@ -45,21 +46,22 @@ def run(config: JobConfig) -> int:
     rank, world_size = process_share()
     if not config.prepare.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
-    output = Path(config.prepare.output)
+    output = config.prepare.output.rstrip("/") or "/"
     several = config.data.sources
-    folders = [output / str(number) for number in range(len(several))] if several else [output]
+    folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]
     if config.prepare.verify:
         for folder in folders:
-            verified = verify(open_folder(str(folder)), str(folder))
+            verified = verify(open_folder(folder, "prepare.output"), folder)
             logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
         return 0
-    for path in (path for source in config.data.all for path in source.paths):
-        if os.path.isdir(path) and output.resolve().is_relative_to(Path(path).resolve()):
+    for path in (path for source in config.data.all for path in source.paths if not is_url(output)):
+        if os.path.isdir(path) and Path(output).resolve().is_relative_to(Path(path).resolve()):
             raise ConfigError(
                 f"prepare.output = {config.prepare.output!r} is inside the data folder {path!r}, so that its files "
                 "would become part of the data; name a folder elsewhere"
             )
-    require_folder(output, f"prepare.output = {config.prepare.output!r}")
+    if not is_url(output):
+        require_folder(Path(output), f"prepare.output = {config.prepare.output!r}")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = config.prepare.processes or max(1, cores // processes_per_node())
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder

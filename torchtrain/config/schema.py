@@ -424,8 +424,8 @@ class TrainingConfig(Section, name="training"):
 class SourceConfig(Section):
     path: str | tuple[str, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz or .zst), .parquet or .arrow file, a folder
-    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare, also
-    by a URL such as s3://bucket/folder."""
+    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare. The
+    same by URLs such as s3://bucket/folder or gs://bucket/*.parquet: such text is streamed, without a copy."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
@@ -571,8 +571,9 @@ class ValidationConfig(SourcesConfig, name="validation"):
 class PrepareConfig(Section, name="prepare"):
     """Only for python -m torchtrain.prepare, which tokenizes the sources of [data] once."""
 
-    output: LocalPath = ""
-    """Folder for the prepared data; with several sources, its folders 0, 1, ..."""
+    output: str = ""
+    """Folder for the prepared data, by a path or a URL such as s3://bucket/folder; with several sources, its folders
+    0, 1, ..."""
     processes: CountOrZero = 0
     """Number of worker processes that tokenize. 0: one per core, divided by the processes that torchrun or srun starts
     on a node."""

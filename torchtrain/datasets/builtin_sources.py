@@ -12,6 +12,14 @@ from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.file_formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
 from torchtrain.datasets.local_files import open_files, open_standard_library
+from torchtrain.datasets.remote_files import (
+    RemoteFile,
+    find_remote_files,
+    identity_of_listing,
+    require_text_in_head,
+    streamed_documents,
+)
+from torchtrain.datasets.text_sources import StreamedText
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, TokenizedDataset
 from torchtrain.errors import DataError
 from torchtrain.files import names_in, with_retries
@@ -65,14 +73,26 @@ def label_of(source: SourceConfig, key: str) -> str:
 
 
 class Files:
-    """data.type = "files": local text files, or a folder that torchtrain.prepare wrote."""
+    """data.type = "files": text files, or a folder that torchtrain.prepare wrote; by paths or URLs."""
 
     @staticmethod
-    def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
-        return None
+    def ask_once(config: SourceConfig, context: SourceContext) -> list[RemoteFile] | None:
+        """List text files by URL; None for local files and tokenized data."""
+        option = f"{context.section}.path"
+        if not any(map(is_url, config.paths)):
+            return None
+        if len(config.paths) == 1 and MANIFEST in open_folder(config.paths[0], option).sizes():
+            return None
+        files = find_remote_files(config.paths, f"{option} = {config.path!r}", option)
+        require_text_in_head(files[0], config.text_column)
+        return files
 
     @staticmethod
-    def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
+    def open(config: SourceConfig, context: SourceContext, answer: list[RemoteFile] | None) -> DataSource:
+        if answer is not None:
+            streams = [partial(streamed_documents, file, config.text_column, config.skip_not_utf8) for file in answer]
+            label = f"{context.section}.path = {config.path!r}"
+            return StreamedText(streams, context.readers, label, partial(identity_of_listing, answer))
         first = Path(config.paths[0])
         tokenizer_hash = context.tokenizer.content_hash
         tokenized = partial(open_tokenized, config, context.section, tokenizer_hash, context.verify_bytes)
@@ -86,11 +106,6 @@ class Files:
             skip_not_utf8=config.skip_not_utf8,
         )
         opened = with_retries(tokenized, first)
-        if opened is None and any(is_url(path) for path in config.paths):
-            raise DataError(
-                f"{context.section}.path = {config.path!r} has no {MANIFEST}: a URL must name one folder that "
-                "torchtrain.prepare wrote"
-            )
         return with_retries(text, first) if opened is None else opened  # a source without tokens is falsy
 
 

@@ -37,6 +37,7 @@ from torchtrain.datasets.file_formats import (
     require_text,
 )
 from torchtrain.datasets.local_files import identity_and_key, identity_of
+from torchtrain.datasets.remote_files import RangeFile
 from torchtrain.datasets.text_sources import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
@@ -296,34 +297,27 @@ def _read(
     url: str, size: int, column: str, start: int, on_malformed: OnMalformed = ignore, head: int | None = None
 ) -> Iterator[str | None]:
     name = url.rpartition("/")[2]
-    with _RemoteFile(url, size) as raw:
+
+    def fetch(start: int, end: int) -> bytes:
+        return with_network_retries(partial(_fetch, url, size, start, end), url)
+
+    with RangeFile(url, size, fetch, _RANGE_BYTES) as raw:
         yield from documents(
             raw, name, column, start, text_by_line=True, head=head, on_malformed=lambda p: on_malformed(f"{name}: {p}")
         )
 
 
-class _RemoteFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
-    """A file that is read by range requests. Its size is known, so no other requests are necessary."""
-
-    def __init__(self, url: str, size: int):
-        # The reader of Parquet requests exactly the bytes that it needs.
-        cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
-        super().__init__(None, url, block_size=_RANGE_BYTES, cache_type=cache, size=size)
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        return with_network_retries(lambda: self._fetch(start, end), self.path)
-
-    def _fetch(self, start: int, end: int) -> bytes:
-        if self.path.startswith("hf://"):
-            content = _fetch_of_hub(self.path, start, end)
-        else:
-            file_system, path = fsspec.core.url_to_fs(self.path)
-            content = file_system.cat_file(path, start=start, end=end)
-        if len(content) == self.size:  # the server does not support ranges
-            content = content[start:end]
-        if len(content) != end - start:
-            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
-        return content
+def _fetch(url: str, size: int, start: int, end: int) -> bytes:
+    if url.startswith("hf://"):
+        content = _fetch_of_hub(url, start, end)
+    else:
+        file_system, path = fsspec.core.url_to_fs(url)
+        content = file_system.cat_file(path, start=start, end=end)
+    if len(content) == size:  # the server does not support ranges
+        content = content[start:end]
+    if len(content) != end - start:
+        raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
+    return content
 
 
 def _fetch_of_hub(url: str, start: int, end: int) -> bytes:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, documents_in_range, is_splittable
-from torchtrain.datasets.local_files import documents_of, identity_of
+from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, documents_in_range, ignore, is_splittable
+from torchtrain.datasets.local_files import documents_of
 from torchtrain.datasets.packing import DocumentSource
+from torchtrain.datasets.remote_files import RemoteFile, documents_of_remote
 
 SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
 LARGEST_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger
@@ -79,56 +80,88 @@ class Split:
     stop: int
 
 
+Reader = Callable[[BinaryIO, OnMalformed], Iterator[str | None]]
+
+
+class InputFile(ABC):
+    """A file of the input."""
+
+    name: str
+    """Its name, which determines its format."""
+    location: str
+    """Path or URL."""
+    size: int
+
+    @abstractmethod
+    def documents(self, column: str, on_malformed: OnMalformed, read: Reader | None) -> Iterator[str | None]:
+        """All documents, or those that ``read`` returns."""
+
+
+class LocalInputFile(InputFile):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name, self.location, self.size = path.name, str(path), path.stat().st_size
+
+    def documents(self, column: str, on_malformed: OnMalformed, read: Reader | None) -> Iterator[str | None]:
+        return documents_of(self._path, column, on_malformed, read)
+
+
+class RemoteInputFile(InputFile):
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self.name, self.location, self.size = file.name, file.url, file.size
+
+    def documents(self, column: str, on_malformed: OnMalformed, read: Reader | None) -> Iterator[str | None]:
+        return documents_of_remote(self._file, column, on_malformed, read)
+
+
 class ShardedFiles(ShardedInput):
-    """Local files of a format that has to be parsed, such as JSON lines or Parquet.
+    """Files that are parsed when they are read, such as JSON lines or Parquet.
 
     Args:
         files: the files in their order.
         column: the column that contains the text.
         name: name for messages.
-        verify_bytes: files up to this total size are hashed in full for the identity.
+        identity: returns the identity of the files.
         skip_not_utf8: skip and count files that are not UTF-8. They must be read twice, and are not split.
     """
 
     def __init__(
-        self, files: Sequence[Path], column: str, name: str, verify_bytes: float, *, skip_not_utf8: bool
+        self, files: Sequence[InputFile], column: str, name: str, identity: Callable[[], str], *, skip_not_utf8: bool
     ) -> None:
         self.name = name
         self._files = files
         self.files = len(files)
         self._column = column
-        self._verify_bytes = verify_bytes
+        self._identity = identity
         self._skip_not_utf8 = skip_not_utf8
-        sizes = [file.stat().st_size for file in files]
         splittable = [is_splittable(file.name) and not skip_not_utf8 for file in files]
-        self._sizes = sizes
-        self._shards = split_files(sizes, splittable)
+        self._shards = split_files([file.size for file in files], splittable)
         self.work = [sum(split.stop - split.start for split in shard) for shard in self._shards]
 
     def identity(self) -> str:
-        return identity_of(self._files, self._verify_bytes)
+        return self._identity()
 
     def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
         for split in self._shards[shard]:
             file = self._files[split.file]
             if self._skip_not_utf8:
                 try:
-                    for _ in documents_of(file, self._column):
+                    for _ in file.documents(self._column, ignore, None):
                         pass
                 except NotUTF8Error:
-                    counts.not_utf8.append(str(file))
+                    counts.not_utf8.append(file.location)
                     continue
-            whole = split.start == 0 and split.stop == self._sizes[split.file]
+            whole = split.start == 0 and split.stop == file.size
             read = None if whole else _range_reader(file.name, self._column, split)
-            yield from documents_of(
-                file,
-                self._column,
-                lambda location, file=file: counts.count_malformed(f"{file}: {location}"),  # type: ignore[misc]
-                read,
-            )
+
+            def on_malformed(location: str, file: InputFile = file) -> None:
+                counts.count_malformed(f"{file.location}: {location}")
+
+            yield from file.documents(self._column, on_malformed, read)
 
 
-def _range_reader(name: str, column: str, split: Split) -> Callable[[BinaryIO, OnMalformed], Iterator[str | None]]:
+def _range_reader(name: str, column: str, split: Split) -> Reader:
     def read(raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
         return documents_in_range(raw, name, column, split.start, split.stop, on_malformed)
 

@@ -69,8 +69,12 @@ class TextSource(DataSource):
     def streams(self, request: StreamRequest) -> list[Stream]:
         readers = request.global_batch_size if self.one_reader_per_row else request.readers
         rows_per_reader = request.global_batch_size // readers
-        # parallelisms/validate.py rejects other numbers of ranks.
-        assert request.rows.start % rows_per_reader == request.rows.stop % rows_per_reader == 0
+        if request.rows.start % rows_per_reader or request.rows.stop % rows_per_reader:
+            raise DataError(
+                f"{self.name} is streamed in {readers} streams, the largest divisor of the global batch of "
+                f"{request.global_batch_size} up to data.streams; the number of data-parallel ranks must divide it: "
+                "raise data.streams, or prepare the data"
+            )
         by_reader: dict[int, Stream] = {
             reader: PackedTextStream(self, request, reader, readers)
             for reader in range(request.rows.start // rows_per_reader, request.rows.stop // rows_per_reader)

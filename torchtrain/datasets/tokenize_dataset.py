@@ -35,14 +35,23 @@ from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_folder import DataFolder, LocalFolder, open_folder
 from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.input_splits import InputCounts, ShardedDocuments, ShardedFiles, ShardedInput
-from torchtrain.datasets.local_files import are_plain_text, find_text_files, log_malformed, log_not_utf8
+from torchtrain.datasets.input_splits import (
+    InputCounts,
+    LocalInputFile,
+    RemoteInputFile,
+    ShardedDocuments,
+    ShardedFiles,
+    ShardedInput,
+)
+from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
+from torchtrain.datasets.remote_files import find_remote_files, identity_of_listing
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, fsync_folder, open_lock_file
 from torchtrain.logging import logger
+from torchtrain.object_store import is_url
 
 POLL_SECONDS = 10.0  # between listings of the output folder, for the progress of all processes
 
@@ -100,14 +109,18 @@ def prepare(
 
 def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
     if source.source_type == "files":
-        label = f"{context.section}.path = {source.path!r}"
+        option = f"{context.section}.path"
+        label = f"{option} = {source.path!r}"
+        make_input = partial(ShardedFiles, column=source.text_column, name=label, skip_not_utf8=source.skip_not_utf8)
+        if any(map(is_url, source.paths)):
+            remote = find_remote_files(source.paths, label, option)
+            return make_input([RemoteInputFile(file) for file in remote], identity=partial(identity_of_listing, remote))
         files = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )
         if not are_plain_text(files):
-            return ShardedFiles(
-                files, source.text_column, label, context.verify_bytes, skip_not_utf8=source.skip_not_utf8
-            )
+            identity = partial(identity_of, files, context.verify_bytes)
+            return make_input([LocalInputFile(file) for file in files], identity=identity)
     opened = open_source(replace(source, download=True), context)
     if not isinstance(opened, DocumentSource):
         raise DataError(
@@ -156,12 +169,17 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
     sizes = output.sizes()
     records = [f"{name}.json" for name in names]
     if MANIFEST not in sizes:
-        missing = sum(record not in sizes for record in records)
-        if missing:
+        with ThreadPoolExecutor(32) as pool:
+            try:
+                found = list(pool.map(output.read, (record for record in records if record in sizes)))
+            except MISSING:  # another process has written the manifest meanwhile, and removes the records
+                return Manifest.read(output, output.location)
+        written = [shard for shard in map(_parse_record, found) if shard and _has_sizes(shard, sizes, plan.dtype)]
+        if len(written) < len(names):
             logger.info(
                 "%s: this process has written its share; %d of %d shards are complete. The process that finishes last "
                 "writes the manifest; if one was killed, run the same command again",
-                *(output.location, len(names) - missing, len(names)),
+                *(output.location, len(written), len(names)),
             )
             return None
         if isinstance(output, LocalFolder) and not durable:
@@ -170,16 +188,11 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
                 if name.startswith("shard-"):
                     with open(output.path / name, "rb") as file:
                         os.fsync(file.fileno())
-        with ThreadPoolExecutor(32) as pool:
-            try:
-                written = tuple(_read_record(content) for content in pool.map(output.read, records))
-            except MISSING:  # another process has written the manifest meanwhile, and removes the records
-                return Manifest.read(output, output.location)
         if not any(shard.documents for shard in written):
             skipped = sum(shard.skipped for shard in written)
             raise DataError(f"{plan.source} has no text in its {skipped} documents")
         with output.write(MANIFEST, flush=True) as file:
-            file.write(_as_json(replace(plan, shards=written)))
+            file.write(_as_json(replace(plan, shards=tuple(written))))
         if isinstance(output, LocalFolder):
             fsync_folder(output.path, MANIFEST)  # before the records are removed
     manifest = Manifest.read(output, output.location)
@@ -325,8 +338,10 @@ class _Progress:
         is_first, self._polled = self._polled == -math.inf, time.monotonic()
         names = {name.removesuffix(".json") for name in self._output.sizes() if name.endswith(".json")}
         for name in sorted(names & self._work.keys() - self._done):
-            with suppress(*MISSING, ValueError, TypeError):  # the manifest is complete, and the records are removed
-                self.add(name, _read_record(self._output.read(f"{name}.json")).tokens, is_new=not is_first)
+            with suppress(*MISSING):  # another process has written the manifest, and removes the records
+                shard = _parse_record(self._output.read(f"{name}.json"))
+                if shard is not None:
+                    self.add(name, shard.tokens, is_new=not is_first)
 
 
 def _follow(workers: dict[Connection, Any], progress: _Progress) -> None:
@@ -440,17 +455,27 @@ def _is_complete(output: DataFolder, sizes: Mapping[str, int], dtype: np.dtype[A
     if f"{name}.json" not in sizes:
         return None
     try:
-        shard = _read_record(output.read(f"{name}.json"))
-    except (*MISSING, ValueError, TypeError, KeyError):
+        shard = _parse_record(output.read(f"{name}.json"))
+    except MISSING:
         return None
-    expected = {f"{name}.tokens": shard.tokens * dtype.itemsize, f"{name}.documents": 8 * (shard.documents + 1)}
-    if any(sizes.get(file) != size for file, size in expected.items()):
+    if shard is None or not _has_sizes(shard, sizes, dtype):
         return None
     return shard.tokens if output.reads_ahead or damaged_file(output, shard) is None else None
 
 
-def _read_record(content: bytes) -> Shard:
-    return Shard.from_json(json.loads(content))
+def _has_sizes(shard: Shard, sizes: Mapping[str, int], dtype: np.dtype[Any]) -> bool:
+    """Whether the files of a shard have the sizes that its record states."""
+    expected = {f"{shard.name}.tokens": shard.tokens * dtype.itemsize}
+    expected[f"{shard.name}.documents"] = 8 * (shard.documents + 1)
+    return all(sizes.get(file) == size for file, size in expected.items())
+
+
+def _parse_record(content: bytes) -> Shard | None:
+    """The record of a shard; None if it is damaged."""
+    try:
+        return Shard.from_json(json.loads(content))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _as_json(content: Manifest | Shard) -> bytes:

@@ -1,0 +1,203 @@
+"""Text files on object stores and other remote file systems: find them by URL, and read them by range requests."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from glob import has_magic
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import xxhash
+
+from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, documents, ignore, kind_of
+from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
+from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.files import MISSING
+from torchtrain.logging import logger
+from torchtrain.object_store import is_url, open_file_system, with_store_retries
+
+RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
+
+# Keys of fsspec's listings whose values change with the content, by provider; the first one present is used.
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "last_modified", "mtime", "created")
+
+_HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
+
+Reader = Callable[[BinaryIO, OnMalformed], Iterator[str | None]]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An entry of a listing."""
+
+    url: str
+    size: int
+    tag: str
+    """Its ETag, or what the provider has instead."""
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    def open(self) -> BinaryIO:
+        return cast(BinaryIO, RangeFile(self.url, self.size, partial(_fetch, self.url)))
+
+
+class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+    """A file that is read by range requests. Its size is known, so no other requests are necessary.
+
+    Args:
+        fetch: returns the bytes from one offset to another.
+    """
+
+    def __init__(self, url: str, size: int, fetch: Callable[[int, int], bytes], range_bytes: int = RANGE_BYTES):
+        self._fetch = fetch
+        # The reader of Parquet requests exactly the bytes that it needs.
+        cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
+        super().__init__(None, url, block_size=range_bytes, cache_type=cache, size=size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._fetch(start, end)
+
+
+def _fetch(url: str, start: int, end: int) -> bytes:
+    file_system, path = open_file_system(url, "the path")
+
+    def read() -> bytes:
+        content: bytes = file_system.cat_file(path, start=start, end=end)
+        if len(content) != end - start:
+            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
+        return content
+
+    try:
+        return with_store_retries(read, url)
+    except MISSING as error:
+        raise DataError(f"{url} existed when the run began, and is missing now: restore it") from error
+
+
+def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[RemoteFile]:
+    """The non-empty data files that URLs of files, folders or patterns name, in a fixed order.
+
+    Args:
+        paths: the URLs.
+        label: the option with its value, for messages.
+        option: the option alone.
+
+    Raises:
+        DataError: there are none, or they are of several kinds.
+        ConfigError: a URL cannot be opened.
+        StorageError: the store does not respond.
+    """
+    if not all(map(is_url, paths)):
+        raise DataError(f"{label} mixes URLs and local paths; put them into two tables [[data.sources]]")
+    files = list(dict.fromkeys(file for path in paths for file in _find(path, label, option)))
+    if bad := [file.name for file in files if not kind_of(file.name)[0]]:
+        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
+    kinds = {"txt" if kind == "md" else kind for kind in (kind_of(file.name)[0] for file in files)}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{label} mixes files of several kinds (.{', .'.join(sorted(kinds))}), and a source has files of one kind: "
+            f"name one kind, such as '*.{min(kinds)}', or a table [[data.sources]] for each"
+        )
+    if not files:
+        raise DataError(f"{label} has no documents")
+    return files
+
+
+def _find(url: str, label: str, option: str) -> list[RemoteFile]:
+    file_system, path = open_file_system(url, option)
+
+    def find() -> tuple[dict[str, Any], bool]:
+        file_system.invalidate_cache()
+        if has_magic(path):
+            return file_system.glob(path, detail=True), False
+        info = file_system.info(path)
+        if info["type"] == "directory":
+            return file_system.find(path, detail=True), True
+        return {info["name"]: info}, False
+
+    try:
+        found, is_folder = with_store_retries(find, url)
+    except MISSING:
+        found, is_folder = {}, False
+    if not found:
+        raise DataError(f"{label} does not exist: there is no such bucket, folder or file, or it is empty")
+    entries = sorted((name, info) for name, info in found.items() if info["type"] == "file")
+    for name, _ in entries:
+        if name.rpartition("/")[2] in (MANIFEST, UNFINISHED):
+            raise DataError(
+                f"{label} contains prepared data, or unfinished work of torchtrain.prepare ({name}); name a folder of "
+                "prepared data in a table [[data.sources]] of its own"
+            )
+    if is_folder:
+        prefix = len(path.strip("/"))
+        hidden = {name for name, _ in entries if "/." in name.strip("/")[prefix:]}
+        entries = [(name, info) for name, info in entries if name not in hidden and kind_of(name)[0]]
+        for description in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
+            entries = [entry for entry in entries if kind_of(entry[0])[0] not in description] or entries
+        if not entries:
+            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+    return [
+        RemoteFile(file_system.unstrip_protocol(name), info["size"], _tag(info))
+        for name, info in entries
+        if info["size"] > 0
+    ]
+
+
+def _tag(info: dict[str, Any]) -> str:
+    return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
+
+
+def identity_of_listing(files: Sequence[RemoteFile]) -> str:
+    """Number, total size and hash of a listing: of URLs, sizes and ETags."""
+    listing = "\0".join(f"{file.url}\0{file.size}\0{file.tag}" for file in files)
+    digest = xxhash.xxh3_128_hexdigest(listing.encode())[:16]
+    return f"{len(files)} object(s) of {sum(file.size for file in files):,} bytes, hash of the listing {digest}"
+
+
+def documents_of_remote(
+    file: RemoteFile, column: str, on_malformed: OnMalformed = ignore, read: Reader | None = None, start: int = 0
+) -> Iterator[str | None]:
+    """The documents of a file from number ``start`` on, or those that ``read`` returns. Errors name the file."""
+    try:
+        with file.open() as raw:
+            if read is None:
+                texts = documents(raw, file.name, column, start, on_malformed=on_malformed)
+            else:
+                texts = read(raw, on_malformed)
+            yield from texts
+    except NotUTF8Error as error:
+        raise NotUTF8Error(f"{file.url}: {error}") from None
+    except DataError as error:
+        message = str(error)
+        raise DataError(message if file.url in message else f"{file.url}: {message}") from None
+    except TorchtrainError:
+        raise
+    except Exception as error:  # each format's reader has its own errors for a damaged file
+        raise DataError(f"{file.url} cannot be read, it seems damaged: {error!r}") from error
+
+
+def require_text_in_head(file: RemoteFile, column: str) -> None:
+    """Raise DataError if the first rows of a file have no text in ``column``."""
+    read = partial(_read_head, file.name, column)
+    for _ in documents_of_remote(file, column, ignore, read):
+        pass
+
+
+def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
+    return itertools.islice(documents(raw, name, column, head=_HEAD_ROWS, on_malformed=on_malformed), _HEAD_ROWS + 1)
+
+
+def streamed_documents(
+    file: RemoteFile, column: str, skip_not_utf8: bool, start: int, on_malformed: OnMalformed
+) -> Iterator[str | None]:
+    """The documents of a file for ``StreamedText``; with ``skip_not_utf8``, up to the first that is not UTF-8."""
+    try:
+        yield from documents_of_remote(
+            file, column, lambda location: on_malformed(f"{file.name}: {location}"), start=start
+        )
+    except NotUTF8Error as error:
+        if not skip_not_utf8:
+            raise
+        logger.warning("%s; the rest of the file is skipped", error)
