@@ -52,6 +52,7 @@ from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable
 from torchtrain.files import atomic_write, require_folder
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
+from torchtrain.metrics.norms import NormsByLayer
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.report import report_end
@@ -196,6 +197,9 @@ class Trainer:
             by_source = LossBySource(source_labels(config.data), self.model.loss, mesh.loss.get_group(), device)
             self.train_step.hooks.append(by_source)
             self.metrics.step_metrics.append(by_source.metrics)
+        if config.metrics.norms_freq:
+            norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values)
+            self.train_step.hooks.append(norms)
         self.validator: Validator | None = None
         if config.validation.enable:
             self.validator = Validator(

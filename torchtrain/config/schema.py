@@ -748,6 +748,9 @@ class MetricsConfig(Section, name="metrics"):
     enable_wandb: bool = False
     """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
     folder."""
+    norms_freq: CountOrZero = 0
+    """How often to log the L2 norms of each layer's gradient (before clipping), weights and update, in steps. 0: never.
+    Such a step holds a copy of the parameters' shards."""
     enable_loss_by_source: bool = False
     """Log the training loss and the tokens of each source of [data] in the steps that are logged."""
     enable_report: bool = True

@@ -169,6 +169,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self.writers is not None:
             self.writers.write({"step": step, "event": event, "time": time.time(), **values})
 
+    def record_values(self, step: int, values: dict[str, float]) -> None:
+        """Write more numbers of ``step``, in a line of their own that does not appear in the log."""
+        if self.writers is not None:
+            self.writers.write({"step": step, "tokens": self.tokens_after(step), **values})
+
     def record_validation(self, step: int, results: dict[str, float]) -> None:
         """Write validation results, whose names begin with ``validation_``."""
         if self.writers is not None:

@@ -25,7 +25,7 @@ def clip_grad_norm(
     gradients = {p: cast(DTensor, p.grad) for part in model_parts for p in part.parameters() if p.grad is not None}
     first = next(iter(gradients.values()))
     # Each element of the gradient is counted on one rank only, so that one sum over all ranks is right for any layout.
-    own = [g for p, g in gradients.items() if _is_first_replica(g) and not any(p is tied for tied in tied_replicas)]
+    own = [g for p, g in gradients.items() if is_first_replica(g) and not any(p is tied for tied in tied_replicas)]
     # A float32 sum over a large matrix has a relative error of 1e-5 on a CPU, which differs between layouts. Therefore
     # only sums within a row are in float32, those over rows in float64: a quarter of the time of float64 throughout.
     norms = [reducer.row_norms(g.to_local()) if g.ndim > 1 else g.to_local().abs() for g in own]
@@ -38,7 +38,7 @@ def clip_grad_norm(
     return norm
 
 
-def _is_first_replica(tensor: DTensor) -> bool:
+def is_first_replica(tensor: DTensor) -> bool:
     """Whether this rank is the first of the ranks that hold the same shard of ``tensor``."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
