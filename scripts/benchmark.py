@@ -2,10 +2,10 @@
 
 Each entrant is a separate process that initializes, warms up, and then trains for a few steps in each of its turns, so
 that other load on the machine affects all entrants of a group equally. On a GPU, whose memory may be too small for two,
-each entrant ends before the next begins. A ratio is the median over the turns; that of CPU seconds, best with
-``--threads 1``, holds on a busy machine, where clocks measure the neighbors. Ours is the real trainer in its real loop
-and the environment of its launcher, with tokenizing, metrics and collection of garbage; the others get random tokens,
-ready made. The bare loop's model has our attention, and all logits at once.
+each entrant ends before the next begins. A ratio is the median over the turns. On a busy machine, use the ratio of CPU
+seconds, best with ``--threads 1``. torchtrain runs its own training loop in the environment of its launcher, including
+tokenization, metrics and garbage collection; the others read random tokens from memory. The bare loop has torchtrain's
+attention, and computes all logits at once.
 ``pip install -e '.[bench]'`` brings transformers' Trainer and litgpt; what is not installed is left out.
 """
 

@@ -1,4 +1,4 @@
-"""Let file operations of other processes fail, or hang, as a bad disk makes them; below Python, in the C library.
+"""Inject disk faults into other processes: file operations of the C library fail, hang or return flipped bits.
 
     with DiskFaults(folder) as disk:
         process = subprocess.Popen(command, env={**os.environ, **disk.environment})

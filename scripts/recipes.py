@@ -1,6 +1,6 @@
 """Run the experiments of docs/recipes.md: optimizers, schedules, z-loss and averaged weights, on any machine.
 
-    python scripts/recipes.py --output outputs/recipes                     # all parts: hours, and it may be stopped
+    python scripts/recipes.py --output outputs/recipes                     # all parts: takes hours; may be interrupted
     python scripts/recipes.py --output outputs/recipes --parts rates seeds --size 2M --tokens 200000
     python scripts/recipes.py --output outputs/recipes --report --picture docs/recipes.png
 

@@ -85,7 +85,7 @@ def test_signaled_job_of_two_nodes_is_requeued_and_ends_bitwise_like_one_machine
     cluster.wait_for(lambda: "start 2" in output_of(folder), 120)
     assert cluster.wait_for_end(job, 200) == "COMPLETED", output_of(folder)
     output = output_of(folder)
-    assert "start 1: 2 node(s) x 1 rank(s), meeting at 127.0.0.1:" in output
+    assert "start 1: 2 node(s) x 1 rank(s), rendezvous at 127.0.0.1:" in output
     signaled = re.search(r"SIGUSR1 received: .* with (\d+) s for a save", output)
     assert signaled
     assert 200 < int(signaled[1]) < 590
