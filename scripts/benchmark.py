@@ -196,11 +196,12 @@ def run_bare(entrant: Entrant, steps_per_turn: int) -> None:
     import torch
     import torch.nn.functional as F
 
+    from torchtrain.cpu.build import apply_batched_attention_backward
     from torchtrain.models.llama import Transformer
-    from torchtrain.parallelisms.attention_backend import apply_attention_backend
 
     model = Transformer(shape(entrant)).to(entrant.device)
-    apply_attention_backend(model, "auto", getattr(torch, entrant.dtype), torch.device(entrant.device))
+    if entrant.device == "cpu":
+        apply_batched_attention_backward(model, "auto", getattr(torch, entrant.dtype))
 
     def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

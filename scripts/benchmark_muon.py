@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.config.registry import OPTIMIZERS
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.muon import Muon, orthogonalize, shard_of
-from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.trainer import initialize
 
 
@@ -59,7 +59,7 @@ def make(way: str, args: argparse.Namespace) -> tuple[OptimizerContainer, int]:
     )
     device, heads = torch.device("cpu"), max(1, args.width // 64)
     shape = TransformerConfig(args.width, args.layers, heads, heads, args.width * 4, args.vocab)
-    model = build_parallel_model(
+    model = build_cpu_model(
         shape,
         Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
         device,
@@ -68,6 +68,7 @@ def make(way: str, args: argparse.Namespace) -> tuple[OptimizerContainer, int]:
     initialize(model.parts, 0, device)
     with patch.dict(OPTIMIZERS._entries, muon=WAYS[way]):
         optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+    use_cpu_kernels(optimizer, config.optimizer)
     torch.manual_seed(0)
     for part in model.parts:
         for parameter in part.parameters():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
 from torchtrain.config.schema import JobConfig, LRSchedulerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
@@ -30,7 +31,6 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.trainer import TrainStep, initialize
 
 SEQ_LEN = 256
@@ -63,17 +63,19 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
     shape = TransformerConfig(
         args.width, args.layers, heads, max(1, heads // 4), args.width * 4, args.vocab, max_seq_len=SEQ_LEN
     )
-    model = build_parallel_model(
+    model = build_cpu_model(
         shape,
         Mesh(device, resolve_parallel_dims(config.parallelism, dist.get_world_size())),
         device,
         config,
     )
     initialize(model.parts, 0, device)
+    optimizer = build_optimizer(model.parts, config.optimizer)
+    use_cpu_kernels(optimizer, config.optimizer)
     return TrainStep(
         model,
         Microbatches(model.mesh, device, config.training.local_batch_size, None),
-        build_optimizer(model.parts, config.optimizer),
+        optimizer,
         LRSchedule(config.lr_scheduler, 1e-4, 10000),
         NonFiniteGuard(
             config.faults, cast(StopRequest, NoStop()), SpikeDetector(config.faults, device), lambda *_: None

@@ -160,7 +160,7 @@ def trace(row: Row) -> Trace:
     shape = build_model_config(config.model, None, row.seq_len)
     config, degrees = resolve_layout(config, shape, row.ranks)
     with their_policies(row):
-        first, last = simulate(config, shape, degrees, 0, capability=(9, 0)).recorder.steps
+        first, last = simulate(config, shape, degrees, 0).recorder.steps
     reserved, first_step = (
         peak_reserved(allocations, expandable_segments=row.expandable) / GIB
         for allocations in (first.allocations + last.allocations, first.allocations)

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from gloo_pool import GlooPool
+from parity import TINY
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchtrain.devices import planned_for_gpu
+from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.model import CausalAttention
 from torchtrain.parallelisms.context_parallel import (
     ContextParallelAttention,
+    apply_context_parallel,
     attention_to_the_end,
     local_sequence,
     whole_sequence,
@@ -68,26 +70,30 @@ def test_ranks_have_balanced_positions_that_cover_the_sequence(gloo: GlooPool) -
 def test_head_dims_without_a_flash_kernel_use_a_mask_on_a_gpu(head_dim: int) -> None:
     """The flash kernel needs a head dimension of at most 256, padded to a multiple of 8."""
     q, k = torch.randn(1, 4, 8, head_dim).bfloat16(), torch.randn(1, 2, 16, head_dim).bfloat16()
-    expected = attention_to_the_end(q, k, k)
-    with planned_for_gpu((9, 0)):
-        assert torch.equal(attention_to_the_end(q, k, k), expected)
+    expected = attention_to_the_end(q, k, k, flash=False)
+    assert torch.equal(attention_to_the_end(q, k, k, flash=True), expected)
 
 
-def _attention_planned_for_gpu_without_flash() -> Tensor:
+def _flash_settings() -> list[bool]:
+    """``ContextParallelAttention.flash`` with the flash backend enabled, and disabled."""
     mesh = init_device_mesh("cpu", (1,))
-    q, k, v, _, _ = (x.bfloat16() for x in full_inputs())
-    torch.backends.cuda.enable_flash_sdp(False)
+    found = []
     try:
-        attention = ContextParallelAttention(mesh)
+        for enabled in (True, False):
+            torch.backends.cuda.enable_flash_sdp(enabled)
+            model = Transformer(TINY)
+            apply_context_parallel(model, mesh)
+            attention = model.layers["0"].get_submodule("attention.inner_attention")
+            assert isinstance(attention, ContextParallelAttention)
+            found.append(attention.flash)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
-    with planned_for_gpu((9, 0)):
-        return attention(q, k, v) - CausalAttention()(q, k, v)  # type: ignore[no-any-return]
+    return found
 
 
-def test_attention_backend_option_does_not_disable_the_explicit_flash_kernel(gloo: GlooPool) -> None:
-    """The flash kernel for GPUs is called by name, so that disabled backends have no effect on it."""
-    assert gloo.run(1, _attention_planned_for_gpu_without_flash)[0].abs().max() < 0.05
+def test_context_parallelism_uses_the_flash_kernel_only_if_the_attention_backend_allows_it(gloo: GlooPool) -> None:
+    """The flash kernel is called by name, so that disabling the backend alone has no effect on it."""
+    assert gloo.run(1, _flash_settings) == [[True, False]]
 
 
 @pytest.mark.gpu

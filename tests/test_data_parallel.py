@@ -1,7 +1,6 @@
 """FSDP and HSDP train like a single rank, with any activation checkpointing and gradient accumulation."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import astuple, replace
 from itertools import accumulate
 from typing import Any
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, OptimizerConfig, ParallelismConfig
-from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
-from torchtrain.devices import planned_for_gpu
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
+from torchtrain.cpu.gradient_reducer import NoReduceScatter
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -27,10 +26,12 @@ from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage
-from torchtrain.trainer import use_deterministic_kernels
+from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter
+from torchtrain.trainer import initialize, use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first, a middle and a last block
 
@@ -133,20 +134,19 @@ def test_blocks_that_are_resharded_after_forward(gloo: GlooPool, option: str, re
     assert gloo.run(2, _reshard_settings, config)[0] == resharded
 
 
-def _reduces_in_place(planned_for_a_gpu: bool) -> bool:
-    with (
-        planned_for_gpu((9, 0)) if planned_for_a_gpu else nullcontext(),
-        patch.object(NoReduceScatter, "allocate", autospec=True, side_effect=NoReduceScatter.allocate) as shared,
-    ):
-        (model,) = build(config_of()).parts
+def _reduces_in_place(build_model: Any) -> bool:
+    device = torch.device("cpu")
+    with patch.object(NoReduceScatter, "allocate", autospec=True, side_effect=NoReduceScatter.allocate) as shared:
+        (model,) = build_model(TINY, Mesh(device, ParallelDims()), device, config_of()).parts
+        initialize([model], 0, device)
         model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
     return bool(shared.called)
 
 
 def test_one_gpu_does_not_reduce_in_place(gloo: GlooPool) -> None:
     """FSDP adds the output to the gradient on another stream than the one that reuses the memory of the input."""
-    assert gloo.run(1, _reduces_in_place, False) == [True]
-    assert gloo.run(1, _reduces_in_place, True) == [False]
+    assert gloo.run(1, _reduces_in_place, build_cpu_model) == [True]
+    assert gloo.run(1, _reduces_in_place, build_parallel_model) == [False]
 
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:
@@ -171,7 +171,9 @@ def test_norm_of_a_large_gradient_is_exact_on_any_number_of_ranks(gloo: GlooPool
 def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     (model,) = build(config_of()).parts
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in full_weights([model]).items()}
-    optimizer = build_optimizer([model], OptimizerConfig(lr=1e-2, weight_decay=0.1, implementation=implementation))
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, implementation=implementation)
+    optimizer = build_optimizer([model], config)
+    use_cpu_kernels(optimizer, config)
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in plain.values() if p.ndim > 1], "weight_decay": 0.1},

@@ -53,7 +53,7 @@ cached_simulate = cache(simulate)  # many tests simulate the plain layout
 def simulated(
     ranks: int,
     rank: int = 0,
-    capability: Any = (9, 0),
+    gpu: bool = True,
     simulate: Any = cached_simulate,
     shape: Any = SHAPE,
     **sections: Any,
@@ -61,7 +61,7 @@ def simulated(
     """The record of ``rank``, or of the rank that represents it."""
     config, degrees = resolve_layout(config_of(**sections), shape, ranks)
     first = max(r for r in representative_ranks(degrees) if r <= rank)
-    record: RankRecord = simulate(config, shape, degrees, first, capability=capability)
+    record: RankRecord = simulate(config, shape, degrees, first, gpu=gpu)
     return record
 
 
@@ -158,7 +158,7 @@ def test_simulation_for_cpus_counts_what_a_real_run_does(
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
     found = gloo.run(ranks, train_with_ledger, config_of(**sections), DEEPER)
     for rank, (counts, peaks) in enumerate(found):
-        steps = simulated(ranks, rank=rank, capability=None, shape=DEEPER, **sections).recorder.steps
+        steps = simulated(ranks, rank=rank, gpu=False, shape=DEEPER, **sections).recorder.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
@@ -211,7 +211,7 @@ def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: 
     config, degrees = resolve_layout(config, shape, degree)
     scores = config.training.local_batch_size * SHAPE.n_heads * 64 * 64 * SHAPE.head_size * SHAPE.n_layers
     for rank in range(degree):
-        record = simulate(config, shape, degrees, rank, capability=(9, 0))
+        record = simulate(config, shape, degrees, rank)
         assert computed(record, "forward") == 4 * scores / 2 / degree
         assert computed(record, "backward") == 10 * scores / 2 / degree
 
@@ -439,12 +439,12 @@ def test_gradients_are_freed_at_the_end_of_a_step() -> None:
 
 
 def test_only_real_cpus_pad_shards() -> None:
-    def padded(capability: Any) -> set[str]:
+    def padded(gpu: bool) -> set[str]:
         # A norm's 64 elements are not divisible by 3.
-        return {o.name for o in simulated(3, capability=capability).recorder.steps[-1].operations if "pad" in o.name}
+        return {o.name for o in simulated(3, gpu=gpu).recorder.steps[-1].operations if "pad" in o.name}
 
-    assert padded(None) == {"constant_pad_nd"}
-    assert padded((9, 0)) == set()
+    assert padded(gpu=False) == {"constant_pad_nd"}
+    assert padded(gpu=True) == set()
 
 
 @pytest.mark.parametrize("sections", [{"compile": {"enable": True}}, {"data": {"document_mask": True}}], ids=str)

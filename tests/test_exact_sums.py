@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from torchtrain.checkpoint.resume_compatibility import Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import Float8Config, JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.loss import OutputLoss, exact_nats
@@ -444,10 +445,9 @@ def test_update_of_an_element_does_not_depend_on_its_shard(implementation: str, 
 
     def updated(sizes: list[int]) -> Tensor:
         model = nn.ParameterList([nn.Parameter(part.clone()) for part in values.split(sizes)])
-        optimizer = build_optimizer(
-            [model],
-            OptimizerConfig(implementation=implementation, state_dtype=state_dtype, lr=0.1),  # type: ignore[arg-type]
-        )
+        config = OptimizerConfig(implementation=implementation, state_dtype=state_dtype, lr=0.1)  # type: ignore[arg-type]
+        optimizer = build_optimizer([model], config)
+        use_cpu_kernels(optimizer, config)
         for gradient in gradients:
             for parameter, part in zip(model, gradient.split(sizes), strict=True):
                 parameter.grad = part.clone()

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.config.schema import EMAConfig, JobConfig, ParameterGroupConfig
 from torchtrain.convert import main as convert
+from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.inference.trained_model import load_model
@@ -220,6 +221,7 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
     for number, block in part.layers.items():
         block.register_forward_hook(lambda _, __, out, number=number: outputs.update({number: out.detach()}))
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    use_cpu_kernels(optimizer, config.optimizer)
     tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
     before: dict[str, Tensor] = {}
     for _ in range(6):

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtrain.config.schema import JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.cpu import build as cpu_build
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.loss.output_loss import IGNORE_INDEX, MAX_LOGITS_BYTES, MAX_LOGITS_BYTES_CPU, OutputLoss
+from torchtrain.models.loss.output_loss import IGNORE_INDEX, OutputLoss
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.planning.instrument import instrument
 from torchtrain.planning.recorder import StepRecorder
@@ -125,16 +126,18 @@ def test_chunked_bfloat16_gradients_are_as_accurate_as_plain_ones() -> None:
 
 
 def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:
-    assert OutputLoss(0).chunks(torch.Size((8, 2048)), 128256, "cuda") == 1
-    assert OutputLoss(4096).chunks(torch.Size((8, 2048)), 128256, "cuda") == 4
-    assert OutputLoss(100).chunks(torch.Size((2, 150)), VOCAB, "cpu") == 3
-    assert OutputLoss(1).chunks(torch.Size((2, 7)), VOCAB, "cpu") == 7  # a chunk has at least one position of every row
-    assert OutputLoss().chunks(torch.Size((8, 256)), 4096, "cuda") == 1
-    for device, limit, vocab in (("cuda", MAX_LOGITS_BYTES, 128256), ("cpu", MAX_LOGITS_BYTES_CPU, 4096)):
-        chunks = OutputLoss().chunks(torch.Size((2, 8192)), vocab, device)
+    assert OutputLoss(0).chunks(torch.Size((8, 2048)), 128256) == 1
+    assert OutputLoss(4096).chunks(torch.Size((8, 2048)), 128256) == 4
+    assert OutputLoss(100).chunks(torch.Size((2, 150)), VOCAB) == 3
+    assert OutputLoss(1).chunks(torch.Size((2, 7)), VOCAB) == 7  # a chunk has at least one position of every row
+    assert OutputLoss().chunks(torch.Size((8, 256)), 4096) == 1
+    on_cpu = OutputLoss()
+    on_cpu.max_logits_bytes = cpu_build.MAX_LOGITS_BYTES
+    for loss, vocab in ((OutputLoss(), 128256), (on_cpu, 4096)):
+        chunks, limit = loss.chunks(torch.Size((2, 8192)), vocab), loss.max_logits_bytes
         assert 8192 % chunks == 0
         assert limit / 2 <= 2 * 8192 // chunks * vocab * 4 <= limit
-    assert OutputLoss().chunks(torch.Size((2, 8192)), 128256, "cpu") == 2 * 8192 // 256
+    assert on_cpu.chunks(torch.Size((2, 8192)), 128256) == 2 * 8192 // 256
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -178,9 +181,9 @@ def vocab_sizes_of_the_chunks(tensor_degree: int) -> set[int]:
     seen = set()
     chunks = OutputLoss.chunks
 
-    def recorded(loss: OutputLoss, shape: torch.Size, vocab: int, device_type: str) -> int:
+    def recorded(loss: OutputLoss, shape: torch.Size, vocab: int) -> int:
         seen.add(vocab)
-        return chunks(loss, shape, vocab, device_type)
+        return chunks(loss, shape, vocab)
 
     config = config_of(parallelism={"tensor_parallel_degree": tensor_degree}, training={"local_batch_size": 8})
     with patch.object(OutputLoss, "chunks", recorded):

@@ -23,6 +23,7 @@ from test_resume_on_other_layouts import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParameterGroupConfig
+from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of
@@ -132,6 +133,7 @@ def sent_bytes(config: JobConfig, steps: int) -> int:
     """Return the bytes that this rank sends to others in ``steps`` updates."""
     model = build(config, replace(TINY, n_layers=2))
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+    use_cpu_kernels(optimizer, config.optimizer)
     exchange, sent = dist.all_to_all_single, 0
 
     def counted(output: Tensor, input: Tensor, receives: Any, sends: Any, *args: Any, **options: Any) -> Any:

@@ -19,7 +19,6 @@ TIMEOUT_SECONDS = 240
 # Files that a default run executes and that the reading list omits. docs/architecture.md lists them, too.
 INFRASTRUCTURE = {
     "cli.py": "exit codes of the commands",
-    "devices.py": "device types and their peak FLOPs",
     "environment.py": "limits on threads and address space",
     "files.py": "atomic writes, and reads with retries",
     "logging.py": "the logger",

@@ -34,9 +34,10 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
-from torchtrain.devices import planned_for_gpu
+from torchtrain.cpu.build import apply_batched_attention_backward
 from torchtrain.distributed.mesh import ParallelDims, local
 from torchtrain.errors import ConfigError
+from torchtrain.metrics.run_description import _precision
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer
@@ -44,7 +45,6 @@ from torchtrain.parallelisms import activation_checkpoint, validate
 from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
-    apply_attention_backend,
     attention_backend_name,
     choose_attention_backend,
 )
@@ -54,6 +54,8 @@ from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
+BFLOAT16 = {"mixed_precision_param": "bfloat16"}
+HOPPER = (9, 0)  # a compute capability
 ROOT = Path(__file__).parent.parent
 
 
@@ -99,11 +101,14 @@ def test_memory_budget_requires_compile() -> None:
 
 def test_attention_backend_is_selected_and_logged() -> None:
     assert attention_backend_name("auto", TINY, torch.float32, CPU) == "flash"
-    assert attention_backend_name("auto", TINY, torch.bfloat16, CPU) == "flash, backward in batched products"
-    for other in ({"documents": True}, {"split": True}):
-        assert attention_backend_name("auto", TINY, torch.bfloat16, CPU, **other) == "flash"
     gpu = torch.device("cuda")
     assert attention_backend_name("auto", TINY, torch.bfloat16, gpu, documents=True) == "flex"
+    batched = "bfloat16; attention: flash, backward in batched products"
+    plain = config_of(training=BFLOAT16)
+    assert _precision(plain, TINY, CPU, ParallelDims()) == batched
+    assert _precision(plain, TINY, CPU, ParallelDims(context=2)) == "bfloat16; attention: flash"
+    masked = replace(plain, data=replace(plain.data, document_mask=True))
+    assert _precision(masked, TINY, CPU, ParallelDims()) == "bfloat16; attention: flash"
     try:
         choose_attention_backend("math", CPU)
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
@@ -150,7 +155,7 @@ def test_batched_attention_backward_can_be_compiled() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Transformer(TINY).bfloat16()
-    apply_attention_backend(model, "auto", torch.bfloat16, CPU)
+    apply_batched_attention_backward(model, "auto", torch.bfloat16)
     attention = model.layers["0"].get_submodule("attention").get_submodule("inner_attention")
     assert isinstance(attention, BatchedBackwardAttention)
     q, k, v, grad = (torch.randn(2, n, TINY.max_seq_len, TINY.head_size).bfloat16() for n in (4, 2, 2, 4))
@@ -182,10 +187,10 @@ def test_float8_requires_a_multiple_of_16_tokens(
     config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
     config, degrees = resolve_layout(config, TINY, math.prod(parallelism.values()))
     gpu = torch.device("cuda", 0)
-    with planned_for_gpu((9, 0)):
-        with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
-            validate.check_layout(config, gpu, degrees, TINY)
-        validate.check_layout(replace(config, training=replace(config.training, seq_len=992)), gpu, degrees, TINY)
+    with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
+        validate.check_layout(config, gpu, degrees, TINY, HOPPER)
+    config = replace(config, training=replace(config.training, seq_len=992))
+    validate.check_layout(config, gpu, degrees, TINY, HOPPER)
 
 
 def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
@@ -194,15 +199,14 @@ def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
     config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
     offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
     plain = Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
-    with planned_for_gpu((9, 0)):
-        with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
-            validate.check_layout(config, gpu, degrees, TINY)
-        with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory, .*all_gather = false"):
-            validate.check_layout(offloaded, gpu, ParallelDims(shard=2), TINY)
-        validate.check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY)
-        validate.check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY)
-        for one in (config, offloaded):
-            validate.check_layout(replace(one, float8=plain), gpu, degrees, TINY)
+    with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
+        validate.check_layout(config, gpu, degrees, TINY, HOPPER)
+    with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory, .*all_gather = false"):
+        validate.check_layout(offloaded, gpu, ParallelDims(shard=2), TINY, HOPPER)
+    validate.check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY, HOPPER)
+    validate.check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY, HOPPER)
+    for one in (config, offloaded):
+        validate.check_layout(replace(one, float8=plain), gpu, degrees, TINY, HOPPER)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:

@@ -27,6 +27,7 @@ from torchtrain.checkpoint.weights import find_weights, load_weights, saved_conf
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.config.stages import tokens_after
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.build import build_dataloader, document_start
 from torchtrain.datasets.builtin_sources import with_revisions
 from torchtrain.datasets.dataloader import Batch, DataLoader
@@ -128,13 +129,16 @@ class Trainer:
             storage.check_access()
 
         # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
-        self.model = build_parallel_model(self.model_config, mesh, device, config)
+        build_model = build_cpu_model if device.type == "cpu" else build_parallel_model
+        self.model = build_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
         resume_point = find_resume_point(config.checkpoint, storage, config_toml, lambda: self.dataloader.identity)
         self.init_or_load_weights(resume_point.step)
 
         # Optimizer. Built after to_empty, which replaces the parameters.
         self.optimizer = build_optimizer(self.model.parts, config.optimizer, mesh, self.model_config)
+        if device.type == "cpu":
+            use_cpu_kernels(self.optimizer, config.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
         self.ema = EMA(self.model.parts, config.ema) if config.ema.enable else None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain import trainer as trainer_module
 from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
@@ -27,7 +28,7 @@ from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
+from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import TrainStep, initialize
 
@@ -85,7 +86,7 @@ def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
     """Build and initialize this rank's part of the model, as the trainer does."""
     device = torch.device("cpu")
     config, dims = resolve_layout(config, shape, dist.get_world_size())
-    model = build_parallel_model(shape, Mesh(device, dims), device, config)
+    model = build_cpu_model(shape, Mesh(device, dims), device, config)
     initialize(model.parts, config.training.seed, device)
     return model
 
@@ -105,6 +106,7 @@ def train(
     model = build(config, shape)
     first = full_weights(model.parts)
     optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    use_cpu_kernels(optimizer, config.optimizer)
     averages = EMA(model.parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,

@@ -172,7 +172,6 @@ def run(
                 model,
                 degrees,
                 rank,
-                capability=GPUS[gpu].capability,
                 max_microbatches=2,  # further microbatches repeat the same operations
                 device=torch.device(device, 0) if device == "cuda" else None,
             )

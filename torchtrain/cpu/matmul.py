@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtrain.devices import device_kind
-
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 
 
-def apply_float32_matmul(dtype: torch.dtype, device: torch.device) -> None:
-    """Let this process compute products in ``dtype`` in float32 where that is faster, for as long as it lives.
+def apply_float32_matmul(dtype: torch.dtype) -> None:
+    """Make this process compute CPU matrix products of ``dtype`` in float32 if that is faster, from now on.
 
-    As oneDNN does elsewhere, the sums are in float32, and only their result is rounded to ``dtype``.
+    Sums are in float32, and only the result is rounded to ``dtype``, as in oneDNN's kernels. PyTorch's dispatcher has
+    one kernel per operator, so that this setting of the process cannot be limited to one model.
     """
-    if device_kind(device.type) == "cpu" and dtype in slow_dtypes():
+    if dtype in slow_dtypes():
         _replace()
 
 

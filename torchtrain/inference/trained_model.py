@@ -78,7 +78,8 @@ def load_model(
     )
     check_layout(layout, place, ranks, shape)
     init_process_group(place, CommConfig().init_timeout_seconds)
-    apply_float32_matmul(getattr(torch, dtype), place)
+    if place.type == "cpu":
+        apply_float32_matmul(getattr(torch, dtype))
     with torch.device("meta"):
         model = build_model(shape)
     if ranks.tensor > 1:

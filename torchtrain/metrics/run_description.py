@@ -14,6 +14,7 @@ import torch
 from torchtrain import __version__
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
+from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
@@ -181,17 +182,14 @@ def _schedule(config: JobConfig) -> str:
 
 
 def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, dims: ParallelDims) -> str:
-    dtype = config.training.mixed_precision_param
+    training, documents = config.training, config.data.document_mask
+    dtype, backend = training.mixed_precision_param, training.attention_backend
     float8 = "" if config.float8.recipe == "none" else f" and float8 ({config.float8.recipe})"
     exact = ", exact sums" if config.training.sums == "exact" else ""
-    attention = attention_backend_name(
-        config.training.attention_backend,
-        model,
-        getattr(torch, dtype),
-        device,
-        documents=config.data.document_mask,
-        split=dims.context > 1,
-    )
+    attention = attention_backend_name(backend, model, getattr(torch, dtype), device, documents=documents)
+    causal = dims.context == 1 and not documents
+    if device.type == "cpu" and causal and has_batched_attention_backward(backend, getattr(torch, dtype)):
+        attention += ", backward in batched products"
     return f"{dtype}{float8}{exact}; attention: {attention}"
 
 

@@ -1,6 +1,6 @@
 """AdamW (https://arxiv.org/abs/1711.05101) over sharded parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torchtrain.config.schema import OptimizerConfig
-from torchtrain.cpu.adamw import padded_adamw
-from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer
 
@@ -24,8 +22,8 @@ class ShardedAdamW(ShardedOptimizer):
     def __init__(self, groups: Sequence[ParameterGroup], config: OptimizerConfig, options: Any, mesh: Mesh | None):
         super().__init__(groups, config, options, mesh)
         self.fused, self.foreach = config.implementation == "fused", config.implementation == "foreach"
-        on_cpu = device_kind(self.param_groups[0]["params"][0].device.type) == "cpu"
-        self.adamw = padded_adamw if on_cpu and self.fused else adamw
+        self.adamw: Callable[..., None] = adamw
+        """The update of some parameters; ``cpu.build`` replaces it by one with the same arguments."""
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         device = parameter.device if self.fused else torch.device("cpu")

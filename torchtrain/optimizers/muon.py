@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.config.schema import OptimizerConfig
-from torchtrain.cpu.matmul import apply_float32_matmul
-from torchtrain.devices import device_kind
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer, assign
@@ -107,11 +105,12 @@ class Muon(ShardedOptimizer):
         self.group_of = {matrix: group for group in self.param_groups for matrix in group["params"]}
         # The device of communication and computation; with CPU offload the parameters are in CPU memory.
         device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.group_of)).device
-        auto = "float32" if device_kind(device.type) == "cpu" else "bfloat16"
-        dtype = getattr(torch, auto if config.muon_dtype == "auto" else config.muon_dtype)
-        apply_float32_matmul(dtype, device)
-        self.empty = torch.empty(0, dtype=dtype, device=device)
         assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.group_of)
+        self.set_dtype(torch.bfloat16 if config.muon_dtype == "auto" else getattr(torch, config.muon_dtype), device)
+
+    def set_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Set the dtype in which matrices are exchanged and orthogonalized on ``device``, and assign their owners."""
+        self.empty = torch.empty(0, dtype=dtype, device=device)
         self.buckets = assign_owners(list(self.group_of), self.ranks, dtype.itemsize)
 
     @classmethod

@@ -6,10 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend
 
-from torchtrain.cpu.attention_backward import BatchedBackwardAttention
-from torchtrain.devices import device_kind
 from torchtrain.errors import ConfigError
-from torchtrain.models.spec import Decoder, DecoderConfig
+from torchtrain.models.spec import DecoderConfig
 
 CPU_BACKENDS = ("flash", "math")
 
@@ -21,11 +19,10 @@ def attention_backend_name(
     device: torch.device,
     *,
     documents: bool = False,
-    split: bool = False,
 ) -> str:
     """Return the name of the kernel that torch selects for causal attention of ``model``.
 
-    ``documents``: whether a document mask is used; ``split``: whether sequences are split over ranks (CP).
+    ``documents``: whether a document mask is used.
 
     Raises:
         ConfigError: the backend ``wanted`` has no kernel for these shapes.
@@ -45,9 +42,7 @@ def attention_backend_name(
             f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
             f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; take 'auto'"
         ) from None
-    name = choice.name.removesuffix("_ATTENTION").lower()
-    batched = has_batched_backward(wanted, dtype, device) and not (documents or split)
-    return f"{name}, backward in batched products" if batched else name
+    return choice.name.removesuffix("_ATTENTION").lower()
 
 
 def choose_attention_backend(wanted: str, device: torch.device) -> None:
@@ -80,14 +75,3 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
-
-
-def has_batched_backward(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether "auto" selects ``BatchedBackward``: on CPU in bfloat16. In float32 torch's own backward is faster."""
-    return wanted == "auto" and device_kind(device.type) == "cpu" and dtype is torch.bfloat16
-
-
-def apply_attention_backend(model: Decoder, wanted: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the inner attention of every block by ``BatchedBackwardAttention`` if ``has_batched_backward``."""
-    if has_batched_backward(wanted, dtype, device):
-        model.replace_inner_attention(lambda _: BatchedBackwardAttention())

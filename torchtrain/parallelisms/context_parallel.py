@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtrain.devices import compute_capability, device_kind
 from torchtrain.models.llama.model import attend
 from torchtrain.models.spec import Decoder
 
@@ -37,11 +36,11 @@ def whole_sequence(gathered: Tensor) -> Tensor:
 class ContextParallelAttention(nn.Module):
     """Context-parallel replacement of ``CausalAttention``; queries, keys and values are sharded along the sequence."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, *, flash: bool = False):
+        """``flash``: whether the device has the flash attention kernel, and training.attention_backend allows it."""
         super().__init__()
         self.mesh = mesh
-        # training.attention_backend may select another kernel.
-        self.flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        self.flash = flash
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         """Causal attention of this rank's queries over the keys and values of all ranks.
@@ -64,15 +63,13 @@ class ContextParallelAttention(nn.Module):
         return torch.cat(outs, dim=2)
 
 
-def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool = True) -> Tensor:
+def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
     """Causal attention of queries ``q`` (bs, heads, n, head_dim) at the last n positions of the keys.
 
-    ``flash``: use the flash attention kernel where a GPU supports it; otherwise ``attend`` with an explicit mask lets
-    ``scaled_dot_product_attention`` choose a kernel.
+    ``flash``: use the GPU's flash attention kernel if it supports the dtype and head_dim; otherwise ``attend`` with an
+    explicit mask lets ``scaled_dot_product_attention`` choose a kernel.
     """
-    on_gpu = device_kind(q.device.type) == "cuda" and q.dtype is not torch.float32
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if flash and on_gpu and fits and compute_capability(q.device) >= (8, 0):
+    if flash and q.dtype is not torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         # is_causal of scaled_dot_product_attention aligns the mask with the first key, but the flash kernel itself
         # aligns it with the last key, as needed here.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
@@ -86,4 +83,7 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
     Each rank must then call the forward with ``local_sequence`` of the tokens and positions.
     """
-    model.replace_inner_attention(lambda _: ContextParallelAttention(mesh))
+    flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    if mesh.device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        flash = False  # the kernel needs Ampere or later
+    model.replace_inner_attention(lambda _: ContextParallelAttention(mesh, flash=flash))

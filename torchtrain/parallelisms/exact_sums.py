@@ -19,25 +19,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
-from torchtrain.devices import device_kind
 from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.logging import logger
+from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
 from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
 
 HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
 SUM_BITS = 62  # usable bits of an int64; one is spare for rounding
 MIN_SPACING = -126  # its inverse must be a float32
-CPU_BLOCK, BLOCK = 1 << 15, 1 << 22  # elements of a shard per addition; on a CPU they fit its cache
 UNKNOWN = -(1 << 20)
 FLOAT64_ELEMENTS = 1 << 24  # of a gradient that are converted to float64 at once
 
 
 class ExactGradientReducer(GradientReducer):
     """Exact sums of gradients, and gradient norms that are bitwise identical on any number of data-parallel ranks."""
+
+    elements_at_once = 1 << 22
+    """Elements of a shard that are converted to 64-bit integers at once."""
 
     def __init__(self, config: JobConfig, mesh: Mesh) -> None:
         # Always 2-D (replicate, shard), because FSDP accumulates microbatches in its reduce_dtype only with HSDP.
@@ -51,7 +52,7 @@ class ExactGradientReducer(GradientReducer):
         self.summands_per_row = degrees.batch * degrees.context * degrees.tensor
 
     def reduce_scatter(self) -> ReduceScatter:
-        return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport)
+        return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport, self.elements_at_once)
 
     def begin(self, rows: int) -> None:
         self.sums.begin(rows * self.summands_per_row)
@@ -66,8 +67,6 @@ class ExactGradientReducer(GradientReducer):
         return fits
 
     def row_norms(self, gradient: Tensor) -> Tensor:
-        if device_kind(gradient.device.type) == "cpu":
-            return super().row_norms(gradient)
         return row_norms_by_halves(gradient)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -137,13 +136,15 @@ class ExactReduceScatter(AllToAllReduceScatter):
     sends unrounded gradients and rounds them on the receiving rank; "ring" rounds first and sends 8 bytes per element.
     """
 
-    def __init__(self, sums: ExactSums, dtype: torch.dtype, mesh: DeviceMesh, transport: str) -> None:
+    def __init__(
+        self, sums: ExactSums, dtype: torch.dtype, mesh: DeviceMesh, transport: str, elements_at_once: int
+    ) -> None:
         self.sums = sums
         self.dtype = dtype
         shards = mesh.get_group(1)
         self.ranks = shards.size()
-        near = device_kind(mesh.device_type) == "cpu" or on_one_machine(shards)
-        self.all_to_all = transport == "all_to_all" or (transport == "auto" and near)
+        self.elements_at_once = elements_at_once
+        self.all_to_all = transport == "all_to_all" or (transport == "auto" and on_one_machine(shards))
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         filled = self.input
@@ -157,9 +158,8 @@ class ExactReduceScatter(AllToAllReduceScatter):
         if not self.all_to_all:
             DefaultReduceScatter()(output, self.sums.rounded(summands), group, dist.ReduceOp.SUM)
             return
-        block = CPU_BLOCK if output.device.type == "cpu" else BLOCK
-        columns = torch.split(summands_of_all_ranks(summands, group), block, dim=1)
-        for total, column in zip(torch.split(output, block), columns, strict=True):
+        columns = torch.split(summands_of_all_ranks(summands, group), self.elements_at_once, dim=1)
+        for total, column in zip(torch.split(output, self.elements_at_once), columns, strict=True):
             torch.sum(self.sums.rounded(column), dim=0, out=total)
 
 

@@ -1,14 +1,11 @@
 """Fully sharded data parallelism (FSDP2) and hybrid sharding (HSDP), with per-parameter sharding."""
 
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
-from torchtrain.cpu.reduce_scatter import AllToAllReduceScatter, NoReduceScatter
-from torchtrain.devices import device_kind
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.models.spec import Decoder
 
@@ -18,8 +15,7 @@ def apply_fsdp(
 ) -> None:
     """Apply ``fully_shard`` to each block and then to the root, over ``reducer.mesh``.
 
-    That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP. On a single CPU rank, all parameters are in the root's
-    FSDP group by default.
+    That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP.
     """
     mesh = reducer.mesh
     policy = MixedPrecisionPolicy(
@@ -29,11 +25,7 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
-    # One FSDP group per block lets communication overlap with computation and frees memory in between. A single rank
-    # has no communication, and on a CPU each group only adds host overhead.
-    on_cpu = device_kind(mesh.device_type) == "cpu"
-    by_block = mesh.size() > 1 or not on_cpu or parallelism.fsdp_reshard_after_forward != "default"
-    blocks = list(model.layers.values()) if by_block else []
+    blocks = list(model.layers.values()) if reducer.by_block else []
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for i, block in enumerate(blocks):
         # Backward starts with the last block: if it were resharded after forward, it would be all-gathered again
@@ -42,23 +34,20 @@ def apply_fsdp(
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
     shard(model, reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always")
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root, then its blocks
-    for module in modules:
-        # Sum, not mean: each rank's loss is already divided by the tokens of the global batch. Plain sums, because
-        # gloo supports no other reduction.
+    for module in fsdp_modules(model):
+        # Sum, not mean: each rank's loss is already divided by the tokens of the global batch. Without the second call,
+        # NCCL would multiply every summand by a factor of 1, and gloo would fail, because it only supports plain sums.
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         reduce_scatter = reducer.reduce_scatter()
         if reduce_scatter is not None:
             module.set_custom_reduce_scatter(reduce_scatter)
-        elif on_cpu:
-            module.set_custom_reduce_scatter(AllToAllReduceScatter() if mesh.size() > 1 else NoReduceScatter())
-    if on_cpu and mesh.size() > 1:
-        # Prefetch: all-gather each block while the previous one computes. A CPU has no separate streams for that.
-        modules[0]._set_unshard_async_op(True)
-        for block, following in pairwise(modules[1:]):
-            block.set_modules_to_forward_prefetch([following])
+
+
+def fsdp_modules(model: Decoder) -> list[FSDPModule]:
+    """The modules that ``fully_shard`` was applied to: the root, then its blocks."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def set_accumulation(model: FSDPModule, accumulation: str, is_last: bool) -> None:

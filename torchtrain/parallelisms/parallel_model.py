@@ -81,19 +81,27 @@ class ParallelModel:
             return losses[0]
 
 
-def build_parallel_model(shape: DecoderConfig, mesh: Mesh, device: torch.device, config: JobConfig) -> ParallelModel:
+def build_parallel_model(
+    model_config: DecoderConfig,
+    mesh: Mesh,
+    device: torch.device,
+    config: JobConfig,
+    reducer: GradientReducer | None = None,
+) -> ParallelModel:
     """Build the model on the meta device, parallelize it and materialize it with ``to_empty``.
 
-    Parameters and buffers are uninitialized: initialize or load them afterwards.
+    Parameters and buffers are uninitialized: initialize or load them afterwards. ``reducer``: by default that of the
+    config. On CPUs use ``cpu.build.build_cpu_model``.
     """
     training, parallelism = config.training, config.parallelism
-    parallelize = spec_of(shape).parallelize or parallelize_llama
+    parallelize = spec_of(model_config).parallelize or parallelize_llama
     if mesh.degrees.pipeline > 1:
-        stages = build_stages(shape, mesh, parallelism)
+        stages = build_stages(model_config, mesh, parallelism)
     else:
         with torch.device("meta"):
-            stages = {0: build_model(shape)}
-    reducer = build_gradient_reducer(config, mesh)
+            stages = {0: build_model(model_config)}
+    if reducer is None:
+        reducer = build_gradient_reducer(config, mesh)
     for stage in stages.values():
         parallelize(stage, mesh, config, reducer)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)

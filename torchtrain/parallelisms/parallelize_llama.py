@@ -5,14 +5,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import full_name
 from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from torchtrain.parallelisms.attention_backend import apply_attention_backend
 from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
 from torchtrain.parallelisms.exact_sums import ExactGradientReducer
@@ -29,10 +27,7 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     """
     if reducer is None:
         reducer = build_gradient_reducer(config, mesh)
-    training, parallelism = config.training, config.parallelism
-    dtype, device = getattr(torch, training.mixed_precision_param), torch.device(mesh.world.device_type)
-    apply_float32_matmul(dtype, device)
-    apply_attention_backend(model, training.attention_backend, dtype, device)
+    parallelism = config.parallelism
     if config.float8.recipe != "none":
         apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
@@ -45,7 +40,7 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
         apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
         apply_compile(model, config.activation_checkpoint)
-    apply_fsdp(model, reducer, training, parallelism)
+    apply_fsdp(model, reducer, config.training, parallelism)
     check_meshes(model, reducer.mesh, mesh.tensor)
 
 

@@ -6,7 +6,6 @@ import torch
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import number_of_readers
-from torchtrain.devices import compute_capability
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import module_in_block
@@ -17,8 +16,16 @@ from torchtrain.parallelisms.resolve import nearest_multiples
 FLOAT8_MULTIPLE = 16  # float8 kernels require both sides of weights and activations to be multiples of it
 
 
-def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims, model: DecoderConfig) -> None:
+def check_layout(
+    config: JobConfig,
+    device: torch.device,
+    degrees: ParallelDims,
+    model: DecoderConfig,
+    capability: tuple[int, int] | None = None,
+) -> None:
     """Check that the device and the parallel layout support ``config``, which ``resolve_layout`` has resolved.
+
+    ``capability``: the compute capability of a GPU; None: that of ``device``.
 
     Raises:
         ConfigError: they do not; the message names the rule and suggests a fix.
@@ -37,7 +44,9 @@ def check_layout(config: JobConfig, device: torch.device, degrees: ParallelDims,
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     _check_streams(config, degrees)
     if config.float8.recipe != "none":
-        _check_float8(config, device, degrees, model, tokens)
+        if capability is None and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+        _check_float8(config, capability, degrees, model, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
@@ -153,12 +162,19 @@ def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.
 
 
 def _check_float8(
-    config: JobConfig, device: torch.device, degrees: ParallelDims, model: DecoderConfig, tokens: int
+    config: JobConfig,
+    capability: tuple[int, int] | None,
+    degrees: ParallelDims,
+    model: DecoderConfig,
+    tokens: int,
 ) -> None:
-    """Check the requirements of float8. ``tokens``: the number of tokens of one forward on a rank."""
+    """Check the requirements of float8.
+
+    ``capability``: the compute capability of the GPU; None on CPUs. ``tokens``: the tokens of one forward on a rank.
+    """
     given = f"float8.recipe = {config.float8.recipe!r}"
-    if device.type != "cuda" or compute_capability(device) < (8, 9):
-        name = "one of {}.{}".format(*compute_capability(device)) if device.type == "cuda" else "a CPU"
+    if capability is None or capability < (8, 9):
+        name = "a CPU" if capability is None else "one of {}.{}".format(*capability)
         raise ConfigError(
             f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
         )

@@ -8,7 +8,6 @@ import torch
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.build import document_start
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
-from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
@@ -65,6 +64,5 @@ def resolve_and_validate(config: JobConfig, model_config: DecoderConfig, gpu: Gp
         ConfigError: the trainer would reject the layout on this GPU.
     """
     config, dims = resolve_layout(config, model_config, resolve_world_size(config))
-    with planned_for_gpu(gpu.capability):
-        check_layout(config, torch.device("cuda"), dims, model_config)
+    check_layout(config, torch.device("cuda"), dims, model_config, gpu.capability)
     return config, dims

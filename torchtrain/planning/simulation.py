@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import adam
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.devices import planned_for_gpu
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
@@ -166,14 +166,14 @@ def simulate(
     degrees: ParallelDims,
     rank: int,
     *,
-    capability: tuple[int, int] | None,
+    gpu: bool = True,
     max_microbatches: int | None = None,
     device: torch.device | None = None,
 ) -> RankRecord:
     """Simulate ``STEPS`` training steps of ``rank`` on fake tensors.
 
     Args:
-        capability: compute capability of the simulated GPU; None simulates a run on CPUs.
+        gpu: whether to simulate a run on GPUs, otherwise on CPUs.
         max_microbatches: maximum number of microbatches per step (with a pipeline, of runs of its schedule).
         device: device of the fake tensors. The default, CPU, represents the GPU and works with every build of PyTorch;
             autograd on fake CUDA tensors needs a CUDA device.
@@ -187,18 +187,18 @@ def simulate(
         # Adam without the fused kernel reads the number of steps on the host, and fake tensors have no values.
         patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value),
         simulated_inductor(recorder),
-        planned_for_gpu(capability) if capability else nullcontext(),
-        gpu_kernels() if capability and device.type == "cpu" else nullcontext(),
+        gpu_kernels() if gpu and device.type == "cpu" else nullcontext(),
         patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun sets it
     ):
         with FakeAllocations(mode):
             mesh = Mesh(device, degrees)
             recorder.axes = axis_by_group(mesh)
-            model = build_parallel_model(model_config, mesh, device, config)
+            build_model = build_parallel_model if gpu else build_cpu_model
+            model = build_model(model_config, mesh, device, config)
         mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.parts, device)
-            return simulate_steps(config, model, recorder, max_microbatches)
+            return simulate_steps(config, model, recorder, max_microbatches, gpu=gpu)
 
 
 class UnreadGuard(NonFiniteGuard):
@@ -214,11 +214,14 @@ def simulate_steps(
     recorder: StepRecorder,
     max_microbatches: int | None = None,
     new_tokens: Callable[..., Tensor] = torch.empty,
+    *,
+    gpu: bool = True,
 ) -> RankRecord:
     """Run ``STEPS`` training steps of ``model``, on real or fake tensors, while recording to ``recorder``.
 
     Args:
         max_microbatches: as for ``simulate``.
+        gpu: as for ``simulate``.
         new_tokens: creates the batch, called as ``torch.empty`` with the shape (rows, seq_len).
     """
     mesh, device, local_batch = model.mesh, model.device, config.training.local_batch_size
@@ -227,6 +230,8 @@ def simulate_steps(
         rows = min(rows, max_microbatches * local_batch)
     parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
     optimizer = build_optimizer(model.parts, config.optimizer, mesh)
+    if not gpu:
+        use_cpu_kernels(optimizer, config.optimizer)
     if gathers_float8(config.float8, mesh.degrees.fsdp):
         optimizer.after_step = partial(compute_scales, model.parts)
     # An offloaded EMA only uses memory and time of the host.

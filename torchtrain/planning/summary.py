@@ -287,7 +287,6 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
                 run_model_config,
                 degrees,
                 ranks[pipeline_rank],
-                capability=gpu.capability,
                 max_microbatches=MAX_MICROBATCHES,
             )
             for pipeline_rank in sorted(set(representatives))

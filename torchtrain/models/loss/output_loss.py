@@ -9,14 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtrain.devices import device_kind
 from torchtrain.models.loss.z_loss import cross_entropy_with_z
 
 IGNORE_INDEX = -100  # label of masked positions, which have no loss
-# Default size of the float32 logits of a chunk. On a CPU they fit its cache, which makes the loss up to twice as fast;
-# on other devices chunks are large enough for matrix products at full speed.
-MAX_LOGITS_BYTES_CPU = 1 << 23
-MAX_LOGITS_BYTES = 1 << 30
 MIN_CHUNK_TOKENS = 256  # with fewer, accumulating the gradient of the output matrix dominates
 
 
@@ -86,8 +81,11 @@ class OutputLoss:
     gradient are those of the loss without chunks.
     """
 
+    max_logits_bytes: int = 1 << 30
+    """Default size of the float32 logits of a chunk: large enough for matrix products at full speed on a GPU."""
+
     def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
-        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1: limited by ``MAX_LOGITS_BYTES``; 0: no chunks."""
+        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1: limited by ``max_logits_bytes``; 0: no chunks."""
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
@@ -105,7 +103,7 @@ class OutputLoss:
             self.by_row.append(torch.zeros(2, len(labels), dtype=torch.float64, device=labels.device))
         weight = output.get_parameter("weight")
         ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1  # that shard the vocabulary
-        chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks), device_kind(hidden.device.type))
+        chunks = self.chunks(labels.shape, math.ceil(weight.shape[0] / ranks))
         if chunks == 1:
             return self.chunk_losses(output(hidden), labels)
         if isinstance(hidden, DTensor):
@@ -128,7 +126,7 @@ class OutputLoss:
         self.by_row[-1] += torch.stack((rows, (labels != IGNORE_INDEX).sum(dim=1).double()))
         return losses
 
-    def chunks(self, shape: torch.Size, vocab: int, device_type: str) -> int:
+    def chunks(self, shape: torch.Size, vocab: int) -> int:
         """Number of chunks for labels of ``shape`` (bs, seq): the smallest that divides seq and respects the limit.
 
         ``vocab`` is the number of logits per token that one rank computes.
@@ -136,8 +134,8 @@ class OutputLoss:
         if self.chunk_tokens == 0:
             return 1
         bs, seq = shape
-        limit = MAX_LOGITS_BYTES_CPU if device_type == "cpu" else MAX_LOGITS_BYTES
-        tokens = self.chunk_tokens if self.chunk_tokens > 0 else max(MIN_CHUNK_TOKENS, limit // (4 * vocab))
+        by_default = max(MIN_CHUNK_TOKENS, self.max_logits_bytes // (4 * vocab))
+        tokens = self.chunk_tokens if self.chunk_tokens > 0 else by_default
         fewest = min(seq, math.ceil(bs * seq / tokens))
         return next(n for n in range(fewest, seq + 1) if seq % n == 0)
 
