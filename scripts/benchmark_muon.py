@@ -65,12 +65,12 @@ def make(way: str, args: argparse.Namespace) -> tuple[OptimizerContainer, int]:
         device,
         config,
     )
-    initialize(model.parts, 0, device)
+    initialize(model.model_parts, 0, device)
     with patch.dict(OPTIMIZERS._entries, muon=WAYS[way]):
-        optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+        optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh)
     use_cpu_kernels(optimizer, config.optimizer)
     torch.manual_seed(0)
-    for part in model.parts:
+    for part in model.model_parts:
         for parameter in part.parameters():
             parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).normal_()

@@ -69,8 +69,8 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         device,
         config,
     )
-    initialize(model.parts, 0, device)
-    optimizer = build_optimizer(model.parts, config.optimizer)
+    initialize(model.model_parts, 0, device)
+    optimizer = build_optimizer(model.model_parts, config.optimizer)
     use_cpu_kernels(optimizer, config.optimizer)
     return TrainStep(
         model,

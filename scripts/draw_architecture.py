@@ -34,6 +34,7 @@ LAYERS = {
         "object_store",
         "errors",
         "devices",
+        "labels",
         "pinned_memory",
         "torch_internals",
     ),

@@ -58,7 +58,7 @@ def _collectives(parallelism: dict[str, Any], n_layers: int, mode: str) -> list[
     ranks = torch.distributed.get_world_size()
     with loss_parallel():
         with CollectiveCounter(ranks) as forward:
-            loss = cross_entropy_sum(model.parts[0](tokens, positions), labels)
+            loss = cross_entropy_sum(model.model_parts[0](tokens, positions), labels)
         with CollectiveCounter(ranks) as backward:
             loss.backward()
     with CollectiveCounter(ranks) as once:

@@ -88,7 +88,7 @@ def test_run_learns_and_final_weights_agree(gloo: GlooPool, reference: Curve) ->
 
 
 def _first_weights(config: JobConfig) -> dict[str, torch.Tensor]:
-    return full_weights(build(config, MODEL).parts)
+    return full_weights(build(config, MODEL).model_parts)
 
 
 def test_another_seed_gives_other_weights(gloo: GlooPool, reference: Curve) -> None:
@@ -98,7 +98,7 @@ def test_another_seed_gives_other_weights(gloo: GlooPool, reference: Curve) -> N
 
 def _saved_activations(config: JobConfig) -> int:
     """Bytes that a forward of the blocks saves for backward."""
-    (model,) = build(config).parts
+    (model,) = build(config).model_parts
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_activation_checkpointing_saves_fewer_activations(gloo: GlooPool) -> Non
 
 
 def _reshard_settings(config: JobConfig) -> list[bool]:
-    (model,) = build(config).parts
+    (model,) = build(config).model_parts
     model(torch.zeros(1, 16, dtype=torch.long))
     # After a forward, a resharded block has DTensors; an unsharded block has plain tensors.
     return [isinstance(block.get_parameter("ffn_norm.weight"), DTensor) for block in model.layers.values()]
@@ -137,7 +137,7 @@ def test_blocks_that_are_resharded_after_forward(gloo: GlooPool, option: str, re
 def _reduces_in_place(build_model: Any) -> bool:
     device = torch.device("cpu")
     with patch.object(NoReduceScatter, "allocate", autospec=True, side_effect=NoReduceScatter.allocate) as shared:
-        (model,) = build_model(TINY, Mesh(device, ParallelDims()), device, config_of()).parts
+        (model,) = build_model(TINY, Mesh(device, ParallelDims()), device, config_of()).model_parts
         initialize([model], 0, device)
         model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
     return bool(shared.called)
@@ -151,7 +151,7 @@ def test_one_gpu_does_not_reduce_in_place(gloo: GlooPool) -> None:
 
 def _norm_of_a_large_gradient() -> tuple[float, float]:
     parallel_model = build(config_of(), replace(TINY, vocab_size=5000, n_layers=1))
-    (model,) = parallel_model.parts
+    (model,) = parallel_model.model_parts
     generator = torch.Generator().manual_seed(0)
     squares = 0.0
     for parameter in model.parameters():
@@ -169,7 +169,7 @@ def test_norm_of_a_large_gradient_is_exact_on_any_number_of_ranks(gloo: GlooPool
 
 
 def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    (model,) = build(config_of()).parts
+    (model,) = build(config_of()).model_parts
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in full_weights([model]).items()}
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, implementation=implementation)
     optimizer = build_optimizer([model], config)
@@ -199,7 +199,7 @@ def test_sharded_updates_equal_those_of_torch_adamw(gloo: GlooPool, implementati
 
 
 def _fsdp_groups(parallelism: dict[str, Any]) -> int:
-    (model,) = build(config_of(parallelism=parallelism)).parts
+    (model,) = build(config_of(parallelism=parallelism)).model_parts
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -292,7 +292,7 @@ def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
 
 def _norms_around_clipping() -> tuple[int, list[float]]:
     parallel_model = build(config_of())
-    (model,) = parallel_model.parts
+    (model,) = parallel_model.model_parts
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -348,7 +348,7 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
     model.forward_backward(
         Microbatch(tokens[:, :-1], tokens[:, 1:], positions, None), torch.tensor(tokens[:, 1:].numel()), is_last=True
     )
-    named = ((name, p.grad) for name, p in model.parts[0].named_parameters() if "norm" in name)
+    named = ((name, p.grad) for name, p in model.model_parts[0].named_parameters() if "norm" in name)
     gradients = {name: grad.to_local() for name, grad in named if isinstance(grad, DTensor)}
     if reduced:
         assert model.finish_gradients()

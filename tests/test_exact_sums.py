@@ -582,7 +582,7 @@ def _transports(transport: str) -> list[bool]:
     from parity import build
 
     model = build(config_with({"fsdp_exact_transport": transport}))
-    comms = [m._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for m in model.parts[0].layers.values()]  # type: ignore[operator]
+    comms = [m._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for m in model.model_parts[0].layers.values()]  # type: ignore[operator]
     assert all(isinstance(comm, ExactReduceScatter) for comm in comms)
     return [comm.all_to_all for comm in comms]
 

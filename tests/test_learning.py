@@ -171,7 +171,7 @@ def built_options(config: JobConfig) -> dict[str, Any]:
     step: Any = trainer.train_step
     found = {
         "rates": {(group["name"], group["lr_factor"]) for group in trainer.optimizer.param_groups},
-        "mup_ratios": trainer.model.parts[0].config.mup_ratios,
+        "mup_ratios": trainer.model.model_parts[0].config.mup_ratios,
         "max_norm": step.max_norm,
         "z_weight": step.model.loss.z_weight,
         "chunk_tokens": step.model.loss.chunk_tokens,
@@ -216,11 +216,11 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
     others = {"embedding": frozen, "no_decay": frozen} if name == "muon" else {}
     config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
-    (part,) = model.parts
+    (part,) = model.model_parts
     outputs: dict[str, Tensor] = {}
     for number, block in part.layers.items():
         block.register_forward_hook(lambda _, __, out, number=number: outputs.update({number: out.detach()}))
-    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
     use_cpu_kernels(optimizer, config.optimizer)
     tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
     before: dict[str, Tensor] = {}
@@ -267,7 +267,7 @@ def test_activation_changes_do_not_depend_on_depth_with_mup(gloo: GlooPool) -> N
 def updates(ema: EMAConfig, found_inf: list[float]) -> list[bool]:
     """Whether each update, after parameters have changed, has changed any bit of the averages."""
     model = build(config_of())
-    averages = EMA(model.parts, ema)
+    averages = EMA(model.model_parts, ema)
     changed = []
     for step, flag in enumerate(found_inf, start=1):
         for parameter in averages.parameters.values():

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from torchtrain.config.schema import JobConfig, ParallelismConfig, TrainingConfig
 from torchtrain.cpu import build as cpu_build
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.loss.output_loss import IGNORE_INDEX, OutputLoss
+from torchtrain.models.loss.output_loss import OutputLoss
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.planning.instrument import instrument
 from torchtrain.planning.recorder import StepRecorder

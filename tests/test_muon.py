@@ -132,7 +132,7 @@ def test_both_variants_of_the_benchmark_make_the_same_update(gloo: GlooPool) -> 
 def sent_bytes(config: JobConfig, steps: int) -> int:
     """Return the bytes that this rank sends to others in ``steps`` updates."""
     model = build(config, replace(TINY, n_layers=2))
-    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh)
+    optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh)
     use_cpu_kernels(optimizer, config.optimizer)
     exchange, sent = dist.all_to_all_single, 0
 
@@ -143,7 +143,7 @@ def sent_bytes(config: JobConfig, steps: int) -> int:
 
     with patch.object(dist, "all_to_all_single", counted):
         for _ in range(steps):
-            for part in model.parts:
+            for part in model.model_parts:
                 for parameter in part.parameters():
                     parameter.grad = torch.zeros_like(parameter)
             optimizer.step(torch.tensor(0.0))

@@ -75,7 +75,7 @@ def test_selective_policy_saves_three_matrix_products_per_block_and_attention() 
 def saved_bytes(mode: str) -> int:
     """Return the bytes that a forward with ``mode`` saves for backward, without parameters."""
     config = config_of(activation_checkpoint={"mode": mode})
-    (model,) = build(config).parts
+    (model,) = build(config).model_parts
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +274,7 @@ def scales_with_averaged_weights(config: JobConfig) -> list[float]:
         local(average).mul_(2)
     found = []
     with trainer.averaged_weights():
-        for module in trainer.model.parts[0].modules():
+        for module in trainer.model.model_parts[0].modules():
             held: Any = getattr(getattr(module, "weight", None), "_local_tensor", None)
             if hasattr(held, "_precomputed_scale"):
                 largest = held._tensor.abs().max()
@@ -295,7 +295,7 @@ def test_averaged_weights_have_their_own_float8_scales(gloo: GlooPool, tmp_path:
 
 
 def states_after_steps(state_dtype: str) -> Any:
-    parts = build(config_of()).parts
+    parts = build(config_of()).model_parts
     optimizer = build_optimizer(parts, OptimizerConfig(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
     starts = {parameter: parameter.detach().clone() for part in parts for parameter in part.parameters()}
     for step in range(5):

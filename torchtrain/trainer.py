@@ -51,6 +51,7 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
 from torchtrain.metrics.norms import NormsByLayer
@@ -62,7 +63,7 @@ from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.validation import Validator
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
-from torchtrain.models.loss import IGNORE_INDEX, TokenLoss, exact_nats
+from torchtrain.models.loss import TokenLoss, exact_nats
 from torchtrain.models.model_config import (
     build_model_config,
     given,
@@ -136,12 +137,12 @@ class Trainer:
         self.init_or_load_weights(resume_point.step)
 
         # Optimizer. Built after to_empty, which replaces the parameters.
-        self.optimizer = build_optimizer(self.model.parts, config.optimizer, mesh, self.model_config)
+        self.optimizer = build_optimizer(self.model.model_parts, config.optimizer, mesh, self.model_config)
         if device.type == "cpu":
             use_cpu_kernels(self.optimizer, config.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
-        self.ema = EMA(self.model.parts, config.ema) if config.ema.enable else None
+        self.ema = EMA(self.model.model_parts, config.ema) if config.ema.enable else None
         self.spikes = SpikeDetector(config.faults, device)
 
         # Checkpoints: all state that the next step depends on.
@@ -223,9 +224,9 @@ class Trainer:
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
         config, model = self.config, self.model
-        model_state = ModelState(model.parts, self.model_config.tied_embeddings)
+        model_state = ModelState(model.model_parts, self.model_config.tied_embeddings)
         if config.float8.recipe != "none" and gathers_float8(config.float8, self.parallel_dims.fsdp):
-            rescale = partial(compute_scales, model.parts)
+            rescale = partial(compute_scales, model.model_parts)
             self.optimizer.after_step = rescale
             model_state.after_load = rescale
             if self.ema is not None:
@@ -245,12 +246,12 @@ class Trainer:
 
         If ``resume_step`` is given, only buffers are initialized: the checkpoint of that step contains all parameters.
         """
-        config, parts = self.config, self.model.parts
+        config, model_parts = self.config, self.model.model_parts
         initial = config.checkpoint.initial_load_path
         if resume_step is None and not initial:
-            initialize(parts, config.training.seed, self.device)
+            initialize(model_parts, config.training.seed, self.device)
             return
-        initialize_buffers(parts, self.device)
+        initialize_buffers(model_parts, self.device)
         if resume_step is not None:
             if initial:
                 logger.info(
@@ -261,7 +262,7 @@ class Trainer:
         folder = find_weights(initial)
         saved = broadcast_from_rank0(lambda: saved_config(folder))
         check_initial_weights(saved, config, self.model_config, folder)
-        load_weights(parts, folder, self.model_config)
+        load_weights(model_parts, folder, self.model_config)
         logger.info("starts from the weights in %s", initial)
 
     def train(self) -> int:
@@ -478,7 +479,7 @@ class TrainStep:
         tied_replicas = self.sync_tied_embedding_grads()
         for hook in self.hooks:
             hook.after_gradients()
-        grad_norm = clip_grad_norm(self.model.parts, self.max_norm, self.model.reducer, tied_replicas)
+        grad_norm = clip_grad_norm(self.model.model_parts, self.max_norm, self.model.reducer, tied_replicas)
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.guard.check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
@@ -595,12 +596,12 @@ def build_loaders(
     return open_loader(config.data), validation_loaders
 
 
-def initialize(parts: Sequence[Decoder], seed: int, device: torch.device) -> None:
+def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:
     """Initialize the parameters and buffers of the model parts, sharded or not; the values depend only on ``seed``."""
-    with layout_independent_init(parts, seed):
-        for part in parts:
+    with layout_independent_init(model_parts, seed):
+        for part in model_parts:
             part.init_weights()
-    initialize_buffers(parts, device)
+    initialize_buffers(model_parts, device)
 
 
 def check_initial_weights(

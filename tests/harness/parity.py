@@ -87,7 +87,7 @@ def build(config: JobConfig, shape: TransformerConfig = TINY) -> ParallelModel:
     device = torch.device("cpu")
     config, dims = resolve_layout(config, shape, dist.get_world_size())
     model = build_cpu_model(shape, Mesh(device, dims), device, config)
-    initialize(model.parts, config.training.seed, device)
+    initialize(model.model_parts, config.training.seed, device)
     return model
 
 
@@ -104,10 +104,10 @@ def train(
     Their sources are 0, 1, 2, 0 and so on. ``attach`` is called before the first step, to add hooks.
     """
     model = build(config, shape)
-    first = full_weights(model.parts)
-    optimizer = build_optimizer(model.parts, config.optimizer, model.mesh, shape)
+    first = full_weights(model.model_parts)
+    optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
     use_cpu_kernels(optimizer, config.optimizer)
-    averages = EMA(model.parts, config.ema) if config.ema.enable else None
+    averages = EMA(model.model_parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
@@ -142,15 +142,15 @@ def train(
     if config.training.sums == "exact":
         states = optimizer.state_dict()
         moments = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in states.items()}
-    last = full_weights(model.parts)
+    last = full_weights(model.model_parts)
     averaged_loss, averaged = 0.0, {}
     if averages is not None:
         with averages.swapped_in():
-            averaged = full_weights(model.parts)
+            averaged = full_weights(model.model_parts)
             batch_of_rank = Batch(windows[local_rows, :-1], labels[local_rows])
             total = sum((model.forward(part) for part in train_step.microbatches(batch_of_rank)), torch.zeros(()))
             averaged_loss = global_mean(loss._replace(total=total), model.mesh)
-        for name, tensor in full_weights(model.parts).items():
+        for name, tensor in full_weights(model.model_parts).items():
             assert torch.equal(tensor, last[name]), f"{name} differs after the averaged weights were swapped in and out"
     return Curve(losses, grad_norms, first, last, moments, z_losses, averaged_loss, averaged)
 

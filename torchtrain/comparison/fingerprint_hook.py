@@ -31,11 +31,15 @@ class FingerprintHook(StepHook):
         self.folder = Path(config.job.dump_folder) / "fingerprints"
         self.model = model
         self.best_effort = BestEffort("fingerprints")
-        self.parameters = {full_name(n): p for part in model.parts for n, p in part.named_parameters()}
+        self.parameters = {full_name(n): p for part in model.model_parts for n, p in part.named_parameters()}
         training = config.training
         sequence = local_sequence(torch.arange(training.seq_len), model.mesh.context, dim=0)
         self.recorder = FingerprintRecorder(
-            model.parts[0].config, model.mesh, training.mixed_precision_param, training.global_batch_size, sequence
+            model.model_parts[0].config,
+            model.mesh,
+            training.mixed_precision_param,
+            training.global_batch_size,
+            sequence,
         )
         self.recording = ExitStack()
         """Removes the modules' hooks at the end of a recorded step."""
@@ -47,7 +51,7 @@ class FingerprintHook(StepHook):
         self.active = step in self.steps
         if self.active:
             self.recording.enter_context(
-                self.recorder.recording({part: recorded_modules(part) for part in self.model.parts})
+                self.recorder.recording({part: recorded_modules(part) for part in self.model.model_parts})
             )
 
     def before_forward_backward(self, batch: Batch) -> None:

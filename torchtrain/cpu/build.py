@@ -32,7 +32,7 @@ def build_cpu_model(model_config: DecoderConfig, mesh: Mesh, device: torch.devic
     apply_float32_matmul(dtype)
     model = build_parallel_model(model_config, mesh, device, config, build_cpu_gradient_reducer(config, mesh))
     model.loss.max_logits_bytes = MAX_LOGITS_BYTES
-    for part in model.parts:
+    for part in model.model_parts:
         if mesh.degrees.context == 1:
             apply_batched_attention_backward(part, training.attention_backend, dtype)
         for module in part.modules():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtrain.datasets.data_source import DataSource, SavedPosition, Stream
 from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DataError
-from torchtrain.models.loss import IGNORE_INDEX
+from torchtrain.labels import IGNORE_INDEX
 
 # Seconds between all-reduces while the batch of any rank is not ready.
 ROUND_SECONDS = 1.0

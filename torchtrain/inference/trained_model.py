@@ -67,7 +67,7 @@ def load_model(
     own_tokenizer = tokenizer_file(tokenizer_path or config.model.tokenizer_path)
     configs = folder if isinstance(folder, Path) else own_tokenizer.parent
     eos_ids = frozenset(find_eos_ids(tokenizer, configs, bos=bos))
-    shape = build_model_config(config.model, tokenizer, longest_context(config))
+    model_config = build_model_config(config.model, tokenizer, longest_context(config))
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
@@ -76,12 +76,12 @@ def load_model(
         JobConfig(parallelism=ParallelismConfig(enable_sequence_parallel=False)),
         ParallelDims(tensor=world_size()),
     )
-    check_layout(layout, place, ranks, shape)
+    check_layout(layout, place, ranks, model_config)
     init_process_group(place, CommConfig().init_timeout_seconds)
     if place.type == "cpu":
         apply_float32_matmul(getattr(torch, dtype))
     with torch.device("meta"):
-        model = build_model(shape)
+        model = build_model(model_config)
     if ranks.tensor > 1:
         apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
     for parameter in model.parameters():
@@ -89,5 +89,5 @@ def load_model(
     model.to_empty(device=place)
     model.tie_weights()  # to_empty has made two parameters of a shared one
     model.init_buffers()
-    load_weights([model], folder, shape, weights=weights)
+    load_weights([model], folder, model_config, weights=weights)
     return TrainedModel(model.eval().requires_grad_(False), tokenizer, place, bos, eos_ids)

@@ -37,13 +37,13 @@ class NormsByLayer(StepHook):
         self.freq = freq
         self.report = report
         self.device = model.device
-        config = model.parts[0].config
+        config = model.model_parts[0].config
         # The same order on all ranks, which may hold other layers (pipeline parallelism).
         self.layers = ["tok_embeddings", *(f"layers.{i}" for i in range(config.n_layers)), "norm", "output"]
         replicas = model.pipeline.tied_replicas if model.pipeline is not None else []
         self.parameters = [
             (self.layers.index(layer_of(name)), parameter)
-            for part in model.parts
+            for part in model.model_parts
             for name, parameter in part.named_parameters()
             if not any(parameter is replica for replica in replicas) and is_first_replica(_sharded(parameter))
         ]

@@ -13,8 +13,9 @@ from torch import Tensor
 from torchtrain.config.schema import ValidationConfig
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import DataError
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
-from torchtrain.models.loss import IGNORE_INDEX, exact_nats
+from torchtrain.models.loss import exact_nats
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 

@@ -19,11 +19,11 @@ BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory
 
 
 class EMA(Stateful):
-    """Float32 averages of the parameters of ``parts``, with the same sharding; initialized to the parameters."""
+    """Float32 averages of the parameters of ``model_parts``, with the same sharding; initialized to the parameters."""
 
-    def __init__(self, parts: Sequence[nn.Module], config: EMAConfig):
-        self.parts, self.config = parts, config
-        self.parameters = {full_name(name): p for part in parts for name, p in part.named_parameters()}
+    def __init__(self, model_parts: Sequence[nn.Module], config: EMAConfig):
+        self.model_parts, self.config = model_parts, config
+        self.parameters = {full_name(name): p for part in model_parts for name, p in part.named_parameters()}
         self.averages = {
             name: parameter.detach().to("cpu" if config.offload else parameter.device, copy=True)
             for name, parameter in self.parameters.items()
@@ -69,7 +69,7 @@ class EMA(Stateful):
             kept = own.clone()
             own.copy_(average)
             average.copy_(kept)
-        for module in chain.from_iterable(part.modules() for part in self.parts):
+        for module in chain.from_iterable(part.modules() for part in self.model_parts):
             if isinstance(module, FSDPModule):
                 module.reshard()  # what is gathered is the other weights
         self.after_swap()

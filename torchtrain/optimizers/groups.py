@@ -113,17 +113,19 @@ def check_optimizer(
 
 
 def build_optimizer(
-    parts: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     config: OptimizerConfig,
     mesh: Mesh | None = None,
     model: DecoderConfig | None = None,
 ) -> OptimizerContainer:
-    """Build the optimizers of the parameters of ``parts``, which are on ``mesh``; None: plain tensors. Collective.
+    """Build the optimizers of all parameters of ``model_parts``, as one container. Collective.
 
-    ``model``: their config, for ``mup_lr_scale``; None: no factors.
+    Args:
+        mesh: the mesh of the parameters; None for plain tensors.
+        model: config of the model, for ``mup_lr_scale``; None for no factors on learning rates.
     """
     groups: dict[GroupSettings, list[tuple[str, Tensor]]] = {}
-    for part in parts:
+    for part in model_parts:
         for name, parameter in part.named_parameters():
             if parameter.is_meta:
                 raise RuntimeError(

@@ -32,9 +32,9 @@ def gathers_float8(config: Float8Config, shards: int) -> bool:
     return config.recipe == "tensorwise" and config.enable_fsdp_float8_all_gather and shards > 1
 
 
-def compute_scales(parts: Sequence[nn.Module]) -> None:
+def compute_scales(model_parts: Sequence[nn.Module]) -> None:
     """Compute the scales of all float8 weights with a single all-reduce. Call it whenever the weights change."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    for part in parts:
+    for part in model_parts:
         precompute_float8_dynamic_scale_for_fsdp(part)

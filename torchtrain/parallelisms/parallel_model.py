@@ -27,7 +27,7 @@ class ParallelModel:
 
     mesh: Mesh
     device: torch.device
-    parts: Sequence[Decoder]  # the full model, or this rank's pipeline stages
+    model_parts: Sequence[Decoder]  # the full model, or this rank's pipeline stages
     pipeline: Pipeline | None
     loss: OutputLoss
     accumulation: str  # parallelism.fsdp_gradient_accumulation
@@ -48,8 +48,8 @@ class ParallelModel:
         Returns False if they are not usable: the step must then be recomputed.
         """
         if self.mesh.degrees.tensor > 1:
-            reduce_norm_gradients(self.parts, self.mesh.tensor, self.reducer.dtype)
-        return self.reducer.finish(self.parts)
+            reduce_norm_gradients(self.model_parts, self.mesh.tensor, self.reducer.dtype)
+        return self.reducer.finish(self.model_parts)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Forward and backward of one microbatch; accumulates the gradient of its loss divided by ``global_tokens``.
@@ -61,7 +61,7 @@ class ParallelModel:
         with loss_parallel():  # under tensor parallelism logits are sharded along the vocabulary dimension
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(microbatch, global_tokens, is_last)
-            (model,) = self.parts
+            (model,) = self.model_parts
             assert isinstance(model, FSDPModule)
             set_accumulation(model, self.accumulation, is_last)
             mask = attention_mask(documents, self.mesh.context)
@@ -77,7 +77,7 @@ class ParallelModel:
             if self.pipeline is not None:
                 return self.pipeline.forward(microbatch)[0]
             mask = attention_mask(documents, self.mesh.context)
-            losses: Tensor = self.parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
+            losses: Tensor = self.model_parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
             return losses[0]
 
 
@@ -113,9 +113,9 @@ def build_parallel_model(
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, reducer)
 
 
-def initialize_buffers(parts: Sequence[Decoder], device: torch.device) -> None:
+def initialize_buffers(model_parts: Sequence[Decoder], device: torch.device) -> None:
     """Compute the buffers on ``device``, even under CPU offload. Checkpoints do not contain buffers."""
-    for part in parts:
+    for part in model_parts:
         for module in part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))

@@ -50,9 +50,9 @@ class TensorParallelNorm(nn.RMSNorm):
 
 
 @torch.no_grad()
-def reduce_norm_gradients(parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def reduce_norm_gradients(model_parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, by one all-reduce."""
-    norms = [module for part in parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
+    norms = [module for part in model_parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
     gradients = [local(norm.weight.grad) for norm in norms]
     summands = [g if norm.contributes else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
     sums = torch.cat(summands).to(mesh.device_type, dtype)  # under CPU offload they are in CPU memory

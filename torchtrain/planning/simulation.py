@@ -197,7 +197,7 @@ def simulate(
             model = build_model(model_config, mesh, device, config)
         mode.allow_non_fake_inputs = False
         with mode:
-            initialize_buffers(model.parts, device)
+            initialize_buffers(model.model_parts, device)
             return simulate_steps(config, model, recorder, max_microbatches, gpu=gpu)
 
 
@@ -228,14 +228,14 @@ def simulate_steps(
     rows = config.training.global_batch_size // mesh.degrees.batch
     if max_microbatches is not None:
         rows = min(rows, max_microbatches * local_batch)
-    parameters = [local(parameter) for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(model.parts, config.optimizer, mesh)
+    parameters = [local(parameter) for part in model.model_parts for parameter in part.parameters()]
+    optimizer = build_optimizer(model.model_parts, config.optimizer, mesh)
     if not gpu:
         use_cpu_kernels(optimizer, config.optimizer)
     if gathers_float8(config.float8, mesh.degrees.fsdp):
-        optimizer.after_step = partial(compute_scales, model.parts)
+        optimizer.after_step = partial(compute_scales, model.model_parts)
     # An offloaded EMA only uses memory and time of the host.
-    ema = EMA(model.parts, config.ema) if config.ema.enable and not config.ema.offload else None
+    ema = EMA(model.model_parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A real StopRequest would install signal handlers in this process.
     stop = cast(StopRequest, SimpleNamespace(pending=False))
     train_step = TrainStep(
@@ -252,7 +252,7 @@ def simulate_steps(
     recorder.categorize(parameters, "parameters")
     if ema is not None:
         recorder.categorize([local(average) for average in ema.averages.values()], "optimizer")
-    recorder.categorize([buffer for part in model.parts for buffer in part.buffers()], "temporary")
+    recorder.categorize([buffer for part in model.model_parts for buffer in part.buffers()], "temporary")
     with instrument(recorder):
         for step in range(1, STEPS + 1):
             tokens = new_tokens(rows, config.training.seq_len, dtype=torch.int64)

@@ -1,7 +1,6 @@
 """The training loss: cross-entropy, with optional z-loss."""
 
 from torchtrain.models.loss.output_loss import (
-    IGNORE_INDEX,
     OutputLoss,
     TokenLoss,
     cross_entropy_sum,
@@ -9,4 +8,4 @@ from torchtrain.models.loss.output_loss import (
     token_losses,
 )
 
-__all__ = ["IGNORE_INDEX", "OutputLoss", "TokenLoss", "cross_entropy_sum", "exact_nats", "token_losses"]
+__all__ = ["OutputLoss", "TokenLoss", "cross_entropy_sum", "exact_nats", "token_losses"]

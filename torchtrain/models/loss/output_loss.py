@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.loss.z_loss import cross_entropy_with_z
 
-IGNORE_INDEX = -100  # label of masked positions, which have no loss
 MIN_CHUNK_TOKENS = 256  # with fewer, accumulating the gradient of the output matrix dominates
 
 
