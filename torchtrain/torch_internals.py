@@ -1,7 +1,7 @@
-"""Private names of PyTorch that the package uses, and what for. They exist since 2.11 where nothing else is said.
+"""Private names of PyTorch that torchtrain uses, and their purposes. Unless noted otherwise they exist since 2.11.
 
-PyTorch may change them without notice; ``tests/test_torch_internals.py`` finds out. A name is looked up when it is
-first imported from here, so that no command pays for what it does not use.
+PyTorch may change them without notice; ``tests/test_torch_internals.py`` detects that. A name is looked up when it is
+first imported from this module, so that a command does not import what it does not use.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # to inherit from
+if TYPE_CHECKING:  # base classes, which mypy must know
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 FSDP, CHECKPOINT = "torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"
 
-# To import from this module: where each name is, and what it is for.
+# Names that can be imported from this module: the module that each is in, and its purpose.
 NAMES = {
     "ReduceScatter": (f"{FSDP}._fsdp_api", "FSDP's reduce-scatter on CPUs, and with exact sums"),
     # The public function has one name in 2.11, and another in 2.13.
@@ -26,34 +26,40 @@ NAMES = {
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
     "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
     "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
-    "_get_default_store": ("torch.distributed.distributed_c10d", "the store, which rank 0 may host, is left last"),
-    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "what of a tensor a rank holds"),
+    "_get_default_store": ("torch.distributed.distributed_c10d", "leave the store last on rank 0, which may host it"),
+    "compute_local_shape_and_global_offset": (
+        "torch.distributed.tensor._utils",
+        "the part of a tensor that a rank holds",
+    ),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
     "tree_leaves": ("torch.utils._pytree", "tensors in the arguments of an operation"),
     "tree_map_only": ("torch.utils._pytree", "tensors in the results of an operation, replaced"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),
-    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "ranks that are not there"),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "simulated ranks"),
     "_resolve_process_group": ("torch.distributed.distributed_c10d", "the group of a functional collective"),
     "FSDPParamGroup": (f"{FSDP}._fsdp_param_group", "when FSDP gathers, reduces and waits"),
     "ShardingPropagator": ("torch.distributed.tensor._sharding_prop", "leave out DTensor's trial tensors"),
     "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget the meshes of a simulation"),
-    "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "it asks other ranks for shapes"),
+    "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "static shapes, without a vote of the ranks"),
     "InferenceMode": ("torch.distributed.pipelining._utils", "shapes that need no warm-up, since 2.13"),
-    "_scoped_library": ("torch.library", "a kernel that a CPU does not have, while the planner runs"),
-    "aot_autograd": ("torch._dynamo.backends.common", "the graphs that Inductor would get"),
-    "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "what a compiled block keeps"),
+    "_scoped_library": ("torch.library", "a kernel that CPUs lack, during a simulation"),
+    "aot_autograd": ("torch._dynamo.backends.common", "the graphs that Inductor would compile"),
+    "min_cut_rematerialization_partition": (
+        "torch._functorch.partitioners",
+        "the activations that a compiled block saves",
+    ),
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
 }
 
-# Members that are used, replaced or set where they are: what for.
+# Members that are used, replaced or set, and their purposes.
 MEMBERS = {
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
-    "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several axes",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several dimensions",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",
     "torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn": "an embedding that waits for its result",
-    "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_fn": "gather one input of a module",
+    "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_fn": "gather only the first input of a module",
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "the V-shaped schedule on gloo",
     "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
     "torch._functorch.config.patch": "undo the memory budget of a simulation",
@@ -64,7 +70,7 @@ MEMBERS = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether a CPU multiplies in bfloat16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether a CPU multiplies in float16",
     "torch._foreach_mul_": "scale all gradients: clipping, exact sums",
-    "torch._foreach_copy_": "sums of gradients of norms, put back",
+    "torch._foreach_copy_": "copy the reduced gradients of norms back",
     "torch.cuda.memory._record_memory_history": "memory snapshots",
     "torch.cuda.memory._snapshot": "memory snapshots",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",
@@ -87,13 +93,13 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Let collectives of ``group`` fail after ``timeout``. Public in torch 2.14, which warns of the private one."""
+    """Set the timeout of collectives of ``group``. Public in torch 2.14, where the private function warns."""
     set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """What the flight recorders, of NCCL and of all else, have of this rank's collectives: their JSON, read."""
+    """Collectives of this rank in the flight recorders, of NCCL and of the other backends."""
     c10d: Any = torch._C._distributed_c10d
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # the second one where torch is built for GPUs

@@ -1,4 +1,4 @@
-"""Attention for CPUs in bfloat16."""
+"""Attention with a faster backward in bfloat16, for CPUs."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtrain.models.llama.model import attend
 
-QUERIES_AT_ONCE = 128  # fewer skip more of what the mask hides, more make larger products
+QUERIES_AT_ONCE = 128  # smaller blocks skip more masked scores, larger blocks have larger matrix products
 
 
 class BatchedBackwardAttention(nn.Module):
-    """Takes the place of ``CausalAttention`` on a CPU."""
+    """Replacement of ``CausalAttention`` for CPUs."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-        """As ``attend``."""
+        """Attention as computed by ``attend``."""
         if mask is not None:
             return attend(q, k, v, mask)
         return BatchedBackward.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
@@ -24,11 +24,12 @@ class BatchedBackwardAttention(nn.Module):
 class BatchedBackward(torch.autograd.Function):
     """Causal flash attention whose backward in bfloat16 is up to twice as fast on CPUs as torch's own.
 
-    That one multiplies small tiles by a product that is slow for bfloat16; here oneDNN gets all heads at once, for some
-    queries at a time, with the keys that they may see. For these queries, with s = 1 / sqrt(head_dim), ``lse`` the log
-    of each query's sum in softmax and * by element (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 2):
+    torch multiplies small tiles by a kernel that is slow in bfloat16. Here oneDNN multiplies all heads at once, for a
+    block of queries and the keys that these queries attend to. For each block, with s = 1 / sqrt(head_dim), ``lse`` the
+    logarithm of each query's sum in softmax, and the elementwise product * (FlashAttention-2,
+    https://arxiv.org/abs/2307.08691, algorithm 2):
 
-        P  = exp(s Q K^T - lse)               the probabilities again
+        P  = exp(s Q K^T - lse)               the recomputed probabilities
         dV = P^T dO
         dS = P * (dO V^T - rowsum(dO * O))    the gradient of s Q K^T
         dQ = s dS K
@@ -37,7 +38,7 @@ class BatchedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q`` (bs, heads, seq, head_dim), ``k`` and ``v`` (bs, kv_heads, seq, head_dim) to the shape of ``q``."""
+        """``q`` has the shape (bs, heads, seq, head_dim), as the result; ``k``, ``v`` (bs, kv_heads, seq, head_dim)."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         ctx.save_for_backward(q, k, v, out, lse)
         return out  # type: ignore[no-any-return]
@@ -53,15 +54,15 @@ class BatchedBackward(torch.autograd.Function):
         def grouped(x: Tensor, columns: Tensor) -> Tensor:
             return torch.cat((x, columns), dim=-1).reshape(groups, -1, seq, dim + 2)
 
-        # "- lse" and "- rowsum" are two more columns of Q and dO, on two columns of ones in K and V: so the subtraction
-        # is a part of the product, and only its result is rounded.
+        # Each of lse and rowsum is stored in two more columns of Q and dO, which are multiplied by two columns of ones
+        # in K and V. Thus the matrix product includes the subtraction, and only its result is rounded.
         ones = k.new_ones(*k.shape[:3], 2)
         queries = grouped(q, negative_in_two(lse / scale, q.dtype))  # (groups, heads / kv_heads, seq, dim + 2)
         grads_out = grouped(grad, negative_in_two((grad.float() * out).sum(-1), q.dtype))
         keys = grouped(k, ones).squeeze(1)  # (groups, seq, dim + 2)
         values = grouped(v, ones).squeeze(1)
-        grad_q: list[Tensor] = []  # of some queries each
-        grad_k: list[Tensor] = []  # of as many keys each, in float32: many products add up
+        grad_q: list[Tensor] = []  # one tensor per block of queries
+        grad_k: list[Tensor] = []  # one tensor per block of keys, in float32, because many products are added
         grad_v: list[Tensor] = []
         for start in range(0, seq, QUERIES_AT_ONCE):
             end = min(start + QUERIES_AT_ONCE, seq)
@@ -84,7 +85,7 @@ class BatchedBackward(torch.autograd.Function):
 
 
 def add_blocks(sums: list[Tensor], x: Tensor) -> None:
-    """Add ``x`` (groups, keys, dim) to the first of ``sums``, block of keys by block, and append what is new."""
+    """Add the blocks of keys of ``x`` (groups, keys, dim) to ``sums``, and append the blocks that it lacks."""
     for i, block in enumerate(torch.split(x, QUERIES_AT_ONCE, dim=1)):
         if i < len(sums):
             sums[i] += block

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, which often predicts better than the trained weights."""
+"""Exponential moving average (EMA) of the weights, whose validation loss is often lower than that of the weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from torchtrain.distributed.mesh import local
 from torchtrain.models.parameters import full_name
 from torchtrain.pinned_memory import in_buckets, pinned_like
 
-BUCKET_BYTES = 1 << 28  # of parameters, copied at once to pinned memory
+BUCKET_BYTES = 1 << 28  # size of the parameters that are copied to pinned memory at once
 
 
 class EMA(Stateful):
@@ -29,6 +29,7 @@ class EMA(Stateful):
             for name, parameter in self.parameters.items()
         }
         self.after_swap: Callable[[], None] = lambda: None
+        """Called after the averages and the weights were swapped."""
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
@@ -36,8 +37,8 @@ class EMA(Stateful):
 
         ``skip``: float32 scalar, 1 if the update was skipped; the averages are then unchanged.
 
-        The averages go to the parameters by 1 - decay^interval of the way. In early steps the decay is lower,
-        (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+        average <- average + (1 - decay^interval) * (parameter - average). In early steps the decay is lower, (1 + step)
+        / (10 + step), so that the initial weights soon have little weight.
         """
         if step % self.config.interval:
             return
@@ -71,7 +72,7 @@ class EMA(Stateful):
             average.copy_(kept)
         for module in chain.from_iterable(part.modules() for part in self.model_parts):
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is gathered is the other weights
+                module.reshard()  # unsharded parameters still have the values from before the swap
         self.after_swap()
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class EMA(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The averages have been written in place; without any, they start again from the parameters."""
+        """Reset averages that the checkpoint lacks to the parameters; the others were loaded in place."""
         for name in self.parameters.keys() - state_dict.keys():
             local(self.averages[name]).copy_(local(self.parameters[name]))
 

@@ -21,7 +21,7 @@ EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
 
 
 class GroupSettings(NamedTuple):
-    """What the parameters of one group have in common."""
+    """Settings shared by the parameters of one group."""
 
     name: str
     optimizer: str
@@ -37,13 +37,17 @@ def group_of(name: str, parameter: Tensor) -> str:
 
 
 def mup_lr_scale(name: str, group: str, optimizer: str, model: DecoderConfig) -> float:
-    """Factor on a parameter's learning rate, by width and depth over the base model's; its decay is divided by it.
+    """Factor on a parameter's learning rate (muP); its weight decay is divided by the factor.
 
-    muP (https://arxiv.org/abs/2203.03466, table 3): AdamW's rates of the blocks' matrices are divided by width, Muon's
-    by sqrt(width): at the same root mean square, the largest singular value of its update grows only so fast.
-    muP's multiplier of the logits, 1 / width, is in the gain of the last norm (its first value and its rate), and
-    CompleteP's 1 / depth of each residual branch (https://arxiv.org/abs/2505.01618) is in its last linear layer
-    (wo and w2 of Llama): so tied embeddings and exported models need no multipliers.
+    ``width`` and ``depth`` are the ratios of the model's dim and n_layers to those of the base model. muP
+    (https://arxiv.org/abs/2203.03466, table 3) divides AdamW's learning rates of the blocks' matrices by ``width``.
+    Muon's are divided by sqrt(``width``), because the largest singular value of its updates, which have a fixed root
+    mean square, grows only as sqrt(``width``).
+
+    muP multiplies the logits by 1 / ``width``. Here the initial value and the learning rate of the last norm's weight
+    include that factor. CompleteP (https://arxiv.org/abs/2505.01618) multiplies each residual branch by 1 / ``depth``,
+    which the branch's last linear layer (wo and w2 of Llama) includes. Thus models with tied embeddings and exported
+    models need no multipliers.
     """
     width, depth = mup_ratios(model)
     if name == "norm.weight":
@@ -56,7 +60,7 @@ def mup_lr_scale(name: str, group: str, optimizer: str, model: DecoderConfig) ->
 
 
 def settings_of(name: str, parameter: Tensor, config: OptimizerConfig, model: DecoderConfig | None) -> GroupSettings:
-    """The settings of the parameter with this full name. ``model``: for ``mup_lr_scale``; None: no factors."""
+    """Settings of the parameter ``name``, its full name. ``model``: for ``mup_lr_scale``; None for no factors."""
     group = group_of(name, parameter)
     of_group: ParameterGroupConfig = getattr(config, group)
     optimizer = config.name if group == "hidden" else "adamw"
@@ -130,7 +134,7 @@ def build_optimizer(
             if parameter.is_meta:
                 raise RuntimeError(
                     "the optimizer must be built after model.to_empty(device=...) and init_weights() (or a load): "
-                    "to_empty replaces meta parameters, and the optimizer would go on updating the old ones"
+                    "to_empty replaces meta parameters, and the optimizer would keep updating the old ones"
                 )
             if parameter.requires_grad:
                 settings = settings_of(full_name(name), parameter, config, model)

@@ -22,10 +22,10 @@ from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer, assign
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration x <- A x + B (x x^T) x + C (x x^T)^2 x
+A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the iteration x <- A x + B (x x^T) x + C (x x^T)^2 x
 EPSILON = 1e-7
 ADAMW_RMS = 0.2  # approximate root mean square of the elements of AdamW's updates
-BUCKET_BYTES = 1 << 26  # of matrices that a rank owns, in one exchange
+BUCKET_BYTES = 1 << 26  # size of the matrices of one owner in one exchange
 
 
 def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:

@@ -22,8 +22,9 @@ def apply_compile(model: Decoder, activation_checkpoint: ActivationCheckpointCon
             torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     # This logger warns about in-place operations under selective activation checkpointing. Blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # No operation in a block is random, so that recomputation needs no saved RNG state. On a CPU torch 2.13 would
-    # return that state after tensor parallelism's mesh and confuse the two.
+    # No operation in a block is random, so recomputation needs no saved RNG state. On CPUs, torch 2.13 returns that
+    # state and the mesh of tensor parallelism in the wrong order. torch has no option for it, so its function is
+    # replaced in the whole process.
     torch._functorch.partitioners.has_recomputable_rng_ops = lambda fx_g: False  # noqa: ARG005
     for block in model.layers.values():
         # Not dynamic: sizes do not change during a run, and not all of DTensor supports symbolic sizes.

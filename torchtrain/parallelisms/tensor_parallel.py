@@ -45,7 +45,7 @@ class TensorParallelNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = cast(DTensor, self.weight).to_local(grad_placements=[Replicate()])  # no reduction in backward
-        # A view, at which the terms of its gradient add up before the residual's: as in torch's DTensors, to the bit.
+        # The view makes autograd add the gradients in the same order as with torch's DTensors: bitwise the same sums.
         return F.rms_norm(x.view_as(x), self.normalized_shape, weight, self.eps)
 
 

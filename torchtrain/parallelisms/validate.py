@@ -13,7 +13,7 @@ from torchtrain.models.spec import DecoderConfig, matrix_shapes
 from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.resolve import nearest_multiples
 
-FLOAT8_MULTIPLE = 16  # float8 kernels require both sides of weights and activations to be multiples of it
+FLOAT8_MULTIPLE = 16  # float8 kernels require the sizes of weights and activations to be multiples of it
 
 
 def check_layout(

@@ -29,7 +29,7 @@ def cross_entropy_with_z(logits: Tensor, labels: Tensor, z_weight: float) -> Ten
 
 
 class _CrossEntropyWithZ(torch.autograd.Function):
-    """``logits`` (tokens, vocab): this rank's shard of the vocabulary over ``mesh``, from ``first``; None: all."""
+    """``logits`` (tokens, vocab) are the shard over ``mesh`` that begins with the id ``first``; None: not sharded."""
 
     @staticmethod
     def forward(
