@@ -1,8 +1,9 @@
 """Plot the curves of one or more runs: python scripts/plot.py RUN [RUN ...] -o curves.png
 
 RUN is a run's folder, or its metrics.jsonl. For steps that a restart repeated, the last value is plotted. A dashed line
-marks a restart, a cross a fault, each in the color of its run. The axis at the top shows the tokens of the first run.
---x tokens plots over tokens instead, to compare runs with other batches. Needs matplotlib: pip install -e '.[plot]'
+marks a restart, a dotted one the beginning of a stage, a cross a fault, each in the color of its run. The axis at the
+top shows the tokens of the first run. --x tokens plots over tokens instead, to compare runs with other batches. Needs
+matplotlib: pip install -e '.[plot]'
 """
 
 import argparse

@@ -66,6 +66,19 @@ def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1000, 2000, 4000, 6000]
 
 
+def test_plot_marks_stages_and_no_restart_between_them(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    lines = [{"step": 0, "event": "start", "stage": "main"}, numbers(1, 8.0), numbers(2, 7.0)]
+    lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
+    lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
+    run = script.read_run(write_run(tmp_path / "staged", lines))
+    assert (run.borders, run.restarts) == ([(0, "main"), (2, "long")], [2])
+    figure = script.plot([run], tmp_path / "curves.png")
+    assert [text.get_text() for text in figure.axes[0].texts] == [" main", " long"]
+
+
 def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

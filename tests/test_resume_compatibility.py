@@ -40,7 +40,10 @@ FROZEN = {  # every option, by kind and section
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
         "debug": "fingerprint_steps",
         "comm": "init_timeout_seconds train_timeout_seconds",
-        "estimate": "world_size gpu gpus_per_node memory_gib network_gigabits all_layers search output json picture",
+        "estimate": (
+            "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours save_seconds restart_seconds "
+            "all_layers search output json picture"
+        ),
     },
     Kind.LAYOUT: {
         "optimizer": "implementation",

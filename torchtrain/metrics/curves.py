@@ -38,6 +38,10 @@ def draw(axes: Axes, run: Run, key: str, color: str, over: str) -> None:
     axes.plot(positions(steps), values, color=color, linewidth=1.6, label=run.name, marker=marker)
     for x in positions(run.restarts):
         axes.axvline(x, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+    for x, (_, name) in zip(positions([step for step, _ in run.borders]), run.borders, strict=True):
+        axes.axvline(x, color=color, linewidth=1, linestyle=(0, (1, 2)), alpha=0.7)
+        place = axes.get_xaxis_transform()  # x in data, y as a fraction of the axes
+        axes.text(x, 0.98, f" {name}", color=color, fontsize=8, rotation=90, va="top", transform=place)
     for step, _ in run.faults if points else ():
         nearest = min(points, key=lambda point: abs(point[0] - step))
         (x,) = positions([step])

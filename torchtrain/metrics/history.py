@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ class Run:
     starts: list[dict[str, Any]]  # the events "start"
     restarts: list[int]
     faults: list[tuple[int, str]]  # step, event
+    borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a stage begins, and its name
 
 
 def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
@@ -31,6 +32,7 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
     by_step: dict[int, dict[str, Any]] = {}
     starts: list[dict[str, Any]] = []
     restarts, faults = [], []
+    stages: dict[str, int] = {}
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -48,11 +50,17 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
             by_step.setdefault(line["step"], {}).update(line)
         elif event == "start":
             starts.append(line)
-            if by_step:
+            stage = line.get("stage")
+            if stage and stage not in stages:
+                stages[stage] = line["step"]
+            elif by_step:
                 restarts.append(line["step"])
+            if by_step:
                 by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
         else:
             faults.append((line["step"], event))
     if not by_step:
         raise TorchtrainError(f"{file} has no step yet; wait for the first line of the log")
-    return Run(file.parent.resolve().name, [by_step[step] for step in sorted(by_step)], starts, restarts, faults)
+    borders = [(step, stage) for stage, step in stages.items()]
+    lines = [by_step[step] for step in sorted(by_step)]
+    return Run(file.parent.resolve().name, lines, starts, restarts, faults, borders)

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import EstimateConfig, JobConfig
+from torchtrain.config.tokens import format_tokens
+from torchtrain.planning.failures import best_interval, expected_seconds
 from torchtrain.planning.hardware import GIB
 from torchtrain.planning.recorder import CATEGORIES
 from torchtrain.planning.summary import INTERVAL, Estimate
@@ -37,6 +39,52 @@ def format_estimate(estimate: Estimate) -> str:
         f"{estimate.days * 24 * estimate.world_size:,.0f} GPU-hours",
     ]
     return "\n".join(lines)
+
+
+def format_failures(days: float, step_seconds: float, world_size: int, options: EstimateConfig) -> str:
+    """Format the expected duration of a run of ``days`` with failures, and the best interval of checkpoints."""
+    mtbf_seconds = options.mtbf_hours * 3600 / world_size
+    interval = best_interval(mtbf_seconds, options.save_seconds)
+    costs = (mtbf_seconds, options.save_seconds, options.restart_seconds)
+    expected = expected_seconds(days * 86400, interval, *costs) / 86400
+    return (
+        f"with a failure every {mtbf_seconds / 3600:,.1f} hours on {world_size:,} GPUs: {expected:.1f} days "
+        f"({days / expected:.1%} of them training), {expected * 24 * world_size:,.0f} GPU-hours, "
+        f"{expected * 86400 / mtbf_seconds:,.0f} failures\n"
+        f"best checkpoint interval: {interval / 60:,.1f} minutes, checkpoint.interval = "
+        f"{max(1, round(interval / step_seconds))}"
+    )
+
+
+def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
+    """Format the estimates of the stages of a run as a table, one row per stage, and their sum."""
+    titles = ("GiB", "", "s/step", "tokens/s", "MFU", "steps", "tokens", "days", "GPU-hours")
+    width = max(len("whole run"), *(len(config.job.stage) for config, _ in stages))
+    lines = [f"{'stage':<{width}}" + "".join(f"{title:>13}" for title in titles)]
+    for config, estimate in stages:
+        cells = (
+            f"{estimate.peak_reserved_gib:.1f}",
+            "fits" if estimate.fits else "DOES NOT FIT",
+            f"{estimate.step_seconds:.3f}",
+            f"{estimate.tokens_per_second_per_gpu:,.0f}",
+            f"{estimate.mfu:.1%}",
+            f"{estimate.steps:,}",
+            format_tokens(estimate.steps * estimate.global_tokens),
+            f"{estimate.days:.2f}",
+            f"{estimate.days * 24 * estimate.world_size:,.0f}",
+        )
+        lines.append(f"{config.job.stage:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
+    days, hours = total_days(stages), sum(own.days * 24 * own.world_size for _, own in stages)
+    tokens = sum(own.steps * own.global_tokens for _, own in stages)
+    whole = ("", "", "", "", "", f"{sum(own.steps for _, own in stages):,}", format_tokens(tokens), f"{days:.2f}")
+    lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}")))
+    low, high = (100 / (1 + sign * INTERVAL) - 100 for sign in (1, -1))
+    lines.append(f"tokens/s are per GPU; days may differ by {low:.0f}% to +{high:.0f}%")
+    return "\n".join(lines)
+
+
+def total_days(stages: Sequence[tuple[JobConfig, Estimate]]) -> float:
+    return sum(estimate.days for _, estimate in stages)
 
 
 def format_ranking(best: Sequence[tuple[JobConfig, Estimate]]) -> str:

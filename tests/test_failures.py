@@ -1,0 +1,64 @@
+"""Young's and Daly's formulas, compared with published values."""
+
+import math
+import random
+
+import pytest
+from forked_command import checked_command
+
+from torchtrain.planning.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
+
+
+@pytest.mark.parametrize(("mtbf_minutes", "minutes"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")])
+def test_best_interval_is_that_of_the_paper(mtbf_minutes: float, minutes: str) -> None:
+    """Figures 3 to 5: saves of 5 minutes, and a mean time between failures of 24 hours, 6 hours and 15 minutes."""
+    digits = len(minutes.partition(".")[2])
+    assert f"{best_interval(mtbf_minutes * 60, 300) / 60:.{digits}f}" == minutes
+
+
+def test_best_interval_is_the_minimum_of_the_expected_duration() -> None:
+    best = best_interval(21600, 300)
+    durations = [expected_seconds(1e6, best * factor, 21600, 300, 600) for factor in (0.9, 1.0, 1.1)]
+    assert durations[1] == min(durations)
+    assert best_interval(100, 200) == 100
+
+
+def test_expected_duration_is_that_of_simulated_runs() -> None:
+    mtbf, save, restart, interval, segments = 3600.0, 60.0, 300.0, 900.0, 20_000
+    chance, total = random.Random(0), 0.0
+    for _ in range(segments):
+        while True:
+            failure = chance.expovariate(1 / mtbf)
+            if failure >= interval + save:
+                total += interval + save
+                break
+            total += failure
+            while (again := chance.expovariate(1 / mtbf)) < restart:  # it may also fail while it restarts
+                total += again
+            total += restart
+    expected = expected_seconds(segments * interval, interval, mtbf, save, restart)
+    assert total == pytest.approx(expected, rel=0.02)
+
+
+def test_figures_of_llama_3() -> None:
+    """419 interruptions in 54 days on 16,384 GPUs; the paper states more than 90% effective training time."""
+    assert pytest.approx(50_677, abs=1) == LLAMA3_GPU_MTBF_HOURS
+    mtbf = LLAMA3_GPU_MTBF_HOURS * 3600 / 16384
+    assert mtbf / 3600 == pytest.approx(3.09, abs=0.01)
+    interval = best_interval(mtbf, 10)
+    effective = 1 / expected_seconds(1, interval, mtbf, 10, 600)
+    assert (interval / 60, effective) == (pytest.approx(7.8, abs=0.1), pytest.approx(0.907, abs=0.001))
+    assert 54 * 86400 / mtbf == pytest.approx(419)
+    assert math.isclose(expected_seconds(1, interval, 1e12, 10, 600), 1 + 10 / interval, rel_tol=1e-6)
+
+
+def test_estimate_prints_a_line_per_stage_and_the_whole() -> None:
+    options = ["--job.config_file", "train_configs/debug_stages.toml", "--estimate.world_size", "1"]
+    output = checked_command("torchtrain.estimate", *options, "--estimate.mtbf_hours", "50700").stdout
+    rows = {line.split("  ")[0]: line.split() for line in output.splitlines() if line}
+    assert [name for name in rows if name in ("main", "long context", "annealing", "whole run")] == [
+        *("main", "long context", "annealing", "whole run")
+    ]
+    assert (rows["main"][6:8], rows["whole run"][2:4]) == (["118", "242K"], ["198", "406K"])
+    assert "with a failure every 50,700.0 hours on 1 GPUs" in output
+    assert "best checkpoint interval: " in output
