@@ -37,6 +37,13 @@ def test_schedule_depends_on_total_steps_and_not_on_training_steps() -> None:
     assert rates(config, 10, training_steps=10) == rates(config, 100, training_steps=100)[:10]
 
 
+def test_schedule_begins_after_its_start_at_the_initial_rate() -> None:
+    config = LRSchedulerConfig(warmup_steps=2, decay_type="linear", start_step=10, total_steps=16, initial_lr=0.5)
+    assert rates(config, 16, 16)[10:] == pytest.approx([0.75, 1.0, 1.0, 0.75, 0.5, 0.25])
+    config = LRSchedulerConfig(warmup_steps=0, decay_type="linear", start_step=10, total_steps=12)
+    assert rates(config, 12, 12) == [1.0] * 11 + [0.5]  # also defined before its start
+
+
 def test_warmup_is_limited_to_the_training_steps() -> None:
     assert rates(LRSchedulerConfig(warmup_steps=200), 4, training_steps=4) == [0.25, 0.5, 0.75, 1.0]
 

@@ -76,7 +76,7 @@ class LRSchedule:
 
     def rate(self, step: int) -> float:
         step -= self.start
-        if step <= self.phases.warmup:
+        if self.phases.warmup and step <= self.phases.warmup:
             return self.initial + (self.peak - self.initial) * step / self.phases.warmup
         return self.peak * self.factor(step, self.phases)
 
