@@ -38,8 +38,8 @@ Options are set in a TOML file (`--job.config_file`), on the command line, or bo
 | in the TOML file | on the command line |
 | --- | --- |
 | `steps = 100` under `[training]` | `--training.steps 100` |
-| `enable = true` under `[compile]` | `--compile.enable` |
-| `enable = false` under `[compile]` | `--compile.no-enable` |
+| `enable = true` under `[compile]` | `--compile.enable` or `--compile.enable true` |
+| `enable = false` under `[compile]` | `--compile.no-enable` or `--compile.enable false` |
 
 An unknown option, a value of the wrong type, or an invalid combination is an error before any work starts. An option
 without a default is not set (`None` in its description).

@@ -297,3 +297,24 @@ def test_invalid_tables_of_sources_are_rejected(tmp_path: Path, text: str, messa
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse(["--job.config_file", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--compile.enable"], True),
+        (["--compile.enable", "true"], True),
+        (["--compile.enable=True"], True),
+        (["--compile.enable", "--compile.enable", "false"], False),
+        (["--compile.enable=false"], False),
+        (["--compile.no-enable"], False),
+    ],
+)
+def test_booleans_are_flags_or_true_and_false(words: list[str], expected: bool) -> None:
+    config = parse([*words, "--checkpoint.enable", "false", "--training.steps", "3"])
+    assert (config.compile.enable, config.checkpoint.enable, config.training.steps) == (expected, False, 3)
+
+
+def test_other_values_of_booleans_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"compile.enable = 'on' must be true or false"):
+        parse(["--compile.enable=on"])

@@ -230,7 +230,7 @@ def test_valid_layouts_are_accepted(options: dict[str, Any]) -> None:
         ),
         (
             {"tensor_parallel_degree": 3, "context_parallel_degree": 3},
-            r"is 9; start 9 ranks, or set data_par",
+            r"is 9; start 9 ranks \(NGPU=9 ./run_llama_train.sh ...\), or set data_par",
         ),
         ({"data_parallel_shard_degree": 1}, r"the number of ranks, 8, but the product of all of 1 is 1; start 1 ranks"),
     ],

@@ -21,7 +21,7 @@ import tomli
 import tomli_w
 
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import JobConfig, JobSection, key_of, require_local
+from torchtrain.config.schema import JobConfig, JobSection, flat, key_of, require_local
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
 
@@ -80,6 +80,7 @@ def parse(
         if name.replace("-", "_") == f"__{BATCH_SIZE}" and "," in (value or "".join(argv[number + 1 : number + 2])):
             argv[number] = word.replace(name, f"--{BATCH_SCHEDULE}")
     import_modules(modules_to_import(argv, file))
+    argv = replace_booleans(argv)
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
     stages = defaults.stages  # only in the file: tables of any options are no options of the command line
@@ -96,6 +97,26 @@ def parse(
     table["stages"] = list(stages)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
     return from_toml(JobConfig, table)  # checks values of the command line as those of a file
+
+
+def replace_booleans(argv: Sequence[str]) -> list[str]:
+    """Replace ``--compile.enable true`` or ``=true`` by the flag ``--compile.enable``, and false by its negation."""
+    flags = {name for name, value in flat(to_dict(JobConfig())).items() if isinstance(value, bool)}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not (word.startswith("--") and key.replace("-", "_") in flags):
+            words.append(word)
+            continue
+        if not equals and rest and rest[0].lower() in ("true", "false"):
+            value = rest.pop(0)
+        if value.lower() not in ("", "true", "false") or word.endswith("="):
+            raise ConfigError(f"{key} = {value!r} must be true or false")
+        section, _, name = key.rpartition(".")
+        words.append(f"--{section}.no-{name}" if value.lower() == "false" else f"--{key}")
+    return words
 
 
 def config_file(argv: Sequence[str]) -> str:

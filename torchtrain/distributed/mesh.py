@@ -66,7 +66,8 @@ def resolve_parallel_dims(config: ParallelismConfig, world_size: int) -> Paralle
         given = " x ".join(f"{key} = {degree}" for key, degree in keys.items() if degree != 1)
         raise ConfigError(
             f"parallelism: the product of the degrees must be the number of ranks, {world_size}, but the product of "
-            f"{given or 'all of 1'} is {product}; start {product} ranks, or set data_parallel_shard_degree = -1 (all "
+            f"{given or 'all of 1'} is {product}; start {product} ranks "
+            f"(NGPU={product} ./run_llama_train.sh ...), or set data_parallel_shard_degree = -1 (all "
             "remaining ranks) and other degrees whose product divides the number of ranks"
         )
     return degrees
