@@ -123,6 +123,9 @@ LISTED = {
     "tests/test_object_store_data.py reads such data from a local server",
     'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
     '--prepare.output /data/prepared"': "needs a cluster; tests/test_prepare.py divides the work in the same way",
+    "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
+    "--prepare.output s3://my-bucket/prepared": "needs Ray and a bucket; tests/test_prepare_ray.py runs it locally",
+    "pip install 'torchtrain[ray]'": "needs a package index",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "
