@@ -46,7 +46,7 @@ def reference_norms() -> list[dict[str, float]]:
 
     class Reference(StepHook):
         def __init__(self, train_step: TrainStep) -> None:
-            self.parameters = dict(train_step.model.parts[0].named_parameters())
+            self.parameters = dict(train_step.model.model_parts[0].named_parameters())
 
         def full(self, tensor: Tensor | None) -> Tensor:
             assert isinstance(tensor, DTensor)
