@@ -526,7 +526,7 @@ def nan_with_state_after_rollback_saved() -> Any:
     def roll_back_and_save(run: Trainer) -> None:
         original(run)
         tensors = {name: local(tensor).clone() for name, tensor in flatten(run.checkpointer.states).items()}
-        torch.save(tensors, Path(run.checkpointer.folder).parent / f"rolled-back-to-{run.step}.pt")
+        torch.save(tensors, Path(run.checkpointer.storage.folder).parent / f"rolled-back-to-{run.step}.pt")
 
     Trainer.roll_back = roll_back_and_save  # type: ignore[method-assign]
     return patched_loss(lambda call, loss: loss * float("nan") if call == 4 * 4 + 1 else loss)

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from forked_run import ForkedRun, finish, logged_losses, same_tensors, slow_steps
+from forked_command import checked_command, run_command
+from forked_run import TINY, ForkedRun, finish, logged_losses, same_tensors, slow_steps
 from s3_server import S3Server
 
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.storage import CheckpointStorage
+from torchtrain.config.schema import JobSection
+from torchtrain.errors import ConfigError
 
 STEPS = 8
 
@@ -62,7 +66,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
     url = f"s3://{bucket}/run/checkpoint"
-    options, storage = ("--checkpoint.folder", url), ObjectStorage(url)
+    options, storage = ("--checkpoint.folder", url, "--metrics.enable_tensorboard"), ObjectStorage(url)
     for step in (2, 4):
         killed = ForkedRun(tmp_path / f"{step}", *options, hook=partial(use_s3, server.environment, slow=True))
         killed.wait_for(lambda step=step: step in storage.steps())
@@ -74,7 +78,10 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: st
     assert storage.steps() == [2, 4, 6, 8]
     expected = tensors_in(LocalStorage(str(local / "checkpoint")), STEPS)
     assert same_tensors(tensors_in(storage, STEPS), expected)
-    assert logged_losses(tmp_path / "empty").items() <= logged_losses(local).items()
+    # Its metrics of the steps before, which it has not computed, come from the checkpoint.
+    assert logged_losses(tmp_path / "empty") == logged_losses(local)
+    assert "has no metrics: restored those in" in output
+    assert len(list((tmp_path / "empty/tensorboard").iterdir())) == 3
     folders = {name.split("/")[0] for name in server.objects(bucket, "run/checkpoint/")}
     assert folders == {*storage.names(), "lease"}  # nothing is left of the kills
 
@@ -132,3 +139,48 @@ def test_storage_that_cannot_be_used_is_an_error_before_training(
     assert len(lines) == 1, run.output()
     assert "Traceback" not in run.output()
     assert "training begins" not in run.output()
+
+
+def use_tiny() -> None:
+    """A hook that lets a command know the model of forked runs."""
+    patch("torchtrain.models.model_config.flavor_config", lambda *_: TINY).start()
+
+
+def test_commands_take_urls(server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
+    run = partial(checked_command, environment=server.environment, hook=use_tiny)
+    fails = partial(run_command, environment=server.environment, hook=use_tiny)
+    url = f"s3://{bucket}/run"
+    options = ("--checkpoint.folder", f"{url}/checkpoint", "--checkpoint.last_save_in_hf")
+    finish(tmp_path / "run", *options, hook=partial(use_s3, server.environment))
+    same = run("torchtrain.compare", url, str(local))
+    assert "step 8: match, bitwise" in same.stdout
+    assert "loss: 0.0e+00 apart at most, at 8 steps" in same.stdout
+    texts = [
+        run("torchtrain.generate", source, "--prompt", "def ", "--temperature", "0").stdout
+        for source in (url, f"{url}/checkpoint/step-8", str(local))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+    # The export at the end, and conversions to and from URLs.
+    run("torchtrain.convert", str(local), str(tmp_path / "hf"))
+    (weights,) = (tmp_path / "hf").glob("*.safetensors")
+    exported = weights.read_bytes()
+    assert server.objects(bucket, "run/checkpoint/hf/")[weights.name] == exported
+    run("torchtrain.convert", url, f"s3://{bucket}/hf")
+    assert server.objects(bucket, "hf/")[weights.name] == exported
+    again = fails("torchtrain.convert", url, f"s3://{bucket}/hf")
+    assert again.returncode == 2
+    assert f"s3://{bucket}/hf exists; give a URL that does not" in again.stderr
+    run("torchtrain.convert", url, f"s3://{bucket}/weights", "--to", "torchtrain")
+    run("torchtrain.convert", f"s3://{bucket}/weights", str(tmp_path / "hf2"))
+    assert (tmp_path / "hf2" / weights.name).read_bytes() == exported
+
+    # A new run from these weights.
+    options = ("--checkpoint.initial_load_path", f"s3://{bucket}/weights", "--training.steps", "2")
+    output = finish(tmp_path / "new", *options, hook=partial(use_s3, server.environment))
+    assert f"starts from the weights in s3://{bucket}/weights" in output
+
+
+def test_dump_folder_must_be_local() -> None:
+    with pytest.raises(ConfigError, match=r"job.dump_folder = 's3://b/run' must be a local folder: set"):
+        JobSection(dump_folder="s3://b/run")

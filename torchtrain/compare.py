@@ -22,9 +22,9 @@ from torchtrain.files import require_picture, writing
 
 @dataclass(frozen=True)
 class Options:
-    run_a: Annotated[LocalPath, tyro.conf.Positional]
-    """A run's folder. The run may still go on."""
-    run_b: Annotated[LocalPath, tyro.conf.Positional] = ""
+    run_a: Annotated[str, tyro.conf.Positional]
+    """A run's folder, or the URL of its checkpoints. The run may still go on."""
+    run_b: Annotated[str, tyro.conf.Positional] = ""
     """Another one."""
     against: LocalPath = ""
     """In place of RUN_B a Hugging Face folder: transformers' model and ours, from RUN_A's newest checkpoint, on one
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     from torchtrain.comparison.implementations import compare_implementations
     from torchtrain.comparison.runs import compare_runs, open_run, plot_losses
 
-    runs = [open_run(Path(folder)) for folder in (options.run_a, options.run_b) if folder]
+    runs = [open_run(folder) for folder in (options.run_a, options.run_b) if folder]
     report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,7 +5,6 @@ One process reads and writes one tensor or file at a time, so the model does not
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,11 +16,11 @@ from torchtrain.config.schema import Count, LocalPath, check_values
 
 @dataclass(frozen=True)
 class Options:
-    source: Annotated[LocalPath, tyro.conf.Positional]
-    """A run's folder (uses its newest checkpoint), a step-N folder in it, a Hugging Face folder, or a folder with
-    Meta's original files (params.json and consolidated.*.pth)."""
-    target: Annotated[LocalPath, tyro.conf.Positional]
-    """Folder to write. It must not exist."""
+    source: Annotated[str, tyro.conf.Positional]
+    """A run's folder (uses its newest checkpoint), a step-N folder in it, a URL of these, a Hugging Face folder, or a
+    folder with Meta's original files (params.json and consolidated.*.pth)."""
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder to write, or a URL such as s3://bucket/model. It must not exist."""
     to: Literal["hf", "torchtrain"] = "hf"
     """hf: a folder that transformers can load. torchtrain: a checkpoint with only weights, to start runs from."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -47,8 +46,15 @@ def main(argv: Sequence[str]) -> int:
     # Imported here, so that --help does not import torch.
     from torchtrain.checkpoint.hf.conversion import convert
 
-    target = Path(options.target)
-    convert(options.source, target, options.to, options.dtype, options.tokenizer_path, options.weights, options.average)
+    convert(
+        options.source,
+        options.target,
+        options.to,
+        options.dtype,
+        options.tokenizer_path,
+        options.weights,
+        options.average,
+    )
     return 0
 
 

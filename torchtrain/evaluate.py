@@ -126,7 +126,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
                 "tokenizer_path and weights"
             )
-        require_local(checkpoint, "checkpoint in --model_args")
         require_local(tokenizer_path, "tokenizer_path in --model_args")
         if str(batch_size).startswith("auto"):
             batch_size = 8
@@ -134,7 +133,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             raise ConfigError(f"--batch_size = {batch_size!r} must be auto or a whole number from 1")
         # The harness's default is cuda, and its own models fall back to the available device.
         place = "cpu" if device == "cpu" else "auto"
-        self.trained = load_model(Path(checkpoint), place, dtype, tokenizer_path, weights)
+        self.trained = load_model(checkpoint, place, dtype, tokenizer_path, weights)
         self.batch_size = int(batch_size)
 
     @property

@@ -27,8 +27,9 @@ NEW_TOKENS = 128  # default maximum
 
 @dataclass(frozen=True)
 class Options:
-    checkpoint: Annotated[LocalPath, tyro.conf.Positional]
-    """A run's folder (uses its newest checkpoint), one step-N folder in it, or a Hugging Face folder."""
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A run's folder (uses its newest checkpoint), one step-N folder in it, a URL of these, or a Hugging Face folder.
+    """
     prompt: str | None = None
     """Text to continue; "" begins a new document."""
     prompts_file: LocalPath = ""
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     # Replaces lone surrogates, which JSON can contain and Python creates from bytes of an argument that are not UTF-8.
     prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
     place = (options.device, options.dtype, options.tokenizer_path)
-    trained = load_model(Path(options.checkpoint), *place, options.weights)
+    trained = load_model(options.checkpoint, *place, options.weights)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
     longest = trained.model.config.max_seq_len

@@ -147,7 +147,7 @@ class Trainer:
 
         # Checkpoints: all state that the next step depends on.
         self.checkpointer = CheckpointManager(
-            config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop
+            config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, folder
         )
         self.step = self.start_step = self.checkpointer.resume() or 0
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.

@@ -42,10 +42,12 @@ from torch.serialization import skip_data
 from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
 from torchtrain.errors import DamagedError
 from torchtrain.files import BLOCK_BYTES, MISSING, printable, with_retries
+from torchtrain.logging import BestEffort
 
 T = TypeVar("T")
 METADATA = ".metadata"
 CONFIG = "config.toml"
+OUTPUTS = "outputs.tar.gz"  # see outputs.py
 FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
 BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
@@ -345,6 +347,7 @@ class VerifiedWriter(FileSystemWriter):
         staged: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
         manifest: lacks the files.
+        outputs: returns the content of ``outputs.tar.gz``; called on the first rank. None: there is no such file.
         allow, check: see ``StagedCheckpoint.commit``.
     """
 
@@ -354,6 +357,7 @@ class VerifiedWriter(FileSystemWriter):
         config_toml: str,
         *,
         manifest: Manifest | None = None,
+        outputs: Callable[[], bytes] | None = None,
         allow: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -364,6 +368,7 @@ class VerifiedWriter(FileSystemWriter):
         self.staged = staged
         self.config_toml = config_toml
         self.manifest = manifest or Manifest()
+        self.outputs = outputs
         self.allow, self.check = allow, check
         self.superseded_name = ""
         """The new name of the checkpoint that this one has superseded, after a save."""
@@ -432,6 +437,11 @@ class VerifiedWriter(FileSystemWriter):
         super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
         with self.fs.create_stream(CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
+        if self.outputs is not None:
+            with BestEffort(f"metrics in {self.staged.location}"):
+                packed = self.outputs()
+                with self.fs.create_stream(OUTPUTS, "wb") as outputs_file:
+                    outputs_file.write(packed)
         records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}

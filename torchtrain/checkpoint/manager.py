@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter, read_manifest
+from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
@@ -23,7 +25,7 @@ from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
-from torchtrain.logging import logger
+from torchtrain.logging import BestEffort, logger
 
 SECONDS_AFTER_ERROR = 30.0
 POLL_SECONDS = 1.0
@@ -94,6 +96,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     config_toml: str  # the resolved config, stored in every checkpoint
     start: ResumePoint
     stop: Stop | None = None  # None: the run is never asked to stop
+    dump_folder: Path | None = None  # its metrics are stored and restored if the storage asks for it
 
     def __post_init__(self) -> None:
         self.group, self.lease = self.start.group, self.start.lease
@@ -137,6 +140,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if step is None:
             history.require_none(config.load_step, damaged)
         self._quarantine(history, damaged)
+        if step is not None and self.rank == 0 and self.dump_folder is not None:
+            with BestEffort("restoring metrics"):
+                restore_outputs(self.storage.open(step), self.dump_folder)
         return step
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
@@ -218,9 +224,14 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         else:
             staged = self.stager.stage(tensors)
         self._pending = Future()
+        staged_checkpoint = self.storage.stage(step, self.lease)
+        outputs = None
+        if staged_checkpoint.with_outputs and self.dump_folder is not None:
+            outputs = partial(pack_outputs, self.dump_folder)
         self._writer = VerifiedWriter(
-            self.storage.stage(step, self.lease),
+            staged_checkpoint,
             self.config_toml,
+            outputs=outputs,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             allow=partial(self._before_commit, step),
             check=self._check_lease,

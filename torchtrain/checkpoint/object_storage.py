@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
@@ -126,6 +127,14 @@ class ObjectStore:
             if self.read(name) != content:
                 raise
 
+    def upload(self, folder: Path, target: str = "") -> None:
+        """Upload the files in a local ``folder``; the one that makes the others valid is the last."""
+        last = (MANIFEST, "config.json")
+        file_system, root = self._opened
+        for file in sorted(folder.iterdir(), key=lambda file: (file.name in last, file.name)):
+            name = f"{target}/{file.name}".lstrip("/")
+            with_store_retries(partial(file_system.put_file, str(file), f"{root}/{name}"), self.url_of(name))
+
     def delete(self, name: str) -> None:
         with suppress(*MISSING):
             self._request("rm_file", name)
@@ -222,22 +231,23 @@ class ObjectCheckpoint(StoredCheckpoint):
 
     def __init__(self, store: ObjectStore, folder: str) -> None:
         super().__init__(store.url_of(folder))
-        self.store, self.folder = store, folder
+        self.store, self.prefix = store, f"{folder}/" if folder else ""
 
     def size_bytes(self, name: str) -> int:
-        return self.store.size_bytes(f"{self.folder}/{name}")
+        return self.store.size_bytes(f"{self.prefix}{name}")
 
     def open(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, ObjectFile(self.store, f"{self.folder}/{name}"))
+        return cast(BinaryIO, ObjectFile(self.store, f"{self.prefix}{name}"))
 
     def read(self, name: str) -> bytes:
-        return self.store.read(f"{self.folder}/{name}")
+        return self.store.read(f"{self.prefix}{name}")
 
 
 class ObjectStagedCheckpoint(StagedCheckpoint):
     """A checkpoint that is being written to ``folder``. Each file is one object, and in memory until it is closed."""
 
     parallel_files = FILES_AT_ONCE
+    with_outputs = True
 
     def __init__(self, storage: "ObjectStorage", step: int, folder: str) -> None:
         super().__init__(storage.store.url_of(folder))
@@ -375,6 +385,9 @@ class ObjectStorage(CheckpointStorage):
         return ObjectCheckpoint(self.store, self.folder_of(step) or f"step-{step}")
 
     # Changes
+
+    def itself(self) -> ObjectCheckpoint | None:
+        return ObjectCheckpoint(self.store, "") if self.store.exists(MANIFEST) else None
 
     def stage(self, step: int, lease: WriterLease) -> ObjectStagedCheckpoint:
         self._saves += 1

@@ -88,6 +88,8 @@ class StagedCheckpoint(ABC):
 
     parallel_files = 1
     """How many files a rank writes at once."""
+    with_outputs = False
+    """Whether the metrics in the dump folder are stored, too, because the storage outlives its disk."""
     fsync = False
     """Whether the files that ``create`` returns have a descriptor to fsync before they are closed."""
 
@@ -165,6 +167,10 @@ class CheckpointStorage(ABC):
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         return sorted(int(match[1]) for match in map(STEP.fullmatch, self.names()) if match)
+
+    def itself(self) -> StoredCheckpoint | None:
+        """The checkpoint that the location is, if it is not a folder of checkpoints."""
+        return None
 
     def is_complete(self, step: int) -> bool:  # noqa: ARG002
         """Whether ``step``, one of ``steps``, has a manifest; retention does not count it otherwise."""

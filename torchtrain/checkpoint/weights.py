@@ -101,6 +101,8 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
     parent, _, name = str(path).rstrip("/").rpartition("/")
     if not is_url(path) and (Path(path) / MANIFEST).exists():
         return LocalCheckpoint(Path(path))
+    if is_url(path) and (itself := open_storage(str(path)).itself()) is not None:
+        return itself
     for folder in checkpoint_folders(path):
         storage = open_storage(folder)
         if steps := storage.steps():

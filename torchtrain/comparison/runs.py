@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.format import VerifiedReader
+from torchtrain.checkpoint.format import CONFIG, VerifiedReader
 from torchtrain.checkpoint.local_storage import saved_steps, step_folder
+from torchtrain.checkpoint.outputs import METRICS, read_outputs
+from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
-from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_location, open_storage
+from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, checkpoint_location, is_url, open_storage
+from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference, read
-from torchtrain.config.parse import from_file, to_toml
+from torchtrain.config.parse import from_file, from_text, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
@@ -53,9 +56,9 @@ class Finding(NamedTuple):
 
 @dataclass
 class RunFolder:
-    """Config and metrics of the run in the folder ``path``, which may be unfinished."""
+    """Config and metrics of the run in ``path``, a folder or a URL, which may be unfinished."""
 
-    path: Path
+    path: Path | str
     config: JobConfig
     lines: dict[int, dict[str, Any]]  # numbers by step
     start: dict[str, Any]  # the last event of this name
@@ -66,13 +69,27 @@ class RunFolder:
         return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
 
 
-def open_run(path: Path) -> RunFolder:
-    """Read a run's folder. ConfigError: it is not one; StorageError. Cut lines of metrics.jsonl are passed over."""
-    names = names_in(path) if path.is_dir() else []
-    if "config.toml" not in names:
-        raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
-    run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
-    for text in read_file(path / "metrics.jsonl").splitlines() if "metrics.jsonl" in names else ():
+def open_run(location: str | Path) -> RunFolder:
+    """Read a run's folder, or its newest checkpoint if ``location`` is a URL.
+
+    Truncated lines of metrics.jsonl are skipped.
+
+    Raises:
+        ConfigError, CheckpointError: it is no folder of a run, or has no checkpoint.
+        StorageError: it cannot be read.
+    """
+    if is_url(location):
+        checkpoint = find_checkpoint(location)
+        run = RunFolder(str(location), from_text(read_config(checkpoint), checkpoint.path_of(CONFIG)), {}, {})
+        metrics = read_outputs(checkpoint).get(METRICS, b"")
+    else:
+        path = Path(location)
+        names = names_in(path) if path.is_dir() else []
+        if "config.toml" not in names:
+            raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
+        run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
+        metrics = read_file(path / METRICS) if METRICS in names else b""
+    for text in metrics.splitlines():
         try:
             line = json.loads(text)
             step = int(line["step"])
@@ -173,9 +190,20 @@ def common_steps(a: Sequence[int], b: Sequence[int], missing: str) -> list[int]:
     return steps
 
 
+def run_storage(run: RunFolder) -> CheckpointStorage:
+    """The storage of the checkpoints of ``run``."""
+    if isinstance(run.path, Path):
+        return open_storage(checkpoint_location(run.path, run.config.checkpoint.folder))
+    for folder in checkpoint_folders(run.path):
+        storage = open_storage(folder)
+        if storage.steps():
+            break
+    return storage
+
+
 def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Compare checkpoints from the newest common step back to the first at which they differ."""
-    storages = [open_storage(checkpoint_location(run.path, run.config.checkpoint.folder)) for run in (a, b)]
+    storages = [run_storage(run) for run in (a, b)]
     steps = common_steps(storages[0].steps(), storages[1].steps(), "no step that both have saved")
     if not dist.is_initialized():
         init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP needs a process group, even in one process
@@ -260,7 +288,7 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Find the first row of a batch, or the first tensor, that differs by more than rounding explains."""
     missing = "no step of which both have fingerprints: run both with --debug.fingerprint_steps 1 2"
     before, compared = 0.0, {}
-    folders = [run.path / "fingerprints" for run in (a, b)]
+    folders = [Path(run.path) / "fingerprints" for run in (a, b)]  # a run in a bucket has none
     for step in common_steps(saved_steps(folders[0]), saved_steps(folders[1]), missing):
         try:
             ours, theirs = (read(step_folder(folder, step)) for folder in folders)

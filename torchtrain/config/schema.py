@@ -54,6 +54,9 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 NO_URL = "be a local path; URLs are not supported: give a folder where the storage is mounted, or copy the files"
 LOCAL: Rule = (NO_URL, lambda value: not URL.match(value))
 LocalPath = Annotated[str, LOCAL]
+LOCAL_OUTPUTS = (
+    "be a local folder: set checkpoint.folder to a URL to store checkpoints, metrics and exports in a bucket"
+)
 TOKENS = r"([0-9]+(?:\.[0-9]+)?)([KMBT]?|x)"
 """A number of tokens, such as 500M or 20B, or of tokens for each parameter of the model, such as 20x."""
 TokenCount = Annotated[
@@ -147,7 +150,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class JobSection(Section, name="job"):
     config_file: LocalPath = ""
     """TOML file with the options of the run. Options on the command line override it."""
-    dump_folder: LocalPath = ""
+    dump_folder: Annotated[str, (LOCAL_OUTPUTS, lambda value: not URL.match(value))] = ""
     """Folder for all outputs of the run: checkpoints, metrics, traces and the resolved config. Empty: outputs/NAME,
     where NAME is the name of the config file without its ending."""
     description: str = ""
@@ -679,9 +682,9 @@ class CheckpointConfig(Section, name="checkpoint"):
     8B: 96 GB), and while one is written the disk holds one more."""
     load_step: Annotated[int, at_least(-1)] = -1
     """Step of the checkpoint to resume from. -1: the latest."""
-    initial_load_path: LocalPath = ""
-    """Initial weights of a new run: the folder of a run, a step-N in it, or a Hugging Face folder. A run that has a
-    checkpoint of its own resumes from that instead."""
+    initial_load_path: str = ""
+    """Initial weights of a new run: the folder of a run, a step-N in it, a URL of these, or a Hugging Face folder. A
+    run that has a checkpoint of its own resumes from that instead."""
     last_save_in_hf: bool = False
     """At the end of the run, also export the weights to hf/ in the dump folder, in Hugging Face's format."""
     export_weights: Literal["trained", "ema"] = "trained"

@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import StoredCheckpoint, is_url
@@ -32,8 +34,8 @@ from torchtrain.models.spec import DecoderConfig
 
 
 def convert(
-    source_path: str,
-    target: Path,
+    source_path: str | Path,
+    target: str | Path,
     to: str,
     dtype_name: str,
     tokenizer_path: str = "",
@@ -49,6 +51,17 @@ def convert(
         ConfigError: torchrun has started several processes; a weight is not finite in the dtype.
     """
     require_one_process("convert")
+    if is_url(target):
+        store = ObjectStore(str(target), "the target of convert")
+        if store.names():
+            raise CheckpointError(f"{target} exists; give a URL that does not, or remove it")
+        with TemporaryDirectory(prefix="torchtrain-convert-") as folder:
+            converted = Path(folder) / "converted"
+            convert(source_path, converted, to, dtype_name, tokenizer_path, weights, average)
+            store.upload(converted)
+        logger.info("wrote %s", target)
+        return
+    target = Path(target)
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists; give a folder that does not, or remove it")
     init_process_group(torch.device("cpu"), timeout_seconds=60)  # DCP wants one, if only of this process
@@ -91,7 +104,7 @@ class Weights:
         return to_toml(JobConfig(model=model, training=TrainingConfig(seq_len=self.model.max_seq_len)))
 
 
-def open_source(source: str, tokenizer_path: str, weights: str, average: int) -> Weights:
+def open_source(source: str | Path, tokenizer_path: str, weights: str, average: int) -> Weights:
     """See what ``source`` is, a path or a URL, and open it."""
     path = Path(source)
     is_hf = not is_url(source) and is_hf_folder(path)

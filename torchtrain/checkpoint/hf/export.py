@@ -8,8 +8,9 @@ import xxhash
 
 from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
+from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage, is_url
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.process_group import set_timeout
@@ -69,3 +70,9 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
         with BestEffort(str(folder / NOTE)):  # without it the next start exports again
             (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")
     logger.info("wrote %s", folder)
+    if dist.get_rank() == 0 and is_url(config.checkpoint.folder):
+        # The dump folder may be lost with its node.
+        store = ObjectStore(config.checkpoint.folder, "checkpoint.folder")
+        store.delete_folder("hf", last="")
+        store.upload(folder, "hf")
+        logger.info("wrote %s", store.url_of("hf"))
