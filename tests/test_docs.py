@@ -41,8 +41,17 @@ COMMANDS = [
 PLANNED = "takes half a minute; tests/test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
+OWN_MODEL = "tests/test_own_model.py runs it"
 # Commands that are not run, and the reason.
 LISTED = {
+    "export PYTHONPATH=.": OWN_MODEL,
+    'OPTIONS="--job.import parallel_block --model.name parallel_block --training.steps 10 '
+    '--training.mixed_precision_param float32"': OWN_MODEL,
+    "./run_llama_train.sh $OPTIONS --job.dump_folder outputs/one": OWN_MODEL,
+    "NGPU=2 ./run_llama_train.sh $OPTIONS --job.dump_folder outputs/two --parallelism.tensor_parallel_degree 2": (
+        OWN_MODEL
+    ),
+    "python -m torchtrain.compare outputs/one outputs/two --import parallel_block": OWN_MODEL,
     "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml": "takes minutes; tests/test_stages.py",
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",

@@ -15,7 +15,9 @@ from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.model_config import build_model_config
+from torchtrain.models.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 SIZES = [
@@ -28,7 +30,12 @@ LAYOUTS = {
     "context": ["--parallelism.context_parallel_degree", "2"],
     "pipeline": ["--parallelism.pipeline_parallel_degree", "2"],
 }
-WALKTHROUGHS = {"geglu": "adding-a-model.md", "sandwich": "own-architecture.md"}
+# The page, and the number of the Python block in it, of each module.
+WALKTHROUGHS = {
+    "geglu": ("adding-a-model.md", 0),
+    "parallel_block": ("adding-a-model.md", 1),
+    "sandwich": ("own-architecture.md", 0),
+}
 
 
 def import_from(folder: Path) -> None:
@@ -47,11 +54,11 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the first Python block of each walkthrough as a module."""
+    """A folder with the Python block of each walkthrough as a module."""
     folder = tmp_path_factory.mktemp("modules")
-    for name, page in WALKTHROUGHS.items():
+    for name, (page, number) in WALKTHROUGHS.items():
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        (folder / f"{name}.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+        (folder / f"{name}.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number])
     return folder
 
 
@@ -61,7 +68,9 @@ def trained(
 ) -> tuple[str, Path]:
     """The name of a walkthrough's model, and the folder of a run of it on one rank."""
     folder = tmp_path_factory.mktemp("one_rank")
-    finish(folder, *options(request.param), ranks=1, hook=partial(import_from, modules))
+    output = finish(folder, *options(request.param), ranks=1, hook=partial(import_from, modules))
+    assert f'--prompt "..." --import {request.param}' in output
+    assert "torchtrain.convert" not in output  # it has no format of Hugging Face's
     return request.param, folder
 
 
@@ -115,6 +124,12 @@ def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], 
     run = ForkedRun(tmp_path / "run", *options(name), "--checkpoint.last_save_in_hf", ranks=1, hook=hook)
     assert run.wait() == [ConfigError.exit_code]
     assert "has no format of Hugging Face's" in " ".join(run.output().split())
+
+
+def test_linear_layers_of_the_block_itself_are_rejected() -> None:
+    message = r"linear_layers names 'up', a child of the block itself; put it into a child module, such as 'mlp.up'"
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec(TransformerConfig, Transformer, {}, {"up": "colwise", "down": "rowwise"})
 
 
 def test_weights_of_another_architecture_are_rejected(imported: Callable[[str], object], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import atomic_write
@@ -85,10 +86,11 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
     if not is_complete:
         return ["the same command again resumes the run" if step else "the same command starts the run again"]
     path = shlex.quote(folder)
-    return [
-        f'python -m torchtrain.generate {path} --prompt "..."',
-        f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}",
-    ]
+    imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""
+    commands = [f'python -m torchtrain.generate {path} --prompt "..."{imports}']
+    if MODELS[config.model.name].hf is not None:
+        commands.append(f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}{imports}")
+    return commands
 
 
 def write_report(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtrain.config.registry import MODELS
+from torchtrain.errors import ConfigError
 
 
 class DecoderConfig(Protocol):
@@ -129,9 +130,10 @@ class ModelSpec:
     flavors: Mapping[str, Any]
     """Configs by ``model.flavor``."""
     linear_layers: Mapping[str, Literal["colwise", "rowwise"]]
-    """The linear layers of a block in forward order, by their names in it. Tensor parallelism shards the output
-    features of "colwise" layers and the input features of "rowwise" ones, which write to the residual stream. Selective
-    activation checkpointing, FLOPs per token and muP use the list, too."""
+    """The linear layers of a block in forward order, by their names in it. They are in child modules of the block, such
+    as "feed_forward.w1": tensor parallelism gathers the input of each such child once. It shards the output features of
+    "colwise" layers and the input features of "rowwise" ones, which write to the residual stream. Selective activation
+    checkpointing, FLOPs per token and muP use the list, too."""
     first_stage: tuple[str, ...] = ("tok_embeddings",)
     """Children of the model that only the first pipeline stage has (and the last one, of tied embeddings)."""
     last_stage: tuple[str, ...] = ("norm", "output")
@@ -143,8 +145,16 @@ class ModelSpec:
     flops: Callable[[Any, int], int] | None = None
     """``flops_per_token`` of a model that the default formula is wrong for."""
     parallelize: Callable[..., None] | None = None
-    """Parallelizes a model or a pipeline stage of it on the meta device; None: ``parallelize_llama``, whose parameters
-    it has."""
+    """Parallelizes a model or a pipeline stage of it on the meta device; None: ``parallelize_llama``, which
+    needs ``linear_layers`` and norms that are ``nn.RMSNorm``."""
+
+    def __post_init__(self) -> None:
+        for name in self.linear_layers:
+            if "." not in name:
+                raise ConfigError(
+                    f"{self!r}: linear_layers names {name!r}, a child of the block itself; put it into a child module, "
+                    f"such as 'mlp.{name}': tensor parallelism gathers the input of that module"
+                )
 
     def __repr__(self) -> str:
         return f"ModelSpec of {self.model_class.__module__}.{getattr(self.model_class, '__qualname__', '')}"

@@ -60,7 +60,9 @@ def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
         if axes != expected:
+            module = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ConfigError(
-                f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}: add "
-                "its module to linear_layers of the model's ModelSpec, so that tensor parallelism shards it"
+                f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}. "
+                "Tensor parallelism knows nn.RMSNorm, and linear layers that the ModelSpec names: add a linear layer "
+                f"to linear_layers; for another module (this one is a {module}) give ModelSpec a parallelize function"
             )
