@@ -1,0 +1,85 @@
+"""Compile the training step of configs for a GPU, without a GPU, and print a table of the kernels as markdown.
+
+    python scripts/lower.py                                        # the configs in train_configs/
+    python scripts/lower.py train_configs/llama3_8b.toml --kernels # every kernel of one config
+
+It needs torchtrain[dev], which contains Triton, and g++. Two layers per pipeline stage are compiled. The exit code is 1
+if a check of tests/test_lowering.py fails.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+FOLDER = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "harness")]
+
+if TYPE_CHECKING:
+    from lowered_step import Lowered
+
+HEADER = ("config", "GPUs", "kernels", "binaries", "most registers", "spills", "most shared memory", "library calls")
+
+
+def table_row(name: str, world_size: int, lowered: "Lowered") -> str:
+    code = lowered.code
+    values = (
+        name,
+        world_size,
+        len({kernel.name for kernel in code.kernels}),
+        len(code.kernels),
+        max(kernel.registers for kernel in code.kernels),
+        ", ".join(f"{kernel.name}: {kernel.spilled} B" for kernel in code.spills) or "none",
+        f"{max(kernel.shared for kernel in code.kernels) / 1024:.0f} KiB",
+        sum(len(graph.libraries) for graph in code.graphs),
+    )
+    return "| " + " | ".join(map(str, values)) + " |"
+
+
+def kernel_lines(lowered: "Lowered") -> Iterator[str]:
+    yield "| graph | kernel | configuration | registers | spilled bytes | shared memory bytes |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for graph in lowered.code.graphs:
+        for kernel in graph.kernels:
+            numbers = f"{kernel.registers} | {kernel.spilled} | {kernel.shared}"
+            yield f"| {graph.name} | {kernel.name} | {kernel.config} | {numbers} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shipped = sorted((FOLDER / "train_configs").glob("llama*[!s].toml"))  # without configs of stages
+    parser.add_argument("configs", nargs="*", type=Path, default=shipped)
+    parser.add_argument("--gpu", choices=("a100-80", "h100-80", "b200"), default="h100-80")
+    parser.add_argument("--kernels", action="store_true", help="also print every kernel")
+    arguments = parser.parse_args()
+
+    # The worker imports this file before it loads the fake GPU, so that it must not import torch at its top.
+    import fake_cuda
+    import fake_gpu_compiler
+
+    if problem := fake_gpu_compiler.triton_version_problem():
+        parser.error(problem)
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        worker = fake_cuda.Worker(Path(folder), fake_gpu_compiler.install, arguments.gpu)
+        import lowered_step
+        import simulated_step
+
+        print("| " + " | ".join(HEADER) + " |", "| " + " | ".join(["---"] * len(HEADER)) + " |", sep="\n", flush=True)
+        for path in arguments.configs:
+            options, world_size, shape = simulated_step.shipped_config(path)
+            lowered = worker.run(lowered_step.lower, options, world_size, shape=shape, gpu=arguments.gpu)
+            print(table_row(path.stem, world_size, lowered), flush=True)
+            if arguments.kernels:
+                print(*kernel_lines(lowered), sep="\n", flush=True)
+            for problem in lowered_step.problems(lowered, "flash", arguments.gpu):
+                failed = True
+                print(f"{path.stem}: {problem}", file=sys.stderr, flush=True)
+        worker.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
