@@ -279,7 +279,7 @@ def test_path_without_a_checkpoint_is_a_user_error(
 def test_run_folder_may_be_named_like_a_checkpoint(trained_run: Path, tmp_path: Path) -> None:
     for name in ("step-by-step", "step-3"):
         (tmp_path / name).symlink_to(trained_run)
-        assert find_checkpoint(tmp_path / name) == tmp_path / name / "checkpoint/step-8"
+        assert str(find_checkpoint(tmp_path / name)) == str(tmp_path / name / "checkpoint/step-8")
 
 
 def test_checkpoint_without_config_is_a_user_error(tmp_path: Path) -> None:
