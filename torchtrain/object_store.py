@@ -7,11 +7,13 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_CONNECTION_ST
 import errno
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.files import MISSING, TRANSIENT_ERRNOS
@@ -23,6 +25,18 @@ URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 # Pauses before each retry of a request, about four minutes in total.
 PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+# A request that fails slowly, as by its timeout, is retried for no longer than one that fails at once.
+RETRY_SECONDS = 240
+LEAST_ATTEMPTS = 3
+
+# A request without an answer fails after this time, and the time that its bytes take at the slowest accepted rate.
+REQUEST_SECONDS = 60
+LEAST_BYTES_PER_SECOND = 2**18
+
+# Of the S3 client, for each of our attempts. By default botocore would wait for 60 s in each of 5 attempts, and s3fs
+# would repeat that 5 times.
+_S3_CLIENT = {"connect_timeout": 10, "read_timeout": 20, "retries": {"mode": "standard", "total_max_attempts": 3}}
+_S3FS_ATTEMPTS = 1
 
 # The extra of torchtrain that installs the package for a scheme.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -39,7 +53,20 @@ _TRANSIENT_ERRNOS = {
     errno.EPIPE,
     getattr(errno, "EREMOTEIO", errno.EIO),  # s3fs: InternalError
 }
-_TRANSIENT_STATUSES = {408, 425, 429}  # and all from 500 on
+_TRANSIENT_STATUSES = {408, 409, 425, 429}  # and all from 500 on but for these:
+_PERMANENT_STATUSES = {501, 505}
+# Error codes of S3 whose status, if it has one, says otherwise.
+_TRANSIENT_CODES = {
+    "BadDigest",  # damaged on the way
+    "IncompleteBody",
+    "InternalError",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "XAmzContentSHA256Mismatch",
+}
 # Names of exception types of botocore, aiohttp, requests, google-auth, azure-core and fsspec, which are not imported.
 _TRANSIENT_TYPES = {
     "ClientConnectionError",
@@ -90,9 +117,12 @@ def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, 
             f"{option} is a URL with a password in it, which would be logged and stored in checkpoints: pass "
             "credentials in the environment of the provider"
         )
+    options: dict[str, Any] = {"use_listings_cache": False}  # other processes write to the same folders
+    if scheme in ("s3", "s3a"):
+        config = fsspec.config.conf.get(scheme, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {**_S3_CLIENT, **config}
     try:
-        # Listings must be current: other processes write to the same folders.
-        file_system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        file_system, path = fsspec.core.url_to_fs(f"{scheme}{url[len(scheme) :]}", **options)
     except ImportError as error:
         hint = f"pip install 'torchtrain[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
         raise ConfigError(f"{option} = {url!r} needs a package that is not installed: {hint}") from error
@@ -102,11 +132,23 @@ def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, 
                 f"{option} = {url!r} has the unknown scheme {scheme!r}; use s3://, gs://, az:// or another of fsspec"
             ) from error
         raise ConfigError(f"{option} = {url!r} cannot be opened: {_reason([error])}") from error
+    if scheme in ("s3", "s3a"):
+        file_system.retries = _S3FS_ATTEMPTS
     return file_system, path.rstrip("/")
+
+
+def with_timeout(file_system: fsspec.AbstractFileSystem, method: str, size_bytes: int = 0) -> Callable[..., Any]:
+    """The ``method`` of ``file_system``; it fails after a time that suffices for a request of ``size_bytes``."""
+    call: Callable[..., Any] = getattr(file_system, method)
+    if isinstance(file_system, AsyncFileSystem):
+        return partial(call, timeout=REQUEST_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND)
+    return call
 
 
 def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: Sequence[float] | None = None) -> T:
     """Call ``request()``, and retry it after each of the pauses (``PAUSES_SECONDS``) after a transient error.
+
+    No retry begins later than ``RETRY_SECONDS`` after the first attempt, except for the first ``LEAST_ATTEMPTS``.
 
     Args:
         request: sends requests to the store.
@@ -117,23 +159,29 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
         ConfigError: credentials are missing, permission is denied, or the request is invalid.
         StorageError: the last attempt failed with a transient error.
     """
-    for pause in (*(PAUSES_SECONDS if pauses_seconds is None else pauses_seconds), None):
+    began = time.monotonic()
+    pauses = (*(PAUSES_SECONDS if pauses_seconds is None else pauses_seconds), None)
+    for attempt, pause in enumerate(pauses, start=1):
         try:
             return request()
         except (*MISSING, FileExistsError, TorchtrainError):
             raise
         except Exception as error:  # each client has its own exception types
             chain = _causes(error)
+            status = next(filter(None, map(_status, chain)), None)
+            if status in (404, 412):  # which s3fs, but not every client, translates
+                kind = FileNotFoundError if status == 404 else FileExistsError
+                raise kind(errno.ENOENT if status == 404 else errno.EEXIST, _reason(chain), location) from error
             if _is_denied(chain):
                 raise ConfigError(
                     f"{location}: access is denied: {_reason(chain)}. Set the credentials of the provider in the "
                     "environment, and let this user read and write there"
                 ) from error
             if not _is_transient(chain):
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) or status is not None:
                     raise ConfigError(f"{location}: the request is invalid: {_reason(chain)}") from error
                 raise
-            if pause is None:
+            if pause is None or (attempt >= LEAST_ATTEMPTS and time.monotonic() - began >= RETRY_SECONDS):
                 raise StorageError(
                     f"{location}: the store does not respond: {_reason(chain)}. Start again later; nothing is lost"
                 ) from error
@@ -169,19 +217,29 @@ def _status(error: Any) -> int | None:
 _STATUS_KEYS = ("status_code", "status", "code")
 
 
+def _code(error: Any) -> str | None:
+    """The error code of an exception of botocore; None of others."""
+    response = getattr(error, "response", None)
+    details = response.get("Error") if isinstance(response, Mapping) else None
+    return details.get("Code") if isinstance(details, Mapping) else None
+
+
 def _type_names(chain: Sequence[BaseException]) -> set[str]:
     return {kind.__name__ for error in chain for kind in type(error).__mro__}
 
 
 def _is_denied(chain: Sequence[BaseException]) -> bool:
+    if any(_code(error) in _TRANSIENT_CODES for error in chain):
+        return False
     return any(_status(error) in (401, 403) for error in chain) or bool(_type_names(chain) & _DENIED_TYPES)
 
 
 def _is_transient(chain: Sequence[BaseException]) -> bool:
-    for error in chain:
-        status = _status(error)
-        if status is not None:
-            return status in _TRANSIENT_STATUSES or status >= 500
-        if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
-            return True
-    return bool(_type_names(chain) & _TRANSIENT_TYPES)
+    if any(_code(error) in _TRANSIENT_CODES for error in chain):
+        return True
+    # Before the status, because aiohttp gives an interrupted answer the status 400.
+    if _type_names(chain) & _TRANSIENT_TYPES:
+        return True
+    for status in filter(None, map(_status, chain)):
+        return status in _TRANSIENT_STATUSES or (status >= 500 and status not in _PERMANENT_STATUSES)
+    return any(isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS for error in chain)

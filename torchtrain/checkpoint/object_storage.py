@@ -41,7 +41,7 @@ from torchtrain.checkpoint.storage import (
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import open_file_system, with_store_retries
+from torchtrain.object_store import open_file_system, with_store_retries, with_timeout
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
@@ -71,10 +71,11 @@ class ObjectStore:
     def _opened(self) -> tuple[Any, str]:
         return open_file_system(self.url, self.option)
 
-    def _request(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+    def _request(self, method: str, name: str, *args: Any, size_bytes: int = 0, **options: Any) -> Any:
+        """Call a method of the file system. ``size_bytes``: size of what it transfers."""
         file_system, root = self._opened
         path = f"{root}/{name}" if name else root
-        call = partial(getattr(file_system, method), path, *args, **options)
+        call = partial(with_timeout(file_system, method, size_bytes), path, *args, **options)
         return with_store_retries(call, self.url_of(name))
 
     def url_of(self, name: str) -> str:
@@ -112,7 +113,7 @@ class ObjectStore:
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """The bytes from ``start`` to ``end``; fewer at the end of the object."""
-        return bytes(self._request("cat_file", name, start=start, end=end))
+        return bytes(self._request("cat_file", name, start=start, end=end, size_bytes=end - start))
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object."""
