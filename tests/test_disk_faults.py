@@ -34,7 +34,7 @@ from torchtrain import convert, files, generate
 from torchtrain.checkpoint.local_storage import LocalStorage, saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
-from torchtrain.checkpoint.weights import load_weights
+from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.connections import new_gloo_group
@@ -276,7 +276,7 @@ def test_no_checkpoint_is_renamed_if_none_can_be_loaded(copied: Path, load_step:
 
 def load_newest_seen_by_this_rank(folder: Path) -> Tensor:
     model = Transformer(TINY)
-    load_weights([model], step_folder(folder / "checkpoint", STEPS - 2 * dist.get_rank()), TINY)
+    load_weights([model], find_weights(step_folder(folder / "checkpoint", STEPS - 2 * dist.get_rank())), TINY)
     return model.tok_embeddings.weight.detach()
 
 
@@ -558,9 +558,10 @@ def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     data.write_text("".join(documents[:200]))
     allowed = finish(tmp_path / "run", *options, "8", "--checkpoint.allow_changes", "data.path", ranks=1)
     assert "config differs from the checkpoint's (changes the run): data.path" in allowed
+    assert f"data.path = '{data}' is not in the checkpoint, or had other content: it is read from its start" in allowed
     options[1] = write_prepared(tmp_path / "prepared", str(data))
-    error = run_ends_with(2, tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path")
-    assert "whether each is text or prepared, must stay" in error
+    prepared = finish(tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path", ranks=1)
+    assert f"data.path = '{options[1]}' is not in the checkpoint, or had other content: it is read from its" in prepared
 
 
 def test_changed_data_between_the_sampled_blocks_are_detected(tmp_path: Path) -> None:

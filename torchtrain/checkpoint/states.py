@@ -37,6 +37,7 @@ from torchtrain.errors import (
     SupersededError,
     TorchtrainError,
 )
+from torchtrain.logging import logger
 from torchtrain.models.parameters import full_name
 from torchtrain.models.spec import DecoderConfig, build_model
 from torchtrain.pinned_memory import pinned_like
@@ -226,8 +227,12 @@ class LoaderState(Stateful):
             same_content(old, new)
             for old, new in zip(source_identities(manifest.data), source_identities(self.loader.identity), strict=False)
         ]
+        continued += [False] * (len(self.loader.streams) - len(continued))
+        for source, is_continued in zip(self.loader.sources, continued, strict=False):
+            if not is_continued:
+                logger.info("%s is not in the checkpoint, or had other content: it is read from its start", source.name)
         if saved != self.loader.layout or not all(continued):
-            self._expected = saved, continued + [False] * (len(self.loader.streams) - len(continued))
+            self._expected = saved, continued
 
     def state_dict(self) -> dict[str, Any]:
         if self._expected is not None:
