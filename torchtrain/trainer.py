@@ -7,7 +7,7 @@ performs one optimizer step. Only this file determines the order of the componen
 import gc
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -217,9 +217,7 @@ class Trainer:
                 must_stop=partial(self.stop.agree, self.gloo_group),
                 watch=self.watchdog.watch,
             )
-        self.profiler: Profiler | None = None
-        if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
-            self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
+        self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
@@ -280,8 +278,7 @@ class Trainer:
             destroy_process_group()
             return 0
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
-        profiler = nullcontext() if self.profiler is None else self.profiler
-        with closing(self.dataloader), self.metrics, profiler, self.stop, self.watchdog, self.checkpointer:
+        with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
             if missed_validation:
                 self.validate(last=self.step == steps)
             self.run_steps()
@@ -341,8 +338,7 @@ class Trainer:
             self.validate(last=self.step == steps)
             if self.step == self.start_step + 1:
                 self.shorten_timeouts()
-            if self.profiler is not None:
-                self.profiler.step(self.step)
+            self.profiler.step(self.step)
             if self.step % self.config.training.gc_freq == 0:
                 gc.collect(1)
         if self.step < steps:
