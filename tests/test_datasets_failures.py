@@ -40,6 +40,7 @@ class Windows:
     """A stream of constant windows; ``fail_at`` raises, ``end_at`` ends it, each window takes ``pause`` seconds."""
 
     state: tuple[int, ...] = ()
+    reads_ahead = False
 
     def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
         self.fail_at, self.end_at, self.pause = fail_at, end_at, pause

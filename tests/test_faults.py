@@ -664,7 +664,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
 @pytest.mark.parametrize(
     ("hook", "waits", "options"),
     [
-        (stop_before_update, r"all_reduce at clipping\.py", ()),
+        (stop_before_update, r"all_reduce at gradient_reducer\.py", ()),
         (stop_before_batch, r"all_reduce at trainer\.py", ()),
         (stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),

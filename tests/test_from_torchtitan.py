@@ -129,7 +129,6 @@ EDITS = {
     "optimizer.name": "adamw",
     "training.dataset": "data.name",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.folder": None,
     "checkpoint.last_save_model_only": None,
     "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
     "compile.components": None,

@@ -271,7 +271,7 @@ def test_generate_passes_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None
     options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
     with pytest.raises(StopCommand):
         command.main(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
-    assert calls == [(Path("run"), "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), [5])]
+    assert calls == [("run", "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), [5])]
 
 
 def test_results_state_why_a_text_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_hf_folder_is_trained_exported_and_used_by_every_command(
     start = ("--model.hf_folder", str(theirs), "--checkpoint.initial_load_path", str(theirs))
     output = finish(run, *start, "--training.steps", "20", "--training.seq_len", "64", ranks=2)
     assert f"starts from the weights in {theirs}" in output
-    assert "vocabulary 640; 2 rank(s)" in output
+    assert "vocabulary 640" in output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 20

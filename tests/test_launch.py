@@ -248,7 +248,7 @@ def test_one_process_in_a_job_of_several_tasks_is_accepted(
     assert world_size() == 1
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "compare", "convert", "prepare"])
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "compare", "convert"])
 def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tmp_path: Path, command: str) -> None:
     if command == "evaluate":
         pytest.importorskip("lm_eval")
@@ -259,7 +259,6 @@ def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tm
         "evaluate": ["--model", "torchtrain", "--model_args", f"checkpoint={run}", "--tasks", "wikitext"],
         "compare": [run, run],
         "convert": [run, new],
-        "prepare": ["--job.config_file", "train_configs/debug_model.toml", "--prepare.output", new],
     }
     found = run_command(f"torchtrain.{command}", *options[command], environment=SRUN)
     assert found.returncode == 2, found.stderr

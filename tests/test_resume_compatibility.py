@@ -34,8 +34,8 @@ FROZEN = {  # every option, by kind and section
             "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
         ),
         "metrics": (
-            "log_freq enable_report enable_tensorboard enable_wandb wandb_project writers options "
-            "straggler_freq straggler_factor"
+            "log_freq norms_freq enable_loss_by_source enable_report enable_tensorboard enable_wandb wandb_project "
+            "writers options straggler_freq straggler_factor"
         ),
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
         "debug": "fingerprint_steps",

@@ -200,13 +200,9 @@ def test_run_and_checkpoints_have_the_same_resolved_config(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        (convert_command, ["s3://bucket/run", "out"]),
-        (convert_command, ["run", "gs://bucket/out"]),
         (convert_command, ["run", "out", "--tokenizer_path", "https://a.org/t"]),
-        (generate_command, ["s3://bucket/run", "--prompt", "a"]),
         (generate_command, ["run", "--prompts_file", "s3://b/p.txt"]),
         (generate_command, ["run", "--prompt", "a", "--output_file", "s3://b/p.txt"]),
-        (compare_command, ["run", "hdfs://a/b"]),
         (compare_command, ["run", "--against", "hf://org/model"]),
         (compare_command, ["run", "run", "--picture", "s3://b/p.png"]),
     ],
