@@ -111,6 +111,19 @@ def test_streams_of_another_number_are_rejected(text: DataConfig, monkeypatch: p
         resumed(loader(text), new)
 
 
+@pytest.mark.parametrize(("before", "now"), [(6, 2), (12, 3)])
+def test_streams_of_a_smaller_batch_do_not_continue_those_of_a_larger(tmp_path: Path, before: int, now: int) -> None:
+    config = DataConfig(path=Path(write_jsonl(tmp_path / "text.jsonl", DOCUMENTS)).as_uri(), streams=12, prefetch=0)
+    with pytest.raises(DataError, match=rf"is not one of {now} streams: take a training.global_batch_size for which"):
+        resumed(loader(config, batch=before), loader(config, batch=now))
+    same = DataConfig(path=config.path, streams=2, prefetch=0)
+    old, whole = loader(same, batch=6), loader(same, batch=6)
+    take(old, 2)
+    new = resumed(old, loader(same, batch=2))
+    # Reader 1 of 2 has filled rows 3 to 5 of each batch, and fills row 1 now.
+    assert torch.equal(take(new, 3)[:, 1], take(whole, 3)[2, 3:])
+
+
 def test_source_of_weight_zero_is_never_chosen() -> None:
     rows = np.arange(1000)
     assert set(Mixture([1, 0, 2, 0]).choose(rows).tolist()) == {0, 2}

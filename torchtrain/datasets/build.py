@@ -114,6 +114,7 @@ def build_dataloader(
         device=device,
         identity={option: "; ".join(identities), "model.tokenizer_path": tokenizer.identity},
         sources=[source for source, _ in opened],
+        max_readers=config.streams,
     )
     if group is not None:
         loader.connect(group)

@@ -30,6 +30,8 @@ class SavedPosition:
     """The state of the stream of each row of that global batch, of shape (rows, k)."""
     windows_drawn: int
     seq_len: int
+    readers: int
+    """Number of readers of streamed data; consecutive rows share one."""
 
 
 class Stream(ABC):

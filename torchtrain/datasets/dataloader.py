@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.datasets.data_source import DataSource, SavedPosition, Stream
-from torchtrain.datasets.order import Mixture
+from torchtrain.datasets.order import Mixture, number_of_readers
 from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 
@@ -75,6 +75,8 @@ class DataLoader(Iterator[Batch]):
     """For each option that names data or the tokenizer, a text that identifies their content."""
     sources: Sequence[DataSource] = ()
     """The sources of ``streams``."""
+    max_readers: int = 1
+    """Maximum number of readers of streamed data: ``data.streams``."""
 
     def __post_init__(self) -> None:
         self._step = 0
@@ -209,8 +211,10 @@ class DataLoader(Iterator[Batch]):
         self.close()
         self._step, first = int(rows[0, 0]), 1 + len(saved.state_sizes)
         positions = []
+        readers = number_of_readers(self.max_readers, saved.global_batch_size)
         for number, size in enumerate(saved.state_sizes):
-            positions.append(SavedPosition(rows[:, first : first + size], int(rows[0, 1 + number]), saved.seq_len))
+            states, windows_drawn = rows[:, first : first + size], int(rows[0, 1 + number])
+            positions.append(SavedPosition(states, windows_drawn, saved.seq_len, readers))
             first += size
         same_windows = (saved.global_batch_size, saved.seq_len) == (self.global_batch_size, self.seq_len)
         for number, (streams, beginnings) in enumerate(zip(self.streams, self._beginnings, strict=True)):

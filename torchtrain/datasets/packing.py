@@ -183,11 +183,14 @@ class PackedTextStream(Stream):
         continues after the furthest of the old readers whose parts it takes over: what the slower ones had not reached
         is left out in this epoch, and nothing is read twice.
         """
-        readers = len(saved.states) if self._source.one_reader_per_row else self._readers
+        readers = len(saved.states) if self._source.one_reader_per_row else saved.readers
         rows_per_reader = len(saved.states) // readers
-        if [number % readers for number in saved.states[:: rows_per_reader or 1, 0].tolist()] != list(range(readers)):
+        numbers = saved.states[::rows_per_reader, 0].tolist()
+        # The parts of streamed data depend on the number of readers.
+        same_parts = self._source.one_reader_per_row or readers == self._readers
+        if not same_parts or [number % readers for number in numbers] != list(range(readers)):
             raise DataError(
-                f"the saved position in {self._source.name} is not one of {readers} streams: take a "
+                f"the saved position in {self._source.name} is not one of {self._readers} streams: take a "
                 "training.global_batch_size for which data.streams gives as many, or download or prepare the data"
             )
         step = math.gcd(readers, self._readers)
