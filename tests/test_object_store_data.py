@@ -110,6 +110,10 @@ def test_errors_of_urls_name_the_way_out(s3: S3Server, prepared: Path, monkeypat
     url = upload(s3, prepared, "gone")
     loader = make_loader(DataConfig(path=url, prefetch=0))
     client = s3.client()
+    shrunk = next(key for key in s3.objects("bucket", "gone/") if key.endswith(".tokens"))
+    s3.upload("bucket", f"gone/{shrunk}", b"xx")
+    with pytest.raises(DataError, match=r"gone/shard-\d+.tokens has 2 bytes, and was longer when the run began"):
+        next(loader)
     for key in s3.objects("bucket", "gone/"):
         client.delete_object(Bucket="bucket", Key=f"gone/{key}")
     with pytest.raises(DataError, match=r"gone/shard-\d+.tokens existed when the run began, and is missing now"):
@@ -279,3 +283,5 @@ def test_prepare_from_s3_to_s3_writes_the_same_bytes(
     remote.close()
     with pytest.raises(DataError, match="begun with other data"):
         prepare(SourceConfig(path=str(folder)), "data", "", output, processes=1)
+    with pytest.raises(ConfigError, match=r"prepare.output = 's3://missing/out' cannot be written: there is no such"):
+        prepare(SourceConfig(path=str(folder)), "data", "", "s3://missing/out", processes=1)

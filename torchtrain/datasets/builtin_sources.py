@@ -15,7 +15,7 @@ from torchtrain.datasets.local_files import open_files, open_standard_library
 from torchtrain.datasets.remote_files import (
     RemoteFile,
     find_remote_files,
-    identity_of_listing,
+    identity_of_remote,
     require_text_in_head,
     streamed_documents,
 )
@@ -84,15 +84,19 @@ class Files:
         if len(config.paths) == 1 and MANIFEST in open_folder(config.paths[0], option).sizes():
             return None
         files = find_remote_files(config.paths, f"{option} = {config.path!r}", option)
-        require_text_in_head(files[0], config.text_column)
+        require_text_in_head(files, config.text_column, skip_not_utf8=config.skip_not_utf8)
         return files
 
     @staticmethod
     def open(config: SourceConfig, context: SourceContext, answer: list[RemoteFile] | None) -> DataSource:
         if answer is not None:
-            streams = [partial(streamed_documents, file, config.text_column, config.skip_not_utf8) for file in answer]
-            label = f"{context.section}.path = {config.path!r}"
-            return StreamedText(streams, context.readers, label, partial(identity_of_listing, answer))
+            return StreamedText(
+                [partial(streamed_documents, file, config.text_column) for file in answer],
+                context.readers,
+                f"{context.section}.path = {config.path!r}",
+                partial(identity_of_remote, answer, context.verify_bytes),
+                skip_not_utf8=config.skip_not_utf8,
+            )
         first = Path(config.paths[0])
         tokenizer_hash = context.tokenizer.content_hash
         tokenized = partial(open_tokenized, config, context.section, tokenizer_hash, context.verify_bytes)

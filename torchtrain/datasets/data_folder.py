@@ -14,10 +14,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import xxhash
 
 from torchtrain.datasets.text_sources import read_with_retries
-from torchtrain.errors import DataError
+from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.files import BLOCK_BYTES, MISSING, atomic_write, hash_of, partial_path, read_file, with_retries
 from torchtrain.object_store import is_url, open_file_system, with_store_retries
 
@@ -59,7 +60,7 @@ class DataFolder(ABC):
 
     @abstractmethod
     def hash_of(self, name: str) -> str:
-        """XXH3-128 of a file, in hex."""
+        """XXH3-128 of a file, in hex; FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def write(self, name: str, *, flush: bool = False) -> AbstractContextManager[Any]:
@@ -80,7 +81,48 @@ def open_folder(location: str, option: str = "") -> DataFolder:
     Raises:
         ConfigError: the scheme of the URL is unknown, or its package is not installed.
     """
-    return RemoteFolder(location, option) if is_url(location) else LocalFolder(Path(location))
+    path = local_path(location)
+    return RemoteFolder(location, option) if path is None else LocalFolder(path)
+
+
+def local_path(location: str) -> Path | None:
+    """The path of a local folder or file, which may be given as a URL file://; None for any other URL."""
+    if not is_url(location):
+        return Path(location)
+    scheme, _, path = location.partition("://")
+    return Path(path) if scheme.lower() in ("file", "local") else None
+
+
+def read_range(file_system: fsspec.AbstractFileSystem, path: str, url: str, start: int, end: int) -> bytes:
+    """The bytes of an object from one offset to another. ``url``: for messages.
+
+    Raises:
+        DataError: the object is shorter than when the run began, or missing.
+        StorageError: the store does not respond, or does not return the whole range, for minutes.
+    """
+
+    def read() -> bytes:
+        content: bytes = file_system.cat_file(path, start=start, end=end)
+        if len(content) != end - start:
+            require_length()
+            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
+        return content
+
+    def require_length() -> None:
+        file_system.invalidate_cache()
+        size = file_system.info(path)["size"]
+        if size < end:
+            raise DataError(f"{url} has {size} bytes, and was longer when the run began: restore it")
+
+    try:
+        return with_store_retries(read, url)
+    except MISSING as error:
+        raise DataError(f"{url} existed when the run began, and is missing now: restore it") from error
+    except (DataError, StorageError):
+        raise
+    except Exception:
+        with_store_retries(require_length, url)  # each store has its own error for a range beyond the end
+        raise
 
 
 class LocalFolder(DataFolder):
@@ -228,25 +270,14 @@ class RemoteFolder(DataFolder):
             self._pending.popitem(last=False)[1].cancel()
 
     def _read_range(self, name: str, start: int, size: int) -> bytes:
-        key = self._key(name)
-
-        def read() -> bytes:
-            content: bytes = self._file_system.cat_file(key, start=start, end=start + size)
-            if len(content) != size:
-                raise ConnectionError(f"received {len(content)} bytes instead of {size}")
-            return content
-
-        try:
-            return with_store_retries(read, self._url(name))
-        except MISSING as error:
-            raise DataError(f"{self._url(name)} existed when the run began, and is missing now: restore it") from error
+        return read_range(self._file_system, self._key(name), self._url(name), start, start + size)
 
     def hash_of(self, name: str) -> str:
-        key, size = self._key(name), self.sizes()[name]
+        key, url = self._key(name), self._url(name)
+        size = int(with_store_retries(lambda: self._file_system.info(key), url)["size"])
         digest = xxhash.xxh3_128()
         for start in range(0, size, BLOCK_BYTES):
-            part = functools.partial(self._file_system.cat_file, key, start=start, end=min(size, start + BLOCK_BYTES))
-            digest.update(with_store_retries(part, self._url(name)))
+            digest.update(read_range(self._file_system, key, url, start, min(size, start + BLOCK_BYTES)))
         return digest.hexdigest()
 
     @contextmanager
@@ -256,15 +287,27 @@ class RemoteFolder(DataFolder):
         with tempfile.NamedTemporaryFile() as file:
             yield file
             file.flush()
-            with_store_retries(lambda: self._file_system.put_file(file.name, key), self._url(name))
+            with self._bucket_exists():
+                with_store_retries(lambda: self._file_system.put_file(file.name, key), self._url(name))
 
     def create(self, name: str, content: bytes) -> bool:
         key = self._key(name)
         try:
-            with_store_retries(lambda: self._file_system.pipe_file(key, content, mode="create"), self._url(name))
+            with self._bucket_exists():
+                with_store_retries(lambda: self._file_system.pipe_file(key, content, mode="create"), self._url(name))
         except FileExistsError:
             return False
         return True
+
+    @contextmanager
+    def _bucket_exists(self) -> Iterator[None]:
+        """Raise ConfigError if an object cannot be written because there is no such bucket."""
+        try:
+            yield
+        except MISSING as error:
+            raise ConfigError(
+                f"{self._option} = {self.location!r} cannot be written: there is no such bucket; create it first"
+            ) from error
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

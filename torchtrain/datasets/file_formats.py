@@ -32,6 +32,9 @@ _BLOCK_BYTES = 1 << 20
 OnMalformed = Callable[[str], None]
 """Called with the location of each malformed line, such as "line 3"; the line is skipped."""
 
+Reader = Callable[[BinaryIO, OnMalformed], Iterator[str | None]]
+"""Returns documents of an open file."""
+
 
 class NotUTF8Error(DataError):
     """Text in another encoding than UTF-8."""

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,7 @@ from torchtrain.datasets.file_formats import (
     PIECE_BYTES,
     NotUTF8Error,
     OnMalformed,
+    Reader,
     decode_piece,
     documents,
     find_cut,
@@ -210,7 +211,7 @@ def documents_of(
     file: Path,
     column: str,
     on_malformed: OnMalformed = ignore,
-    read: Callable[[BinaryIO, OnMalformed], Iterator[str | None]] | None = None,
+    read: Reader | None = None,
 ) -> Iterator[str | None]:
     """The documents of a file, or those that ``read`` returns. Errors name the file and the location in it."""
     count = 0

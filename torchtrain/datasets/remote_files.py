@@ -1,20 +1,24 @@
 """Text files on object stores and other remote file systems: find them by URL, and read them by range requests."""
 
 import itertools
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import fsspec
 import xxhash
 
-from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, documents, ignore, kind_of
+from torchtrain.datasets.data_folder import local_path, read_range
+from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
+from torchtrain.datasets.local_files import identity_of
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING
-from torchtrain.logging import logger
 from torchtrain.object_store import is_url, open_file_system, with_store_retries
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
@@ -24,24 +28,31 @@ _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "la
 
 _HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
-Reader = Callable[[BinaryIO, OnMalformed], Iterator[str | None]]
-
 
 @dataclass(frozen=True)
 class RemoteFile:
     """An entry of a listing."""
 
     url: str
+    """Its URL, for messages."""
     size: int
     tag: str
     """Its ETag, or what the provider has instead."""
+    path: str
+    """Its path in the file system of ``given_url``."""
+    given_url: str
+    """The URL by which it was found. It may contain the host or the account, which ``path`` does not."""
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
     def open(self) -> BinaryIO:
-        return cast(BinaryIO, RangeFile(self.url, self.size, partial(_fetch, self.url)))
+        return cast(BinaryIO, RangeFile(self.url, self.size, self._read))
+
+    def _read(self, start: int, end: int) -> bytes:
+        file_system, _ = open_file_system(self.given_url, "the path")
+        return read_range(file_system, self.path, self.url, start, end)
 
 
 class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
@@ -61,21 +72,6 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         return self._fetch(start, end)
 
 
-def _fetch(url: str, start: int, end: int) -> bytes:
-    file_system, path = open_file_system(url, "the path")
-
-    def read() -> bytes:
-        content: bytes = file_system.cat_file(path, start=start, end=end)
-        if len(content) != end - start:
-            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
-        return content
-
-    try:
-        return with_store_retries(read, url)
-    except MISSING as error:
-        raise DataError(f"{url} existed when the run began, and is missing now: restore it") from error
-
-
 def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[RemoteFile]:
     """The non-empty data files that URLs of files, folders or patterns name, in a fixed order.
 
@@ -91,7 +87,7 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Rem
     """
     if not all(map(is_url, paths)):
         raise DataError(f"{label} mixes URLs and local paths; put them into two tables [[data.sources]]")
-    files = list(dict.fromkeys(file for path in paths for file in _find(path, label, option)))
+    files = list({file.url: file for path in paths for file in _find(path, label, option)}.values())
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
         raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
     kinds = {"txt" if kind == "md" else kind for kind in (kind_of(file.name)[0] for file in files)}
@@ -138,8 +134,12 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
             entries = [entry for entry in entries if kind_of(entry[0])[0] not in description] or entries
         if not entries:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+    is_suffix = url.rstrip("/").endswith(path)  # so that URLs of files begin as the given one does
+    start = url.rstrip("/").removesuffix(path)
     return [
-        RemoteFile(file_system.unstrip_protocol(name), info["size"], _tag(info))
+        RemoteFile(
+            start + name if is_suffix else file_system.unstrip_protocol(name), info["size"], _tag(info), name, url
+        )
         for name, info in entries
         if info["size"] > 0
     ]
@@ -149,9 +149,18 @@ def _tag(info: dict[str, Any]) -> str:
     return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
 
 
-def identity_of_listing(files: Sequence[RemoteFile]) -> str:
-    """Number, total size and hash of a listing: of URLs, sizes and ETags."""
-    listing = "\0".join(f"{file.url}\0{file.size}\0{file.tag}" for file in files)
+def identity_of_remote(files: Sequence[RemoteFile], verify_bytes: float) -> str:
+    """Number, total size and hash of a listing: of names in their common folder, sizes and ETags.
+
+    Of local files, given as file://, it is their content as in ``identity_of``.
+    """
+    local = [path for path in (local_path(file.url) for file in files) if path is not None]
+    if local:
+        return identity_of(local, verify_bytes)
+    paths = [PurePosixPath(file.path) for file in files]
+    folder = os.path.commonpath([path.parent for path in paths])
+    entries = zip(paths, files, strict=True)
+    listing = "\0".join(f"{path.relative_to(folder)}\0{file.size}\0{file.tag}" for path, file in entries)
     digest = xxhash.xxh3_128_hexdigest(listing.encode())[:16]
     return f"{len(files)} object(s) of {sum(file.size for file in files):,} bytes, hash of the listing {digest}"
 
@@ -178,26 +187,28 @@ def documents_of_remote(
         raise DataError(f"{file.url} cannot be read, it seems damaged: {error!r}") from error
 
 
-def require_text_in_head(file: RemoteFile, column: str) -> None:
-    """Raise DataError if the first rows of a file have no text in ``column``."""
-    read = partial(_read_head, file.name, column)
-    for _ in documents_of_remote(file, column, ignore, read):
-        pass
+def require_text_in_head(files: Sequence[RemoteFile], column: str, *, skip_not_utf8: bool) -> None:
+    """Raise DataError if the first rows of the first file have no text in ``column``.
+
+    Args:
+        files: the files.
+        column: the column that contains the text.
+        skip_not_utf8: check the first file that begins with UTF-8 instead.
+    """
+    for number, file in enumerate(files, 1):
+        read = partial(_read_head, file.name, column)
+        try:
+            deque(documents_of_remote(file, column, ignore, read), maxlen=0)
+            return
+        except NotUTF8Error:
+            if not skip_not_utf8 or number == len(files):
+                raise
 
 
 def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
     return itertools.islice(documents(raw, name, column, head=_HEAD_ROWS, on_malformed=on_malformed), _HEAD_ROWS + 1)
 
 
-def streamed_documents(
-    file: RemoteFile, column: str, skip_not_utf8: bool, start: int, on_malformed: OnMalformed
-) -> Iterator[str | None]:
-    """The documents of a file for ``StreamedText``; with ``skip_not_utf8``, up to the first that is not UTF-8."""
-    try:
-        yield from documents_of_remote(
-            file, column, lambda location: on_malformed(f"{file.name}: {location}"), start=start
-        )
-    except NotUTF8Error as error:
-        if not skip_not_utf8:
-            raise
-        logger.warning("%s; the rest of the file is skipped", error)
+def streamed_documents(file: RemoteFile, column: str, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
+    """The documents of a file for ``StreamedText``."""
+    return documents_of_remote(file, column, lambda location: on_malformed(f"{file.name}: {location}"), start=start)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import datasets
 
-from torchtrain.datasets.file_formats import OnMalformed, ignore
+from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, with_retries
@@ -71,15 +71,27 @@ class StreamedText(TextSource):
             with the location of each malformed line.
         readers: number of readers.
         identity: returns the identity of the documents.
+        skip_not_utf8: read a file up to the first document that is not UTF-8, and count such files.
     """
 
     one_reader_per_row = False
 
-    def __init__(self, files: Sequence[Documents], readers: int, name: str, identity: Callable[[], str]):
+    def __init__(
+        self,
+        files: Sequence[Documents],
+        readers: int,
+        name: str,
+        identity: Callable[[], str],
+        *,
+        skip_not_utf8: bool = False,
+    ):
         self._shares = math.ceil(readers / len(files))
         super().__init__(len(files) * self._shares, name)
         self._files = files
         self._identity = identity
+        self._skip_not_utf8 = skip_not_utf8
+        self.not_utf8: set[int] = set()
+        """Numbers of the files, found so far, that are not UTF-8."""
 
     def identity(self) -> str:
         return self._identity()
@@ -100,6 +112,17 @@ class StreamedText(TextSource):
                 yield start, text
                 start += self._shares
         except Exception as error:  # Each format's reader has its own errors for a damaged file.
+            if self._skip_not_utf8 and isinstance(error, NotUTF8Error):
+                self._count_not_utf8(number, start, error)
+                return
             is_ours = isinstance(error, TorchtrainError)
             kind, reason = (type(error), error) if is_ours else (DataError, repr(error))
             raise kind(f"cannot continue to read {self.name} at {file}, document {start}: {reason}") from error
+
+    def _count_not_utf8(self, number: int, document: int, error: NotUTF8Error) -> None:
+        if number not in self.not_utf8:
+            self.not_utf8.add(number)
+            logger.warning(
+                "%s: %d of %d file(s) so far are not UTF-8; file %d is skipped from document %d on: %s",
+                *(self.name, len(self.not_utf8), len(self._files), number, document, error),
+            )

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.builtin_sources import open_source
-from torchtrain.datasets.data_folder import DataFolder, LocalFolder, open_folder
+from torchtrain.datasets.data_folder import DataFolder, LocalFolder, local_path, open_folder
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.input_splits import (
     InputCounts,
@@ -45,7 +45,7 @@ from torchtrain.datasets.input_splits import (
 )
 from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
-from torchtrain.datasets.remote_files import find_remote_files, identity_of_listing
+from torchtrain.datasets.remote_files import find_remote_files, identity_of_remote
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
@@ -114,7 +114,12 @@ def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
         make_input = partial(ShardedFiles, column=source.text_column, name=label, skip_not_utf8=source.skip_not_utf8)
         if any(map(is_url, source.paths)):
             remote = find_remote_files(source.paths, label, option)
-            return make_input([RemoteInputFile(file) for file in remote], identity=partial(identity_of_listing, remote))
+            paths = [local_path(file.url) for file in remote]
+            inputs = [
+                RemoteInputFile(file) if path is None else LocalInputFile(path)
+                for file, path in zip(remote, paths, strict=True)
+            ]
+            return make_input(inputs, identity=partial(identity_of_remote, remote, context.verify_bytes))
         files = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )

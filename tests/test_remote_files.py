@@ -1,0 +1,150 @@
+"""Data on file systems of fsspec, here in memory: verification, changed objects, hosts in URLs, encodings."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from data_samples import DOCUMENTS, make_loader, opened_text, take, write_jsonl, write_prepared
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets import data_folder
+from torchtrain.datasets.data_folder import open_folder
+from torchtrain.datasets.file_formats import NotUTF8Error
+from torchtrain.datasets.remote_files import RemoteFile, identity_of_remote
+from torchtrain.datasets.tokenized import verify
+from torchtrain.errors import DataError
+from torchtrain.object_store import open_file_system
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
+    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda _: pytest.fail("retried"))
+    file_system, _ = open_file_system("memory://", "data.path")
+    yield file_system
+    file_system.store.clear()
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, memory: MemoryFileSystem) -> str:
+    """A folder of tokenized data, by URL."""
+    folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 100)))
+    for file in folder.iterdir():
+        memory.pipe_file(f"/prepared/{file.name}", file.read_bytes())
+    return "memory://prepared"
+
+
+def test_verify_names_a_damaged_short_or_missing_object(
+    prepared: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_folder, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(memory, "ls", lambda *_, **__: pytest.fail("one listing for each file"))
+    folder, name = open_folder(prepared), "shard-00000.tokens"
+    verify(folder, prepared)
+    whole = memory.cat_file(f"/prepared/{name}")
+    for content in (bytes([whole[0] ^ 1]) + whole[1:], whole[:-2], whole + b"\0\0"):
+        memory.pipe_file(f"/prepared/{name}", content)
+        with pytest.raises(DataError, match=rf"{name} is damaged or missing"):
+            verify(folder, prepared)
+    memory.rm_file(f"/prepared/{name}")
+    with pytest.raises(DataError, match=rf"{name} is damaged or missing"):
+        verify(folder, prepared)
+
+
+def test_truncated_answer_is_requested_again_while_an_object_is_verified(
+    prepared: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cat_file, cut, pauses = memory.cat_file, [True], list[float]()
+
+    def cat_less(path: str, **options: Any) -> bytes:
+        content: bytes = cat_file(path, **options)
+        return content[:-1] if path.endswith(".tokens") and cut and cut.pop() else content
+
+    monkeypatch.setattr(memory, "cat_file", cat_less)
+    monkeypatch.setattr("torchtrain.object_store.time.sleep", pauses.append)
+    verify(open_folder(prepared), prepared)
+    assert len(pauses) == 1
+
+
+def test_object_that_shrinks_during_a_run_is_a_data_error(prepared: str, memory: MemoryFileSystem) -> None:
+    loader = make_loader(DataConfig(path=prepared, prefetch=0))
+    for name in memory.ls("/prepared", detail=False):
+        if name.endswith(".tokens"):
+            memory.pipe_file(name, b"")
+    with pytest.raises(DataError, match=r"shard-\d+.tokens has 0 bytes, and was longer when the run began"):
+        next(loader)
+
+
+class HostedFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system whose URLs name a host, which its paths do not contain, as sftp://."""
+
+    protocol = "hosted"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, host: str, **options: Any) -> None:
+        assert host == "server"
+        super().__init__(**options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        is_url = path.startswith("hosted://")
+        return MemoryFileSystem._strip_protocol(path.removeprefix("hosted://").partition("/")[2] if is_url else path)
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+        return {"host": path.removeprefix("hosted://").partition("/")[0]} if path.startswith("hosted://") else {}
+
+
+def test_urls_with_a_host_are_read_from_that_host(tmp_path: Path) -> None:
+    fsspec.register_implementation("hosted", HostedFileSystem, clobber=True)
+    hosted = HostedFileSystem("server")
+    (tmp_path / "texts").mkdir()
+    for number in range(2):
+        path = Path(write_jsonl(tmp_path / f"texts/{number}.jsonl", DOCUMENTS[number::2]))
+        hosted.pipe_file(f"/texts/{path.name}", path.read_bytes())
+    expected = take(make_loader(DataConfig(path=(tmp_path / "texts").as_uri(), prefetch=0)), 3)
+    paths: list[Any] = ["hosted://server/texts", "hosted://server/texts/*.jsonl"]
+    paths.append(("hosted://server/texts/0*", "hosted://server/texts/*"))  # 0.jsonl is found twice
+    for path in paths:
+        assert torch.equal(take(make_loader(DataConfig(path=path, prefetch=0)), 3), expected)
+    with pytest.raises(DataError, match=r"hosted://server/texts/0.jsonl: it has no column 'other'"):
+        make_loader(DataConfig(path="hosted://server/texts", text_column="other"))
+
+
+def test_streamed_files_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "0.jsonl").write_bytes('{"text": "zwölf"}\n'.encode("latin-1"))
+    for number in (1, 2):
+        (texts / f"{number}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    with (texts / "2.jsonl").open("ab") as file:
+        file.write(b'{"text": "\xff"}\n')
+    with pytest.raises(NotUTF8Error, match=r"0.jsonl: .*is not UTF-8"):
+        opened_text(SourceConfig(path=texts.as_uri()))
+    source = opened_text(SourceConfig(path=texts.as_uri(), skip_not_utf8=True))
+    found = [[text for _, text in source.read(part, 0)] for part in (*range(3), *range(3))]
+    assert found == [[], ["one", "two"], ["one", "two"]] * 2
+    assert source.not_utf8 == {0, 2}  # type: ignore[attr-defined]
+    for name in ("1.jsonl", "2.jsonl"):
+        shutil.copy(texts / "0.jsonl", texts / name)
+    with pytest.raises(NotUTF8Error):
+        opened_text(SourceConfig(path=texts.as_uri(), skip_not_utf8=True))
+
+
+def test_identity_of_objects_does_not_depend_on_their_bucket() -> None:
+    def identity(folder: str, tags: str = "xy", names: str = "ab") -> str:
+        url = f"s3://{folder}"
+        files = [
+            RemoteFile(f"{url}/{name}.jsonl", 5, tag, f"{folder}/{name}.jsonl", url)
+            for name, tag in zip(names, tags, strict=True)
+        ]
+        return identity_of_remote(files, 0)
+
+    assert identity("one/texts") == identity("other")
+    assert len({identity("one"), identity("one", tags="xz"), identity("one", names="ac")}) == 3
+    assert identity("one", "x", "a") == identity("other", "x", "a")
