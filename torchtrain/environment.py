@@ -3,12 +3,20 @@
 import errno
 import os
 import resource
+import sys
 import threading
 
 from torchtrain.errors import ConfigError, TorchtrainError
 
 # Variables with the number of processes that were started together: by srun, Open MPI, and MPICH or Intel MPI.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# For each of them, and for SLURM_NTASKS, the variable with the number of a process.
+_RANKS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "SLURM_NTASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
 
 
 def require_ranks() -> None:
@@ -37,21 +45,22 @@ def process_share() -> tuple[int, int]:
     """Number of this process, and of all processes, that torchrun, srun, mpirun or a SLURM job array started together.
 
     Raises:
-        ConfigError: the indices of the job array are not consecutive.
+        ConfigError: a variable of the launcher is missing or invalid, or the indices of the job array are not
+            consecutive.
     """
-    if os.environ.keys() >= {"RANK", "WORLD_SIZE"}:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+        size = _number("WORLD_SIZE")
+        rank = _number("RANK", 0 if size == 1 else None)
     else:
         variable, size = _tasks()
-        ranks = {"SLURM_STEP_NUM_TASKS": "SLURM_PROCID", "SLURM_NTASKS": "SLURM_PROCID"}
-        ranks |= {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
-        rank = int(os.environ.get(ranks.get(variable, ""), "0"))
-    tasks = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
+        rank = _number(_RANKS[variable]) if size > 1 else 0
+    if rank >= size:
+        raise ConfigError(f"RANK = {rank} must be less than the number of processes, {size}")
+    tasks = _number("SLURM_ARRAY_TASK_COUNT", 1)
     if tasks == 1:
         return rank, size
-    first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0"))
-    step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", "1"))
-    index, remainder = divmod(int(os.environ["SLURM_ARRAY_TASK_ID"]) - first, step)
+    first, step = _number("SLURM_ARRAY_TASK_MIN", 0), _number("SLURM_ARRAY_TASK_STEP", 1)
+    index, remainder = divmod(_number("SLURM_ARRAY_TASK_ID") - first, step)
     if remainder or index >= tasks:
         raise ConfigError(
             f"SLURM_ARRAY_TASK_ID = {os.environ['SLURM_ARRAY_TASK_ID']} of {tasks} tasks from {first} on: the indices "
@@ -60,12 +69,36 @@ def process_share() -> tuple[int, int]:
     return index * size + rank, tasks * size
 
 
-def processes_per_node() -> int:
-    """Number of processes that the launcher started on this node; 1 if it does not state it."""
-    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(variable, "").isdecimal():
-            return max(1, int(os.environ[variable]))
-    return 1
+def cores_of_process() -> int:
+    """Number of cores for this process: its share of those that processes of the same command use on this node."""
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if variable in os.environ:
+            return max(1, usable // max(1, _number(variable)))
+    if not _tasks()[0].startswith("SLURM_"):
+        return usable
+    # srun may have bound each process to its own cores, which must not be divided again.
+    share = _number("SLURM_CPUS_PER_TASK", _number("SLURM_CPUS_ON_NODE", usable) // _slurm_tasks_per_node())
+    return max(1, min(usable, share))
+
+
+def _slurm_tasks_per_node() -> int:
+    """The largest number of processes that srun started on a node, from "8" or "8(x2),4"; 1 if it is not known."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_NTASKS_PER_NODE", ""))
+    counts = [int(part.partition("(")[0] or 0) for part in text.split(",")]
+    return max(1, *counts)
+
+
+def _number(variable: str, default: int | None = None) -> int:
+    """The value of an environment variable that a launcher sets; ConfigError if it is missing or not a number."""
+    value = os.environ.get(variable, "" if default is None else str(default))
+    if not value.isdecimal():
+        found = f"is {value!r}" if variable in os.environ else "is not set"
+        raise ConfigError(
+            f"the environment variable {variable} must be a number, and {found}: each of several processes needs its "
+            "number and their count, RANK and WORLD_SIZE, or the variables of torchrun, srun or mpirun"
+        )
+    return int(value)
 
 
 def _tasks() -> tuple[str, int]:

@@ -5,19 +5,16 @@ run. Its own options are in the section "prepare". Under torchrun, srun or as a 
 share of the output, on any number of machines.
 """
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtrain.cli import command, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
-from torchtrain.environment import process_share, processes_per_node
+from torchtrain.environment import cores_of_process, process_share
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_folder
 from torchtrain.logging import logger
-from torchtrain.object_store import is_url
 
 
 @command
@@ -39,7 +36,7 @@ def run(config: JobConfig) -> int:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
     # Imported here, so that --help and rejected options do not import datasets.
-    from torchtrain.datasets.data_folder import open_folder
+    from torchtrain.datasets.data_folder import local_path, open_folder
     from torchtrain.datasets.tokenize_dataset import prepare
     from torchtrain.datasets.tokenized import verify
 
@@ -54,16 +51,16 @@ def run(config: JobConfig) -> int:
             verified = verify(open_folder(folder, "prepare.output"), folder)
             logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
         return 0
-    for path in (path for source in config.data.all for path in source.paths if not is_url(output)):
-        if os.path.isdir(path) and Path(output).resolve().is_relative_to(Path(path).resolve()):
+    output_path = local_path(output)
+    for path in (path for source in config.data.all for path in source.paths):
+        if _is_inside(output, output_path, path, local_path(path)):
             raise ConfigError(
                 f"prepare.output = {config.prepare.output!r} is inside the data folder {path!r}, so that its files "
                 "would become part of the data; name a folder elsewhere"
             )
-    if not is_url(output):
-        require_folder(Path(output), f"prepare.output = {config.prepare.output!r}")
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    processes = config.prepare.processes or max(1, cores // processes_per_node())
+    if output_path is not None:
+        require_folder(output_path, f"prepare.output = {config.prepare.output!r}")
+    processes = config.prepare.processes or cores_of_process()
     tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
     for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
         key = f"data.sources[{number}]" if several else "data"
@@ -83,6 +80,13 @@ def run(config: JobConfig) -> int:
             folder,
         )
     return 0
+
+
+def _is_inside(output: str, output_path: Path | None, folder: str, folder_path: Path | None) -> bool:
+    """Whether ``output`` is in the data folder ``folder``. The paths are None for URLs that are not of local files."""
+    if output_path is not None and folder_path is not None:
+        return folder_path.is_dir() and output_path.resolve().is_relative_to(folder_path.resolve())
+    return f"{output}/".startswith(f"{folder.rstrip('/')}/")
 
 
 if __name__ == "__main__":
