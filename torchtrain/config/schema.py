@@ -443,7 +443,8 @@ class SourceConfig(Section):
     text_column: str = "text"
     """Name of the column that contains the documents."""
     skip_not_utf8: bool = False
-    """Skip local files that are not UTF-8, and log their number. false: such a file is an error."""
+    """Skip files that are not UTF-8 (of streamed files the rest, from there on), and log their number. false: such a
+    file is an error. It does not apply to datasets of the hub."""
     weight: float = 1.0
     """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
     is only opened, and keeps its position for a later stage."""
@@ -578,8 +579,8 @@ class PrepareConfig(Section, name="prepare"):
     """Folder for the prepared data, by a path or a URL such as s3://bucket/folder; with several sources, its folders
     0, 1, ..."""
     processes: CountOrZero = 0
-    """Number of worker processes that tokenize. 0: one per core, divided by the processes that torchrun or srun starts
-    on a node."""
+    """Number of worker processes that tokenize. 0: one per core of this process; the cores of a node are divided among
+    the processes that torchrun or srun starts on it."""
     verify: bool = False
     """Only compare the hashes of all files in the output folder with those in its manifest."""
 

@@ -115,13 +115,26 @@ def documents_in_range(
 ) -> Iterator[str | None]:
     """The documents of the lines or row groups that begin in ``range(start, stop)``, which is in bytes.
 
-    Consecutive ranges contain each document of the file once. Raises the errors of ``documents``; whether a column of a
-    file without a schema contains text is checked in its first range only.
+    Consecutive ranges contain each document of the file once. Raises the errors of ``documents``.
     """
     if kind_of(name)[0] == "parquet":
         return _parquet(raw, column, 0, range(start, stop))
+    return _texts_in_range(raw, column, start, stop, on_malformed)
+
+
+def _texts_in_range(
+    raw: BinaryIO, column: str, start: int, stop: int, on_malformed: OnMalformed
+) -> Iterator[str | None]:
     rows = ((f"the line at byte {offset}", _row(line)) for offset, line in _lines_in_range(raw, start, stop))
-    return _texts(rows, column, on_malformed, check=start == 0)
+    try:
+        yield from _texts(rows, column, on_malformed)
+    except NotUTF8Error:
+        raise
+    except DataError:
+        # There is no text in this range. It is an error only if there is none in the whole file either.
+        whole = (_row(line) for _, line in _lines_in_range(raw, 0, sys.maxsize))
+        if not any(isinstance(row, dict) and isinstance(row.get(column, 0), str | None) for row in whole):
+            raise
 
 
 def require_column(column: str, columns: Sequence[str]) -> None:

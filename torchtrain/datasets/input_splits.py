@@ -7,13 +7,26 @@ number of processes on any number of machines writes the same shards. Files are 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, documents_in_range, ignore, is_splittable
+import xxhash
+
+from torchtrain.datasets.file_formats import (
+    NotUTF8Error,
+    OnMalformed,
+    Reader,
+    documents_in_range,
+    ignore,
+    is_splittable,
+)
 from torchtrain.datasets.local_files import documents_of
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.datasets.remote_files import RemoteFile, documents_of_remote
+from torchtrain.datasets.text_sources import read_with_retries
+from torchtrain.errors import DataError
+from torchtrain.files import hash_of
 
 SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
 LARGEST_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger
@@ -41,9 +54,9 @@ class ShardedInput(ABC):
 
     name: str
     """Name for messages."""
-    work: list[int]
+    shard_sizes: list[int]
     """Size of each shard in bytes, or in documents: for the progress."""
-    files = 0
+    file_count = 0
     """Number of files, if the input is files."""
 
     @abstractmethod
@@ -54,6 +67,14 @@ class ShardedInput(ABC):
     def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
         """The documents of a shard in their order; None for a document that is not text."""
 
+    def content_hash(self, shard: int) -> str:  # noqa: ARG002
+        """A hash of the input of a shard; "" if ``identity`` contains one of all content.
+
+        Raises:
+            DataError: the input has changed since it was opened.
+        """
+        return ""
+
 
 class ShardedDocuments(ShardedInput):
     """A source with random access to its documents."""
@@ -62,7 +83,7 @@ class ShardedDocuments(ShardedInput):
         self._source = source
         self.name = source.name
         self._shards = split_documents(source.parts, source.text_bytes)
-        self.work = [len(numbers) for numbers in self._shards]
+        self.shard_sizes = [len(numbers) for numbers in self._shards]
 
     def identity(self) -> str:
         return self._source.full_identity()
@@ -80,9 +101,6 @@ class Split:
     stop: int
 
 
-Reader = Callable[[BinaryIO, OnMalformed], Iterator[str | None]]
-
-
 class InputFile(ABC):
     """A file of the input."""
 
@@ -96,14 +114,36 @@ class InputFile(ABC):
     def documents(self, column: str, on_malformed: OnMalformed, read: Reader | None) -> Iterator[str | None]:
         """All documents, or those that ``read`` returns."""
 
+    def hash_of_range(self, start: int, stop: int) -> str:  # noqa: ARG002
+        """Hash of the bytes in ``range(start, stop)``; "" if the identity of the files contains one of all content.
+
+        Raises:
+            DataError: the file has changed since it was opened.
+        """
+        return ""
+
 
 class LocalInputFile(InputFile):
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.name, self.location, self.size = path.name, str(path), path.stat().st_size
+        self.name, self.location = path.name, str(path)
+        self.size, self._modified = self._stat()
+
+    def _stat(self) -> tuple[int, int]:
+        stat = self._path.stat()
+        return stat.st_size, stat.st_mtime_ns
 
     def documents(self, column: str, on_malformed: OnMalformed, read: Reader | None) -> Iterator[str | None]:
         return documents_of(self._path, column, on_malformed, read)
+
+    def hash_of_range(self, start: int, stop: int) -> str:
+        digest = read_with_retries(partial(hash_of, self._path, start, stop - start), self._path)
+        if read_with_retries(self._stat, self._path) != (self.size, self._modified):
+            raise DataError(
+                f"{self._path} changed while it was prepared: start again with an empty prepare.output when nothing "
+                "writes to it"
+            )
+        return digest
 
 
 class RemoteInputFile(InputFile):
@@ -131,16 +171,21 @@ class ShardedFiles(ShardedInput):
     ) -> None:
         self.name = name
         self._files = files
-        self.files = len(files)
+        self.file_count = len(files)
         self._column = column
         self._identity = identity
         self._skip_not_utf8 = skip_not_utf8
         splittable = [is_splittable(file.name) and not skip_not_utf8 for file in files]
         self._shards = split_files([file.size for file in files], splittable)
-        self.work = [sum(split.stop - split.start for split in shard) for shard in self._shards]
+        self.shard_sizes = [sum(split.stop - split.start for split in shard) for shard in self._shards]
 
     def identity(self) -> str:
         return self._identity()
+
+    def content_hash(self, shard: int) -> str:
+        splits = self._shards[shard]
+        hashes = "".join(self._files[split.file].hash_of_range(split.start, split.stop) for split in splits)
+        return hashes and xxhash.xxh3_128_hexdigest(hashes.encode())
 
     def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
         for split in self._shards[shard]:
@@ -179,7 +224,7 @@ def split_documents(documents: int, text_bytes: int | None) -> list[range]:
 def split_files(sizes: Sequence[int], splittable: Sequence[bool]) -> list[list[Split]]:
     """Divide files of ``sizes`` into shards of about the same size; files that are not splittable stay whole."""
     total = sum(sizes)
-    shard_bytes = max(SHARD_BYTES, min(total // 64, LARGEST_SHARD_BYTES), total // MOST_SHARDS)
+    shard_bytes = max(SHARD_BYTES, min(total // 64, LARGEST_SHARD_BYTES), -(-total // MOST_SHARDS))
     shards: list[list[Split]] = [[]]
     room = shard_bytes
     for file, size in enumerate(sizes):

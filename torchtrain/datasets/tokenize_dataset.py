@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,10 +46,11 @@ from torchtrain.datasets.input_splits import (
 from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
 from torchtrain.datasets.remote_files import find_remote_files, identity_of_remote
+from torchtrain.datasets.text_sources import RETRY_SECONDS
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.files import MISSING, fsync_folder, open_lock_file
+from torchtrain.files import MISSING, fsync_folder, open_lock_file, unreadable, with_retries
 from torchtrain.logging import logger
 from torchtrain.object_store import is_url
 
@@ -90,21 +91,28 @@ def prepare(
             f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
         )
     tokenizer = load_tokenizer(tokenizer_path)
-    documents = _open_input(source, SourceContext(key, tokenizer, verify_bytes=verify_bytes))
-    names = [f"shard-{number:05}" for number in range(len(documents.work))]
+    context = SourceContext(key, tokenizer, verify_bytes=verify_bytes)
+    documents = with_retries(partial(_open_input, source, context), key)
+    names = [f"shard-{number:05}" for number in range(len(documents.shard_sizes))]
     plan = Manifest(
         tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(), shard_count=len(names)
     )
     output = open_folder(str(location), "prepare.output")
-    with _locked(output.path, exclusive=world_size == 1) if isinstance(output, LocalFolder) else nullcontext():
+    is_local = isinstance(output, LocalFolder)
+    # One process flushes its files at the end, because after each shard the workers would wait for the disk.
+    flush = world_size > 1 or not is_local
+    with (
+        _output_errors(output.location),
+        _locked(output.path, exclusive=world_size == 1) if isinstance(output, LocalFolder) else nullcontext(),
+    ):
         if not _begin(output, plan, alone=world_size == 1):
             sizes = output.sizes()
-            write = partial(_write_shard, documents, tokenizer, output, plan.dtype, world_size > 1)
-            is_complete = partial(_is_complete, output, sizes, plan.dtype)
-            progress = _Progress(output, dict(zip(names, documents.work, strict=True)), rank, world_size)
+            write = partial(_with_input_retries, partial(_write_shard, documents, tokenizer, output, plan.dtype, flush))
+            is_complete = partial(_is_complete, documents, output, sizes, plan, flush)
+            progress = _Progress(output, dict(zip(names, documents.shard_sizes, strict=True)), rank, world_size)
             own = {name: number for number, name in enumerate(names) if number % world_size == rank}
             _run(write, is_complete, own, processes, progress)
-        return _finish(output, plan, names, documents.files, durable=world_size > 1)
+        return _finish(output, plan, names, documents.file_count, flushed=flush)
 
 
 def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
@@ -164,12 +172,12 @@ def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
     return False
 
 
-def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int, *, durable: bool) -> Manifest | None:
+def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int, *, flushed: bool) -> Manifest | None:
     """Write the manifest if all shards are complete, and remove the records; None if shards are missing.
 
     Args:
         files: number of files of the input.
-        durable: whether each shard has been flushed to disk before its record was written.
+        flushed: only shards whose files are on disk are complete. False: all shards are flushed now.
     """
     sizes = output.sizes()
     records = [f"{name}.json" for name in names]
@@ -179,7 +187,8 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
                 found = list(pool.map(output.read, (record for record in records if record in sizes)))
             except MISSING:  # another process has written the manifest meanwhile, and removes the records
                 return Manifest.read(output, output.location)
-        written = [shard for shard in map(_parse_record, found) if shard and _has_sizes(shard, sizes, plan.dtype)]
+        parsed = [record for record in map(_parse_record, found) if record and (record.flushed or not flushed)]
+        written = [record.shard for record in parsed if _has_sizes(record.shard, sizes, plan.dtype)]
         if len(written) < len(names):
             logger.info(
                 "%s: this process has written its share; %d of %d shards are complete. The process that finishes last "
@@ -187,8 +196,7 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
                 *(output.location, len(written), len(names)),
             )
             return None
-        if isinstance(output, LocalFolder) and not durable:
-            # At the end, because after each shard the processes would wait for the disk.
+        if isinstance(output, LocalFolder) and not flushed:
             for name in sizes:
                 if name.startswith("shard-"):
                     with open(output.path / name, "rb") as file:
@@ -196,8 +204,12 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
         if not any(shard.documents for shard in written):
             skipped = sum(shard.skipped for shard in written)
             raise DataError(f"{plan.source} has no text in its {skipped} documents")
-        with output.write(MANIFEST, flush=True) as file:
-            file.write(_as_json(replace(plan, shards=tuple(written))))
+        try:
+            with output.write(MANIFEST, flush=True) as file:
+                file.write(_as_json(replace(plan, shards=tuple(written))))
+        except MISSING:  # another process that finishes at the same time has removed the partial file
+            if MANIFEST not in output.sizes():
+                raise
         if isinstance(output, LocalFolder):
             fsync_folder(output.path, MANIFEST)  # before the records are removed
     manifest = Manifest.read(output, output.location)
@@ -216,35 +228,81 @@ def _require_same(plan: Manifest, found: Manifest, output: DataFolder) -> None:
             f"{output.location} was begun with another tokenizer (SHA-256 {found.tokenizer_hash[:12]}..., now "
             f"{plan.tokenizer_hash[:12]}...); use that one, or an empty folder"
         )
-    if found.source_fingerprint != plan.source_fingerprint:
-        raise DataError(
-            f"{output.location} was begun with other data ({found.source}, now {plan.source}, or the content of its "
-            "files has changed since); use an empty folder"
-        )
+    saved, current = sorted((found.source_fingerprint, plan.source_fingerprint), key=len)
+    # One of them may lack the hash of all content, which comes last: it depends on data.verify_gib.
+    if current != saved and not (saved and current.startswith(f"{saved}, ")):
+        raise _other_data(plan, found.source, output)
+
+
+def _other_data(plan: Manifest, source: str, output: DataFolder) -> DataError:
+    return DataError(
+        f"{output.location} was begun with other data ({source}, now {plan.source}, or the content of its files has "
+        "changed since); use an empty folder"
+    )
 
 
 @contextmanager
 def _locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
     """Lock the folder against other commands; processes of one command share the lock. It ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(open_lock_file(folder / ".lock"), "r+") as file:
+        try:
+            # Not flock, whose lock the worker processes would inherit.
+            fcntl.lockf(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both
+            raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
+        yield
+
+
+@contextmanager
+def _output_errors(location: str) -> Iterator[None]:
+    """Raise errors of the file system as DataError. Those of the input are not OSErrors (``_InputError``)."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_lock_file(folder / ".lock"), "r+") as file:
-            try:
-                # Not flock, whose lock the worker processes would inherit.
-                fcntl.lockf(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # POSIX allows both
-                raise DataError(f"another prepare is at work in {folder}; wait for it, or use another folder") from None
-            yield
+        yield
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
+            f"{location} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
             "complete is kept, and the same command continues from there"
         ) from error
 
 
+class _InputError(Exception):
+    """The file system failed while the input was read."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _read_input(documents: ShardedInput, number: int, counts: InputCounts) -> Iterator[str | None]:
+    """The documents of a shard; errors of the file system are raised as ``_InputError``."""
+    try:
+        yield from documents.read(number, counts)
+    except OSError as error:
+        raise _InputError(error) from error
+
+
+def _with_input_retries(write: Callable[[str, int], int], name: str, number: int) -> int:
+    """``write(name, number)``; if the input cannot be read, the shard is written again after each of the pauses.
+
+    Raises:
+        StorageError: the last attempt failed, too.
+    """
+    for pause in (*RETRY_SECONDS, None):
+        try:
+            return write(name, number)
+        except _InputError as failed:
+            error = failed.error
+            if pause is None:
+                raise unreadable("the input", error, len(RETRY_SECONDS) + 1) from error
+            logger.warning("%s: next attempt in %g s: %s", error.filename or "the input", pause, error.strerror)
+            time.sleep(pause)
+    raise AssertionError
+
+
 def _run(
     write: Callable[[str, int], int],
-    is_complete: Callable[[str], int | None],
+    is_complete: Callable[[str, int], int | None],
     shards: Mapping[str, int],
     processes: int,
     progress: "_Progress",
@@ -294,22 +352,23 @@ class _Progress:
     """A line with the share of the work that is done, tokens, tokens per second, and the time left.
 
     With one process the workers report their shards. With several, rank 0 shows the progress of all, by the records in
-    the output folder.
+    the output folder, until its own share is complete.
     """
 
-    def __init__(self, output: DataFolder, work: Mapping[str, int], rank: int, world_size: int) -> None:
+    def __init__(self, output: DataFolder, shard_sizes: Mapping[str, int], rank: int, world_size: int) -> None:
         self._output = output
-        self._work = work
+        self._shard_sizes = shard_sizes
         self._done: set[str] = set()
         self._tokens = self._new_tokens = 0
-        self.polls = rank == 0 and world_size > 1
-        self._polled = -math.inf
+        self.reads_records = rank == 0 and world_size > 1
+        """Whether ``read_records`` counts complete shards, instead of the messages of the workers."""
+        self._listed_at = -math.inf
         self._is_shown = rank == 0
 
     def __enter__(self) -> "_Progress":
         self._began = time.monotonic()
         self._bar = tqdm(
-            total=sum(self._work.values()),
+            total=sum(self._shard_sizes.values()),
             desc=self._output.location,
             bar_format="{desc}: {percentage:3.0f}%|{bar}|{postfix}, {remaining} left",
             dynamic_ncols=True,
@@ -331,31 +390,31 @@ class _Progress:
         rate = self._new_tokens / max(time.monotonic() - self._began, 1e-9)
         self._bar.set_postfix_str(f" {self._tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
         if is_new or self._bar.disable:
-            self._bar.update(self._work[name])
+            self._bar.update(self._shard_sizes[name])
         else:  # the rate, and so the time left, is of the work of this command
-            self._bar.initial += self._work[name]
-            self._bar.n += self._work[name]
+            self._bar.initial += self._shard_sizes[name]
+            self._bar.n += self._shard_sizes[name]
 
-    def poll(self) -> None:
-        """Count the shards whose records are in the output folder."""
-        if time.monotonic() - self._polled < POLL_SECONDS:
+    def read_records(self) -> None:
+        """Count the shards whose records are in the output folder, at most every ``POLL_SECONDS``."""
+        if time.monotonic() - self._listed_at < POLL_SECONDS:
             return
-        is_first, self._polled = self._polled == -math.inf, time.monotonic()
+        is_first, self._listed_at = self._listed_at == -math.inf, time.monotonic()
         names = {name.removesuffix(".json") for name in self._output.sizes() if name.endswith(".json")}
-        for name in sorted(names & self._work.keys() - self._done):
+        for name in sorted(names & self._shard_sizes.keys() - self._done):
             with suppress(*MISSING):  # another process has written the manifest, and removes the records
-                shard = _parse_record(self._output.read(f"{name}.json"))
-                if shard is not None:
-                    self.add(name, shard.tokens, is_new=not is_first)
+                record = _parse_record(self._output.read(f"{name}.json"))
+                if record is not None:
+                    self.add(name, record.shard.tokens, is_new=not is_first)
 
 
 def _follow(workers: dict[Connection, Any], progress: _Progress) -> None:
     """Show the progress until all workers have ended; raise the error of one of them."""
     with progress:
         while workers:
-            if progress.polls:
-                progress.poll()
-            for pipe in wait(list(workers), POLL_SECONDS if progress.polls else None):
+            if progress.reads_records:
+                progress.read_records()
+            for pipe in wait(list(workers), POLL_SECONDS if progress.reads_records else None):
                 assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
@@ -370,14 +429,14 @@ def _follow(workers: dict[Connection, Any], progress: _Progress) -> None:
                     continue
                 if isinstance(message, Exception):
                     raise message
-                if not progress.polls:
+                if not progress.reads_records:
                     name, tokens, is_new = message
                     progress.add(name, tokens, is_new=is_new)
 
 
 def _work(
     write: Callable[[str, int], int],
-    is_complete: Callable[[str], int | None],
+    is_complete: Callable[[str, int], int | None],
     shards: Mapping[str, int],
     next_shard: Any,
     pipe: Connection,
@@ -391,7 +450,7 @@ def _work(
                 if position < next_shard.value:
                     continue
                 next_shard.value = position + 1
-            tokens = is_complete(name)
+            tokens = is_complete(name, number)
             is_new = tokens is None
             pipe.send((name, write(name, number) if tokens is None else tokens, is_new))
     except (TorchtrainError, OSError) as error:
@@ -420,7 +479,7 @@ def _write_shard(
     hasher = xxhash.xxh3_128()
     counts = InputCounts()
     with output.write(f"{name}.tokens", flush=flush) as file:
-        for text in documents.read(number, counts):
+        for text in _read_input(documents, number, counts):
             if not text:
                 skipped += text is None
                 continue
@@ -447,25 +506,62 @@ def _write_shard(
         first_malformed=counts.first_malformed,
         not_utf8=tuple(counts.not_utf8),
     )
-    with output.write(f"{name}.json", flush=flush) as file:
-        file.write(_as_json(shard))
+    _write_record(output, _Record(shard, flush, documents.content_hash(number)))
     return tokens
 
 
-def _is_complete(output: DataFolder, sizes: Mapping[str, int], dtype: np.dtype[Any], name: str) -> int | None:
+@dataclass(frozen=True)
+class _Record:
+    """The content of ``<shard>.json``, which is written after the shard."""
+
+    shard: Shard
+    flushed: bool
+    """Whether the files of the shard were flushed to disk before."""
+    input_hash: str
+    """``ShardedInput.content_hash`` of the shard."""
+
+
+def _write_record(output: DataFolder, record: _Record) -> None:
+    content = {**asdict(record.shard), "flushed": record.flushed, "input_hash": record.input_hash}
+    with output.write(f"{record.shard.name}.json", flush=record.flushed) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def _is_complete(
+    documents: ShardedInput,
+    output: DataFolder,
+    sizes: Mapping[str, int],
+    plan: Manifest,
+    flush: bool,
+    name: str,
+    number: int,
+) -> int | None:
     """The number of tokens of a shard that an earlier command wrote; None if it is missing or damaged.
 
-    ``sizes``: the files of ``output``. Objects of a store are verified by their sizes, files also by their hashes.
+    Args:
+        sizes: the files of ``output``. Objects of a store are verified by their sizes, files also by their hashes.
+        flush: whether to flush the shard to disk, if the earlier command did not.
+
+    Raises:
+        DataError: it was written from other content of the input.
     """
     if f"{name}.json" not in sizes:
         return None
     try:
-        shard = _parse_record(output.read(f"{name}.json"))
+        record = _parse_record(output.read(f"{name}.json"))
     except MISSING:
         return None
-    if shard is None or not _has_sizes(shard, sizes, dtype):
+    if record is None or not _has_sizes(record.shard, sizes, plan.dtype):
         return None
-    return shard.tokens if output.reads_ahead or damaged_file(output, shard) is None else None
+    if not output.reads_ahead and damaged_file(output, record.shard) is not None:
+        return None
+    if record.input_hash and documents.content_hash(number) != record.input_hash:
+        raise _other_data(plan, plan.source, output)
+    if flush and not record.flushed:
+        if isinstance(output, LocalFolder):
+            fsync_folder(output.path, f"{name}.tokens", f"{name}.documents")
+        _write_record(output, replace(record, flushed=True))
+    return record.shard.tokens
 
 
 def _has_sizes(shard: Shard, sizes: Mapping[str, int], dtype: np.dtype[Any]) -> bool:
@@ -475,13 +571,15 @@ def _has_sizes(shard: Shard, sizes: Mapping[str, int], dtype: np.dtype[Any]) -> 
     return all(sizes.get(file) == size for file, size in expected.items())
 
 
-def _parse_record(content: bytes) -> Shard | None:
+def _parse_record(content: bytes) -> _Record | None:
     """The record of a shard; None if it is damaged."""
     try:
-        return Shard.from_json(json.loads(content))
+        fields = json.loads(content)
+        flushed, input_hash = fields.pop("flushed", False), fields.pop("input_hash", "")
+        return _Record(Shard.from_json(fields), flushed, input_hash)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _as_json(content: Manifest | Shard) -> bytes:
+def _as_json(content: Manifest) -> bytes:
     return (json.dumps(asdict(content), indent=1) + "\n").encode()
