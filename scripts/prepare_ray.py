@@ -1,8 +1,9 @@
 """Run torchtrain.prepare on a Ray cluster: python scripts/prepare_ray.py --tasks 64 -- OPTIONS OF TORCHTRAIN.PREPARE
 
 Each Ray task starts torchtrain.prepare as one of ``--tasks`` processes, so that it writes its share of the shards; the
-task that finishes last writes the manifest. The output must be a folder that all nodes share, or a URL. Ray restarts
-tasks of nodes that fail; to resume after an error, run the same command again.
+task that finishes last writes the manifest. A final task starts torchtrain.prepare as a single process: it finds the
+manifest, or completes what is missing. The output must be a folder that all nodes share, or a URL. Ray restarts tasks
+of nodes that fail; to resume after an error, run the same command again.
 """
 
 import argparse
@@ -20,6 +21,13 @@ class PrepareError(RuntimeError):
     """A process of torchtrain.prepare has failed."""
 
 
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
 def run_share(rank: int, tasks: int, options: Sequence[str]) -> None:
     """Run process ``rank`` of ``tasks``."""
     environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(tasks), "LOG_RANK": str(rank)}
@@ -31,8 +39,10 @@ def run_share(rank: int, tasks: int, options: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, required=True, help="number of tasks; more of them divide the work finer")
-    parser.add_argument("--cpus", type=int, default=1, help="cores, and worker processes, of each task")
+    parser.add_argument(
+        "--tasks", type=positive, required=True, help="number of tasks; more of them divide the work finer"
+    )
+    parser.add_argument("--cpus", type=positive, default=1, help="cores, and worker processes, of each task")
     parser.add_argument("options", nargs="*", help="options of torchtrain.prepare, after --")
     parsed = parser.parse_args(arguments)
     options = [*parsed.options, "--prepare.processes", str(parsed.cpus)]
@@ -40,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A node that fails is retried by max_retries; an error of prepare itself, such as an invalid path, is not.
     task = ray.remote(num_cpus=parsed.cpus, max_retries=RETRIES)(run_share)
     ray.get([task.remote(rank, parsed.tasks, options) for rank in range(parsed.tasks)])
+    ray.get(task.remote(0, 1, options))
 
 
 if __name__ == "__main__":
