@@ -3,9 +3,11 @@
 The store is fsspec's in memory, which has the semantics of S3: no renames, conditional creates, current listings.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
 from torchtrain.checkpoint import object_storage
-from torchtrain.checkpoint.format import read_manifest, verify
+from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
 from torchtrain.checkpoint.object_storage import ObjectStorage, ObjectStore
-from torchtrain.errors import CheckpointError, StorageError, SupersededError
+from torchtrain.checkpoint.storage import WriterLease
+from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 
@@ -337,3 +340,77 @@ def test_bytes_that_do_not_arrive_are_not_damage(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StorageError, match=r"memory://.* cannot be read: .* bytes have arrived, in 4 attempts"):
         Run(storage()).manager.resume()
     assert [name for name in storage().names() if "damaged" in name] == []
+
+
+def test_object_that_cannot_be_stored_is_not_stored_when_its_file_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = []
+
+    def fail(_: ObjectStore, name: str, __: bytes) -> None:
+        stored.append(name)
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(ObjectStore, "write", fail)
+    staged = storage().stage(2, WriterLease(1, "0" * 32))
+    files = _StagedFiles(staged)
+    with pytest.raises(StorageError), files.create_stream("a", "wb") as file:
+        file.write(b"content")
+    with pytest.raises(ZeroDivisionError), files.create_stream("b", "wb") as file:
+        raise ZeroDivisionError
+    del file
+    gc.collect()
+    assert [name.split("/")[1] for name in stored] == ["a"]
+
+
+def test_older_start_does_not_discard_what_the_newer_one_has_adopted() -> None:
+    older = wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
+    check = older.manager._check_lease
+    newer: list[Run] = []
+
+    def start_once() -> None:
+        newer.extend([] if newer else [resume(0, **OPTIONS)])
+        check()
+
+    staged = older.manager.storage.stage(6, older.manager.lease)
+    with staged.create("config.toml") as file:
+        file.write(b"[optimizer]\n")
+    with pytest.raises(SupersededError):  # the newer start lists the manifest, and then acquires the lease
+        staged.commit(b"{}", {"config.toml": 12}, lambda: False, start_once)
+    assert storage().steps() == [4, 6]
+    with pytest.raises(SupersededError):
+        staged.discard()
+    assert {"config.toml", "manifest.json"} == {name.split("/")[1] for name in objects() if name.startswith("step-6.")}
+
+
+def test_late_manifest_of_a_failed_save_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
+    create = ObjectStore.create
+    late = []
+
+    def fail(store: ObjectStore, name: str, content: bytes) -> None:
+        if name.endswith("manifest.json"):
+            late.append(partial(create, store, name, content))
+            raise StorageError("no answer")
+        create(store, name, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "create", fail)
+        wait_for_saves(run.train(5, 6))
+    assert not [name for name in objects() if name.startswith("step-6.") and "/" in name]
+    late[0]()
+    assert verified_steps(0) == [4]
+    resume(0)
+    assert_no_left_overs(0)
+
+
+@pytest.mark.parametrize("method", ["write", "create"])
+def test_denied_request_of_a_save_is_a_failed_save(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
+
+    def deny(*_: object) -> None:
+        raise ConfigError("access is denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, method, deny)
+        run.train(5, 6)
+    wait_for_saves(run.train(7, 8))
+    assert verified_steps(0) == [8]

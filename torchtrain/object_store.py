@@ -217,7 +217,7 @@ def _status(error: Any) -> int | None:
 _STATUS_KEYS = ("status_code", "status", "code")
 
 
-def _code(error: Any) -> str | None:
+def error_code(error: Any) -> str | None:
     """The error code of an exception of botocore; None of others."""
     response = getattr(error, "response", None)
     details = response.get("Error") if isinstance(response, Mapping) else None
@@ -229,13 +229,13 @@ def _type_names(chain: Sequence[BaseException]) -> set[str]:
 
 
 def _is_denied(chain: Sequence[BaseException]) -> bool:
-    if any(_code(error) in _TRANSIENT_CODES for error in chain):
+    if any(error_code(error) in _TRANSIENT_CODES for error in chain):
         return False
     return any(_status(error) in (401, 403) for error in chain) or bool(_type_names(chain) & _DENIED_TYPES)
 
 
 def _is_transient(chain: Sequence[BaseException]) -> bool:
-    if any(_code(error) in _TRANSIENT_CODES for error in chain):
+    if any(error_code(error) in _TRANSIENT_CODES for error in chain):
         return True
     # Before the status, because aiohttp gives an interrupted answer the status 400.
     if _type_names(chain) & _TRANSIENT_TYPES:

@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -275,11 +275,6 @@ class _HashingWriter(io.RawIOBase):
     def fileno(self) -> int:
         return self.file.fileno()
 
-    def close(self) -> None:
-        if not self.closed:
-            self.file.close()
-        super().close()
-
 
 class _StagedFiles(FileSystemBase):
     """A staged checkpoint as a file system of DCP's, which keeps a record of each file written through it."""
@@ -293,7 +288,8 @@ class _StagedFiles(FileSystemBase):
         assert mode == "wb"
         # DCP writes its metadata under another name, and renames the file. Nothing here is visible before the commit.
         name = Path(path).name.removesuffix(".tmp")
-        with closing(_HashingWriter(self.staged.create(name))) as stream:
+        with self.staged.create(name) as file:
+            stream = _HashingWriter(file)
             try:
                 yield stream
             except RuntimeError as error:

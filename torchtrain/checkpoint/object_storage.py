@@ -19,9 +19,9 @@ import errno
 import io
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from torchtrain.checkpoint.storage import (
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import open_file_system, with_store_retries, with_timeout
+from torchtrain.object_store import error_code, open_file_system, with_store_retries, with_timeout
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
@@ -117,15 +117,29 @@ class ObjectStore:
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object."""
-        self._request("pipe_file", name, content)
+        upload_lost = False
+        while True:
+            try:
+                self._request("pipe_file", name, content, size_bytes=len(content))
+                return
+            except FileNotFoundError as error:
+                # A multipart upload is missing if another start has aborted it, or if its completion was repeated
+                # because the answer was lost.
+                if upload_lost or "NoSuchUpload" not in map(error_code, (error, error.__cause__)):
+                    raise
+                upload_lost = True
 
     def create(self, name: str, content: bytes) -> None:
         """Create an object. Raises FileExistsError if there is another one of this name."""
         try:
-            self._request("pipe_file", name, content, mode="create")
-        except FileExistsError:
+            self._request("pipe_file", name, content, mode="create", size_bytes=len(content))
+        except FileExistsError as error:
             # If the answer to the first attempt was lost, the second one finds the object of the first.
-            if self.read(name) != content:
+            try:
+                found = self.read(name)
+            except MISSING:  # deleted meanwhile
+                raise error from None
+            if found != content:
                 raise
 
     def upload(self, folder: Path, target: str = "") -> None:
@@ -161,13 +175,12 @@ class ObjectStore:
         with suppress(*MISSING):
             with_store_retries(partial(file_system.call_s3, "abort_multipart_upload", **options), self.url)
 
-    def delete_folder(self, folder: str, last: str = MANIFEST) -> None:
-        """Delete all objects in ``folder``; ``last`` is deleted after the others."""
+    def delete_folder(self, folder: str) -> None:
+        """Delete all objects in ``folder``, first the manifest: what has lost other files must not seem complete."""
+        self.delete(f"{folder}/{MANIFEST}")
         names = [name for name, is_folder in self.names(folder).items() if not is_folder]
         with ThreadPoolExecutor(REQUESTS) as pool:
-            list(pool.map(self.delete, (f"{folder}/{name}" for name in names if name != last)))
-        if last in names:
-            self.delete(f"{folder}/{last}")
+            list(pool.map(self.delete, (f"{folder}/{name}" for name in names)))
 
 
 class ObjectFile(io.RawIOBase):
@@ -253,27 +266,44 @@ class ObjectStagedCheckpoint(StagedCheckpoint):
     def __init__(self, storage: "ObjectStorage", step: int, folder: str) -> None:
         super().__init__(storage.store.url_of(folder))
         self.storage, self.step, self.folder = storage, step, folder
+        self._check: Callable[[], None] | None = None  # once the manifest may exist
 
     def create(self, name: str) -> BinaryIO:
         return NewFile(partial(self._store, name))
 
     def _store(self, name: str, content: bytes) -> None:
-        self.storage.store.write(f"{self.folder}/{name}", content)
+        with _failed_save():
+            self.storage.store.write(f"{self.folder}/{name}", content)
 
     def commit(
         self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
     ) -> str:
-        stored = self.storage.store.files(self.folder)
-        wrong = [name for name, size in sizes.items() if stored.get(name) != size]
-        if wrong:
-            raise DamagedError(f"{self.location}/{wrong[0]} has {stored.get(wrong[0])} bytes, not {sizes[wrong[0]]}")
-        replaced = self.storage.folder_of(self.step) if allow() else None
-        self.storage.store.create(f"{self.folder}/{MANIFEST}", manifest)
-        check()  # otherwise the checkpoint does not count, if a newer start has acquired the lease meanwhile
-        return self.storage.mark(replaced, "superseded", check) if replaced else ""
+        with _failed_save():
+            stored = self.storage.store.files(self.folder)
+            for name, size in sizes.items():
+                if stored.get(name) != size:
+                    raise DamagedError(f"{self.location}/{name} has {stored.get(name)} bytes, not {size}")
+            replaced = self.storage.folder_of(self.step) if allow() else None
+            self._check = check
+            self.storage.store.create(f"{self.folder}/{MANIFEST}", manifest)
+            check()  # otherwise the checkpoint does not count, if a newer start has acquired the lease meanwhile
+            return self.storage.mark(replaced, "superseded", check) if replaced else ""
 
     def discard(self) -> None:
+        if self._check is not None:
+            # The manifest may still be created, by a request whose answer is missing. If a newer start has acquired the
+            # lease, the checkpoint is left to it, which may count it: then ``mark`` raises SupersededError.
+            self.storage.mark(self.folder, "deleted", self._check)
         self.storage.store.delete_folder(self.folder)
+
+
+@contextmanager
+def _failed_save() -> Iterator[None]:
+    """Missing rights are an error of the save, not of the config: credentials may be renewed before the next save."""
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 @dataclass
@@ -416,8 +446,7 @@ class ObjectStorage(CheckpointStorage):
             self._delete(folder)
 
     def _delete(self, folder: str) -> None:
-        """Delete the objects of a checkpoint that does not count any more: first its manifest."""
-        self.store.delete(f"{folder}/{MANIFEST}")
+        """Delete the objects of a checkpoint that does not count any more, and then its markers."""
         self.store.delete_folder(folder)
         for name in self.store.names():
             match = MARKER.fullmatch(name)

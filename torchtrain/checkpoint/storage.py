@@ -102,7 +102,11 @@ class StagedCheckpoint(ABC):
 
     @abstractmethod
     def create(self, name: str) -> BinaryIO:
-        """Create the file ``name``, which no other rank writes. It is written from beginning to end, then closed."""
+        """Create the file ``name``, which no other rank writes.
+
+        It is written from beginning to end, then closed. It is used as a context manager: after an error in its body it
+        need not be stored.
+        """
 
     @abstractmethod
     def commit(
@@ -128,7 +132,10 @@ class StagedCheckpoint(ABC):
 
 
 class NewFile(io.BytesIO):
-    """A file of a staged checkpoint that is kept in memory, and given to ``store`` when it is closed."""
+    """A file of a staged checkpoint that is kept in memory, and given to ``store`` when it is closed.
+
+    It is not stored if it is a context manager whose body raises an error.
+    """
 
     def __init__(self, store: Callable[[bytes], object]) -> None:
         super().__init__()
@@ -136,8 +143,16 @@ class NewFile(io.BytesIO):
 
     def close(self) -> None:
         if not self.closed:
-            self._store(self.getvalue())
-        super().close()
+            content = self.getvalue()
+            # First: Python closes the file again when it is deleted, if this fails.
+            super().close()
+            self._store(content)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # it is incomplete
+            super().close()
 
 
 class CheckpointStorage(ABC):

@@ -73,6 +73,6 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
     if dist.get_rank() == 0 and is_url(config.checkpoint.folder):
         # The dump folder may be lost with its node.
         store = ObjectStore(config.checkpoint.folder, "checkpoint.folder")
-        store.delete_folder("hf", last="")
+        store.delete_folder("hf")
         store.upload(folder, "hf")
         logger.info("wrote %s", store.url_of("hf"))
