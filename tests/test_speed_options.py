@@ -46,9 +46,10 @@ from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
+    check_attention_backend,
     choose_attention_backend,
 )
-from torchtrain.parallelisms.compile import apply_compile
+from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import Trainer
@@ -110,20 +111,21 @@ def test_attention_backend_is_selected_and_logged() -> None:
     masked = replace(plain, data=replace(plain.data, document_mask=True))
     assert _precision(masked, TINY, CPU, ParallelDims()) == "bfloat16; attention: flash"
     try:
-        choose_attention_backend("math", CPU)
+        choose_attention_backend("math")
         assert attention_backend_name("math", TINY, torch.bfloat16, CPU) == "math"
-        choose_attention_backend("efficient", torch.device("cuda", 0))  # a CPU has no kernel of it
+        choose_attention_backend("efficient")  # a CPU has no kernel of it
         with pytest.raises(ConfigError, match=r"'efficient' has no kernel here for 4 heads of 8 .* 2 key/value heads"):
             attention_backend_name("efficient", TINY, torch.bfloat16, CPU)
     finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        torch.backends.cuda.enable_mem_efficient_sdp(True)
-        torch.backends.cuda.enable_math_sdp(True)
+        choose_attention_backend("auto")
+    for is_enabled in ("flash", "cudnn", "mem_efficient", "math"):
+        assert getattr(torch.backends.cuda, f"{is_enabled}_sdp_enabled")(), is_enabled
+    assert attention_backend_name("auto", TINY, torch.float32, CPU) == "flash"
     with pytest.raises(ConfigError, match="attention_backend = 'cudnn' has no deterministic backward"):
         JobConfig(training=TrainingConfig(attention_backend="cudnn", deterministic=True))
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
-        choose_attention_backend("cudnn", CPU)
+        check_attention_backend("cudnn", CPU)
+    check_attention_backend("auto", CPU)
 
 
 def attention_and_gradients(attention: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
@@ -391,3 +393,13 @@ def test_memory_budget_is_set_in_torch_compile() -> None:
     with config.patch(activation_memory_budget=1.0):
         apply_compile(model, ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.3))
         assert config.activation_memory_budget == 0.3
+        apply_compile(model, ActivationCheckpointConfig())  # another stage of the same process
+        assert config.activation_memory_budget == 1.0
+
+
+def test_async_tensor_parallelism_of_a_stage_ends_with_it() -> None:
+    from torch._inductor import config
+
+    with config.patch(_micro_pipeline_tp=True):
+        set_async_tensor_parallel(None)
+        assert not config._micro_pipeline_tp

@@ -160,8 +160,8 @@ def train_in_stages(config: JobConfig, build: Callable[[JobConfig, Rendezvous], 
     device = pick_device(config.job.device)
 
     def resolve_and_validate(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
-        own, _, model_config, dims = resolve(own, world_size())
-        validate(own, device, dims, model_config)
+        own, tokenizer, model_config, dims = resolve(own, world_size())
+        validate(own, device, dims, model_config, tokenizer)
         return own, model_config
 
     stages = resolve_stages(config, resolve_and_validate)

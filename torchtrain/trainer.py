@@ -75,7 +75,7 @@ from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.attention_backend import choose_attention_backend
+from torchtrain.parallelisms.attention_backend import check_attention_backend, choose_attention_backend
 from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
@@ -106,10 +106,8 @@ class Trainer:
         folder = Path(config.job.dump_folder)
         config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
         self.parallel_dims = dims
-        validate(config, device, dims, self.model_config)
-        document_start_id = document_start(config, self.tokenizer)
-        if config.training.attention_backend != "auto":
-            choose_attention_backend(config.training.attention_backend, device)
+        validate(config, device, dims, self.model_config, self.tokenizer)
+        choose_attention_backend(config.training.attention_backend)
 
         # Process groups. The device mesh names each dimension along which ranks communicate.
         enable_flight_recorder(folder / "hangs")
@@ -187,6 +185,7 @@ class Trainer:
             self.checkpointer.clock,
             needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
         )
+        document_start_id = document_start(config, self.tokenizer)
         microbatches = Microbatches(mesh, device, config.training.local_batch_size, document_start_id)
         self.train_step = TrainStep(
             self.model,
@@ -511,9 +510,13 @@ def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, Decode
     return config, tokenizer, model_config, dims
 
 
-def validate(config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig) -> None:
+def validate(
+    config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig, tokenizer: Tokenizer
+) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
     check_writers(config.metrics)
+    check_attention_backend(config.training.attention_backend, device)
+    document_start(config, tokenizer)
     initial, own = config.checkpoint.initial_load_path, checkpoint_storage(config)
     if initial and not (config.checkpoint.enable and own.steps()):  # a resumed run does not read it
         find_weights(initial)

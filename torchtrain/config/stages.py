@@ -36,6 +36,7 @@ MUST_NOT_DIFFER = {
     "optimizer.options": "another optimizer has other states",
     "optimizer.state_dtype": "the states of the checkpoint before have this dtype",
     "ema.enable": "the averages begin with the run",
+    "training.deterministic": "it must be set before the first operation of the process on a GPU",
     "training.seed": "one seed determines the initial weights and the order of the data of the whole run",
     "training.steps": "the length of a stage is its own key steps or tokens",
     "training.tokens": "the length of a stage is its own key steps or tokens",

@@ -10,6 +10,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.spec import DecoderConfig
 
 CPU_BACKENDS = ("flash", "math")
+BACKENDS = ("cudnn", "flash", "efficient", "math")
 
 
 def attention_backend_name(
@@ -45,22 +46,23 @@ def attention_backend_name(
     return choice.name.removesuffix("_ATTENTION").lower()
 
 
-def choose_attention_backend(wanted: str, device: torch.device) -> None:
-    """Enable only the SDPA backend ``wanted`` in this process.
-
-    Raises:
-        ConfigError: ``wanted`` does not exist on this type of device.
-    """
-    if device.type == "cpu" and wanted not in CPU_BACKENDS:
+def check_attention_backend(wanted: str, device: torch.device) -> None:
+    """Raise ConfigError if the SDPA backend ``wanted`` does not exist on this type of device."""
+    if device.type == "cpu" and wanted not in (*CPU_BACKENDS, "auto"):
         raise ConfigError(
             f"training.attention_backend = {wanted!r} needs a GPU; on CPU there are {', '.join(CPU_BACKENDS)} and auto"
         )
+
+
+def choose_attention_backend(wanted: str) -> None:
+    """Enable only the SDPA backend ``wanted`` in this process, or with "auto" all of them."""
+    enabled = BACKENDS if wanted == "auto" else (wanted,)
     # Set for the process instead of around each call: compiled blocks treat it as a constant, and it applies to all
     # attention.
-    torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(wanted == "flash")
-    torch.backends.cuda.enable_mem_efficient_sdp(wanted == "efficient")
-    torch.backends.cuda.enable_math_sdp(wanted == "math")
+    torch.backends.cuda.enable_cudnn_sdp("cudnn" in enabled)
+    torch.backends.cuda.enable_flash_sdp("flash" in enabled)
+    torch.backends.cuda.enable_mem_efficient_sdp("efficient" in enabled)
+    torch.backends.cuda.enable_math_sdp("math" in enabled)
 
 
 @contextmanager

@@ -14,12 +14,13 @@ def apply_compile(model: Decoder, activation_checkpoint: ActivationCheckpointCon
     """Compile each block separately: all share one compilation, and the graph of a single block compiles quickly."""
     import torch._functorch.partitioners  # slow to import
 
-    if activation_checkpoint.mode == "memory_budget":
-        torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
-        # Tensor parallelism adds its mesh to the graph, a script object without tensors, whose size torch 2.13 does not
-        # count unless this option is set.
-        if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
-            torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+    # Options of the process, which may have trained another stage before. 1 is torch's default.
+    has_budget = activation_checkpoint.mode == "memory_budget"
+    torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget if has_budget else 1.0
+    # Tensor parallelism adds its mesh to the graph, a script object without tensors, whose size torch 2.13 does not
+    # count unless this option is set.
+    if has_budget and hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     # This logger warns about in-place operations under selective activation checkpointing. Blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # No operation in a block is random, so recomputation needs no saved RNG state. On CPUs, torch 2.13 returns that
@@ -31,11 +32,16 @@ def apply_compile(model: Decoder, activation_checkpoint: ActivationCheckpointCon
         block.compile(fullgraph=True, dynamic=False)
 
 
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Enable async tensor parallelism: the compiler overlaps collectives of ``mesh`` with adjacent matmuls (CUDA)."""
+def set_async_tensor_parallel(mesh: DeviceMesh | None) -> None:
+    """Async tensor parallelism: the compiler overlaps collectives of ``mesh`` with adjacent matmuls (CUDA).
+
+    None disables it: the option is one of the process, which may have trained another stage before.
+    """
     import torch._inductor.config  # imported here because it is slow to import and not needed elsewhere
 
-    torch._inductor.config._micro_pipeline_tp = True
+    torch._inductor.config._micro_pipeline_tp = mesh is not None
+    if mesh is None:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 no longer needs the call
         enable_symm_mem_for_group(mesh.get_group().group_name)

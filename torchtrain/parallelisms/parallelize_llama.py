@@ -11,7 +11,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import full_name
 from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from torchtrain.parallelisms.compile import apply_compile, enable_async_tensor_parallel
+from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
 from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.float8 import apply_float8
@@ -32,13 +32,13 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
         apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
         apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)
-        if parallelism.enable_async_tensor_parallel:
-            enable_async_tensor_parallel(mesh.tensor)
     if mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)
     if config.activation_checkpoint.mode not in ("none", "memory_budget"):  # apply_compile implements memory_budget
         apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
+        uses_async = mesh.degrees.tensor > 1 and parallelism.enable_async_tensor_parallel
+        set_async_tensor_parallel(mesh.tensor if uses_async else None)
         apply_compile(model, config.activation_checkpoint)
     apply_fsdp(model, reducer, config.training, parallelism)
     check_meshes(model, reducer.mesh, mesh.tensor)
