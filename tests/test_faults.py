@@ -318,7 +318,7 @@ def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_
     assert output.count("SIGTERM received: completing the export to hf/, for which 1 s are left; a second signal") == 1
     assert output.count("the export to hf/ exceeds the grace period: start the run again to export") == 1
     assert "Traceback" not in output
-    assert "stopping after this step" not in output
+    assert "stopping before the next step" not in output
     assert saved_steps(tmp_path / "checkpoint") == [2]
 
     (tmp_path / "exporting").unlink()

@@ -2,13 +2,18 @@
 
 import os
 import shutil
-from contextlib import AbstractContextManager
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
 
@@ -20,12 +25,13 @@ from torchtrain.checkpoint.resume_compatibility import (
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import stage_configs, tokens_after
-from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.stages import resolve_stages, stage_of_step
+from torchtrain.stages import _build_or_other_step, resolve_stages, stage_of_step, train_in_stages
+from torchtrain.trainer import Trainer
 
 MODEL = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
 BASE = """
@@ -170,6 +176,7 @@ def one(table: str, **replaced: str) -> str:
             "steps = 4\nmup.base_dim = 8",
             "mup.base_dim must not differ between stages: the initial weights depend on it",
         ),
+        ("steps = 4\ntraining.deterministic = true", "training.deterministic must not differ between stages: it must"),
         ("steps = 4\nema.enable = true", "ema.enable must not differ between stages: the averages begin with the run"),
         ("steps = 4\ndata.streams = 8", "data.streams must not differ between stages: the position in streamed data"),
         ('steps = 4\njob.dump_folder = "x"', "job.dump_folder must not differ between stages: it is an option of the"),
@@ -418,15 +425,104 @@ def test_stages_are_the_chain_of_runs_by_hand(
     assert "stage 'long' (2 of 3): steps 4 to 6, 4 sequences of 64 tokens a step" in output
 
 
-class KillAtBorder(AbstractContextManager[None]):
-    """Ends the process without cleanup between two stages."""
+class AtBorder(AbstractContextManager[None]):
+    """Calls ``action`` between two stages."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.patch = patch("torchtrain.stages._release_memory", lambda _: action())
 
     def __enter__(self) -> None:
-        self.patch = patch("torchtrain.stages._release_memory", lambda _: os._exit(9))
         self.patch.start()
 
     def __exit__(self, *_: object) -> None:
         self.patch.stop()
+
+
+def killed_at_border() -> AtBorder:
+    return AtBorder(lambda: os._exit(9))
+
+
+def signal_at_border() -> AtBorder:
+    return AtBorder(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+@contextmanager
+def limit_in_step_3() -> Iterator[None]:
+    """The wall-clock limit is reached in step 3, after the ranks have agreed to continue."""
+    save = Trainer.save
+
+    def save_late(self: Trainer, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
+        if self.step == 3:
+            self.stop._clock_deadline = time.monotonic() + 1
+
+    with patch.object(Trainer, "save", save_late):
+        yield
+
+
+def test_stop_between_stages_is_one_of_the_run(tmp_path: Path, sources: dict[str, str]) -> None:
+    """By a signal between two stages, and by the wall-clock limit in the last step of one; then the run resumes."""
+    config = staged_config(tmp_path, sources, (2, 1, 1))
+    options = ["--job.config_file", str(config), "--checkpoint.last_save_in_hf", "--metrics.enable_report"]
+    for hook, step, message in (
+        (signal_at_border, 2, "stopped as requested: before stage 'long' continues"),
+        (limit_in_step_3, 3, "stopped as requested: step 3 of 4; outputs are in"),
+    ):
+        run = ForkedRun(tmp_path, *options, ranks=1, hook=hook)
+        assert run.wait() == [StoppedError.exit_code], run.output()
+        assert message in run.output()
+        assert max(logged_losses(tmp_path)) == step
+        assert (tmp_path / f"checkpoint/step-{step}").is_dir()
+        assert not (tmp_path / "hf").exists()
+        assert not (tmp_path / "report.md").exists()
+    assert "SIGUSR1 received: stopping before the next step, with 30 s for a save" in run.output()
+    output = finish(tmp_path, *options, ranks=1)
+    assert list(logged_losses(tmp_path)) == [1, 2, 3, 4]
+    assert output.count("done: step 4 of 4; outputs are in") == output.count("done: ") == 1
+    assert output.count("results of") == 2  # those of the run that was stopped in step 3, and of the last one
+    assert output.count(f"wrote {tmp_path}/hf") == 1
+    assert (tmp_path / "report.md").exists()
+
+
+def test_data_that_end_in_a_middle_stage_end_the_run(tmp_path: Path, sources: dict[str, str]) -> None:
+    config = staged_config(tmp_path, sources, (1, 900, 1))
+    config.write_text(config.read_text() + '[data]\nwhen_exhausted = "stop"\n')
+    options = ["--job.config_file", str(config), "--checkpoint.last_save_in_hf"]
+    output = finish(tmp_path, *options, "--metrics.log_freq", "100", "--checkpoint.interval", "1000", ranks=1)
+    assert "the data of stage 'long' ended at step" in output
+    assert output.count("the data ended (data.when_exhausted = 'stop'): step") == 1
+    assert "done: " not in output
+    assert (tmp_path / "hf/config.json").exists()
+
+
+def test_data_of_later_stages_are_opened_before_the_first_step(tmp_path: Path, sources: dict[str, str]) -> None:
+    config = staged_config(tmp_path, {**sources, "c": str(tmp_path / "missing.jsonl")})
+    run = ForkedRun(tmp_path, "--job.config_file", str(config), ranks=1)
+    assert run.wait() == [DataError.exit_code], run.output()
+    assert "stage 'long': data" in run.output()
+    assert "missing.jsonl" in run.output()
+    assert not logged_losses(tmp_path)
+
+
+def test_all_stages_are_checked_before_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "staged.toml"
+    backend = '[stages.training]\nattention_backend = "cudnn"\n'
+    file.write_text(BASE + THREE.replace("[stages.training]\n", backend, 1))
+    with pytest.raises(ConfigError, match=r"stage 'long': training.attention_backend = 'cudnn' needs a GPU"):
+        train_in_stages(parse(["--job.config_file", str(file), "--job.device", "cpu"]), pytest.fail)
+
+
+def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
+    built: list[Any] = []
+
+    def build(*_: object) -> Any:
+        model = torch.nn.Linear(1, 1)
+        built.append(weakref.ref(model))
+        raise OtherStageError(7)
+
+    unused: Any = None
+    assert _build_or_other_step(build, unused, unused, unused) == 7
+    assert built[0]() is None
 
 
 def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_one(
@@ -439,7 +535,7 @@ def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_o
     config = staged_config(tmp_path / "killed", sources)
     options = ["--job.config_file", str(config), *exact]
     for ranks in (2, 1):  # after the first stage, then after the second
-        run = ForkedRun(tmp_path / "killed", *options, ranks=ranks, hook=KillAtBorder)
+        run = ForkedRun(tmp_path / "killed", *options, ranks=ranks, hook=killed_at_border)
         assert run.wait() == [9] * ranks, run.output()
     finish(tmp_path / "killed", *options, ranks=2)
     for step in (3, 6, 9):

@@ -7,7 +7,7 @@ but checkpoints passes from one to the next: each stage has its own process grou
 import gc
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,19 +16,24 @@ import torch
 from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import JobConfig, flat
+from torchtrain.config.schema import JobConfig, SourceConfig, flat
 from torchtrain.config.stages import nested, set_options, stage_configs
 from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps
+from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.order import number_of_readers
+from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import Rendezvous, destroy_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError, StoppedError
+from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.trainer import Trainer, resolve, validate
+from torchtrain.trainer import Trainer, resolve, validate, with_dataset_revisions
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
+Build = Callable[[JobConfig, Rendezvous, StopRequest], Trainer]
 
 
 def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
@@ -59,11 +64,9 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
     finished: list[JobConfig] = []
     for number, (own, _) in enumerate(resolved):
         before = finished[-1] if finished else None
-        is_last = number == len(resolved) - 1
         own = _with_schedule(config, own, tables[number], before, ends[number], ends[-1], resolved[0][0])
         training = replace(own.training, steps=ends[number])
-        checkpoint = replace(own.checkpoint, last_save_in_hf=own.checkpoint.last_save_in_hf and is_last)
-        finished.append(replace(own, training=training, checkpoint=checkpoint))
+        finished.append(replace(own, training=training))
     _check_streams(finished)
     return _with_tables(finished, ends)
 
@@ -152,7 +155,7 @@ def _with_tables(configs: Sequence[JobConfig], ends: Sequence[int]) -> list[JobC
     return [replace(own, stages=tuple(tables)) for own in configs]
 
 
-def train_in_stages(config: JobConfig, build: Callable[[JobConfig, Rendezvous], Trainer]) -> int:
+def train_in_stages(config: JobConfig, build: Build) -> int:
     """Train all stages of ``config`` that are not finished; returns the exit code of the process.
 
     ``build`` makes the trainer of a stage.
@@ -167,40 +170,96 @@ def train_in_stages(config: JobConfig, build: Callable[[JobConfig, Rendezvous], 
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous = Rendezvous(config.comm.init_timeout_seconds)
     number = int(rendezvous.agree("first stage", lambda: str(_stage_to_begin(stages))))
-    while True:
-        stage = stages[number]
-        first = stages[number - 1].training.steps + 1 if number else 1
-        logger.info(
-            "stage %r (%d of %d): steps %d to %d, %d sequences of %d tokens a step",
-            *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),
-            *(stage.training.global_batch_size, stage.training.seq_len),
-        )
-        try:
-            trainer = build(stage, rendezvous)
-        except OtherStageError as error:  # the newest checkpoints are damaged, or checkpoint.load_step is set
-            number = stage_of_step(stages, error.step)
-            destroy_process_group()
-            _release_memory(stage)
-            continue
-        if trainer.step < first - 1:
-            raise CheckpointError(f"the checkpoints of stage {stages[number - 1].job.stage!r} have disappeared")
-        code, step = trainer.train(), trainer.step
-        stopped = rendezvous.any(f"stop after stage {number}", trainer.stop.signal_name is not None)
-        stopped = stopped or trainer.stop.agreed
-        del trainer
-        _release_memory(stage)
-        if code or number == len(stages) - 1:
-            return code
-        if step < stage.training.steps:
-            logger.warning(
-                "the data of stage %r ended at step %d of %d: later stages are not trained. Set data.when_exhausted = "
-                "'repeat', give more data, or shorten the stage",
-                *(stage.job.stage, step, stage.training.steps),
+    opened = False
+    with StopRequest(config.faults, since=rendezvous.created) as stop:
+        while True:
+            stage = stages[number]
+            first = stages[number - 1].training.steps + 1 if number else 1
+            logger.info(
+                "stage %r (%d of %d): steps %d to %d, %d sequences of %d tokens a step",
+                *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),
+                *(stage.training.global_batch_size, stage.training.seq_len),
             )
-            return code
-        if stopped:
-            return StoppedError().exit_code
-        number += 1
+            built = _build_or_other_step(build, stage, rendezvous, stop)
+            if isinstance(built, int):
+                number = stage_of_step(stages, built)
+                destroy_process_group()
+                _release_memory(stage)
+                continue
+            trainer = built
+            if trainer.step < first - 1:
+                raise CheckpointError(f"the checkpoints of stage {stages[number - 1].job.stage!r} have disappeared")
+            if not opened and number + 1 < len(stages):
+                open_data_of_later_stages(stages[number:], trainer)
+            opened = True
+            if stop.agree(trainer.gloo_group):  # everything is saved
+                logger.info("stopped as requested: before stage %r continues", stage.job.stage)
+                destroy_process_group()
+                return StoppedError().exit_code
+            code, step = trainer.train(), trainer.step
+            del trainer, built
+            _release_memory(stage)
+            if code or number == len(stages) - 1:
+                return code
+            if step < stage.training.steps:
+                logger.warning(
+                    "the data of stage %r ended at step %d of %d: later stages are not trained. Set "
+                    "data.when_exhausted = 'repeat', give more data, or shorten the stage",
+                    *(stage.job.stage, step, stage.training.steps),
+                )
+                return code
+            number += 1
+
+
+def _build_or_other_step(build: Build, stage: JobConfig, rendezvous: Rendezvous, stop: StopRequest) -> Trainer | int:
+    """The trainer of ``stage``, or the step of the checkpoint to resume from if that belongs to another stage.
+
+    It does, if newer checkpoints are damaged, or checkpoint.load_step is set. When this function has returned, nothing
+    refers to the memory of the trainer whose construction failed.
+    """
+    try:
+        return build(stage, rendezvous, stop)
+    except OtherStageError as error:
+        return error.step
+
+
+def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> None:
+    """Open and close the sources that only later stages read, so that missing data are an error at the start.
+
+    ``stages``: that of ``trainer``, then the later ones. Files are converted where that is necessary, and datasets of
+    the Hugging Face hub are not downloaded. Collective.
+
+    Raises:
+        ConfigError, DataError: see ``build_dataloader``. The message names the stage.
+    """
+    known = {_key(source) for source in _sources(stages[0])}
+
+    def open_on_rank0() -> None:
+        for own in stages[1:]:
+            with_dataset_revisions(own)  # asks the hub for datasets that have no revision
+            for source in _sources(own):
+                if _key(source) in known or source.source_type == "hub":
+                    continue
+                known.add(_key(source))
+                context = SourceContext(
+                    section=f"stage {own.job.stage!r}: data",
+                    tokenizer=trainer.tokenizer,
+                    verify_bytes=own.data.verify_gib * 2**30,
+                )
+                open_source(source, context)
+
+    on_rank0(open_on_rank0, trainer.gloo_group)
+
+
+def _sources(config: JobConfig) -> list[SourceConfig]:
+    """The sources of training and validation data."""
+    return [*config.data.all, *(config.validation.all if config.validation.enable else ())]
+
+
+def _key(source: SourceConfig) -> str:
+    """What ``source`` opens, without its share and its revision."""
+    options = {field.name: getattr(source, field.name) for field in fields(SourceConfig)}
+    return str({**options, "weight": 0, "revision": None, "type": source.source_type})
 
 
 def stage_of_step(stages: Sequence[JobConfig], step: int) -> int:

@@ -95,9 +95,11 @@ class Trainer:
     step: int
     """The optimizer step that is being executed or was executed last, counted from 1; 0 before the first one."""
 
-    def __init__(self, config: JobConfig, rendezvous: Rendezvous | None = None) -> None:
+    def __init__(
+        self, config: JobConfig, rendezvous: Rendezvous | None = None, stop: StopRequest | None = None
+    ) -> None:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
-        self.stop = StopRequest(config.faults, since=rendezvous.created if rendezvous else None)
+        self.stop = StopRequest(config.faults) if stop is None else stop
         as_given = config
 
         # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
@@ -265,7 +267,8 @@ class Trainer:
     def train(self) -> int:
         """Train until ``training.steps``, the end of the data, or a stop request.
 
-        Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end.
+        Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end. The
+        end of a stage is the end of the run only for the last stage, or if the data have ended.
         """
         self.write_config()
         self.description.log()
@@ -273,7 +276,8 @@ class Trainer:
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
-            logger.info("the run is complete: step %d of %d; to continue it, raise training.steps", self.step, steps)
+            way = "add a stage" if self.config.stages else "raise training.steps"
+            logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
             destroy_process_group()
             return 0
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
@@ -282,19 +286,23 @@ class Trainer:
                 self.validate(last=self.step == steps)
             self.run_steps()
         stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
+        if self.is_between_stages:
+            stopped = stopped or self.stop.agree(self.gloo_group)
         if not stopped and self.misses_export():
             with self.stop.during_export(saved=self.config.checkpoint.enable):
                 export_hf(self.config, self.step, self.checkpointer, self.model_config)
-        self.log_end(stopped)
+        if stopped or not self.is_between_stages:
+            self.log_end(stopped)
         destroy_process_group()
         return StoppedError().exit_code if stopped else 0
 
     def log_end(self, stopped: bool) -> None:
         """Log how the run ended and where its outputs are."""
-        steps, checkpoint = self.config.training.steps, self.config.checkpoint
+        checkpoint = self.config.checkpoint
+        steps = sum(table["steps"] for table in self.config.stages) or self.config.training.steps
         if stopped:
             ending = "stopped as requested"
-        elif self.step == steps:
+        elif self.step >= self.config.training.steps:
             ending = "done"
         else:
             ending = "the data ended (data.when_exhausted = 'stop')"
@@ -376,9 +384,17 @@ class Trainer:
         file = Path(self.config.job.dump_folder) / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether the current step is the last of a stage that another one follows."""
+        stages = self.config.stages
+        return bool(stages) and self.config.job.stage != stages[-1]["name"] and self.step >= self.config.training.steps
+
     def misses_export(self) -> bool:
         """Whether an export to ``hf/`` is requested and ``hf/`` does not contain the weights of the current step."""
-        return self.config.checkpoint.last_save_in_hf and needs_export(self.config, self.step, self.gloo_group)
+        if not self.config.checkpoint.last_save_in_hf or self.is_between_stages:
+            return False
+        return needs_export(self.config, self.step, self.gloo_group)
 
     def roll_back(self) -> None:
         """Load the newest valid checkpoint from before the bad step. The data loader is not rewound.

@@ -49,8 +49,8 @@ MUST_NOT_DIFFER = {
 }
 """Options that stages must not set, with the reason."""
 SET_BY_RESOLVING = {
-    *("training.steps", "checkpoint.last_save_in_hf", "lr_scheduler.total_steps", "lr_scheduler.start_step"),
-    *("lr_scheduler.initial_lr", "optimizer.lr"),
+    *("training.steps", "lr_scheduler.total_steps", "lr_scheduler.start_step", "lr_scheduler.initial_lr"),
+    "optimizer.lr",
 }
 """Options that the tables of a resolved config have although a user must not set them in stages."""
 

@@ -84,7 +84,7 @@ class Rendezvous:
 
     def __init__(self, timeout_seconds: int) -> None:
         self.created = time.monotonic()
-        self.timeout = timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds)
         env_int("RANK", 0)  # raises a ConfigError if RANK is not a number, before torch reads it
         raise_file_limit(world_size())
         require_threads(THREADS_PER_RANK + torch.get_num_threads())
@@ -117,14 +117,6 @@ class Rendezvous:
         if self.rank == 0:
             self.store.set(key, ask())
         return bytes(self.store.get(key)).decode()
-
-    def any(self, key: str, value: bool) -> bool:
-        """Whether ``value`` is true on any rank. For use between process groups; each ``key`` once. Collective."""
-        self.store.add(f"{key}: true", int(value))
-        if self.store.add(f"{key}: ranks", 1) == self.size:
-            self.store.set(f"{key}: all ranks", "")
-        self.store.wait([f"{key}: all ranks"], self.timeout)
-        return int(self.store.add(f"{key}: true", 0)) > 0
 
 
 def init_process_group(device: torch.device, timeout_seconds: int, through: Rendezvous | None = None) -> None:

@@ -27,6 +27,9 @@ EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job
 class StopRequest:
     """Whether this rank was asked to stop, and when it must exit. A context manager, entered on the main thread.
 
+    Signals are handled from the first entry to the last exit; entries may be nested. A run in stages has one request
+    for all its trainers, so that a signal between two stages is not lost.
+
     The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is a request to stop, and so is the time ``stop_grace_seconds`` before
     the wall-clock limit. A second signal ends the process immediately.
 
@@ -41,11 +44,15 @@ class StopRequest:
         self.agreed = False
         """Whether any rank was asked to stop; identical on all ranks."""
         self._signal_time, self._grace_end = 0.0, float("inf")
-        self._response = "stopping after this step, with %.0f s for a save"
+        self._response = "stopping before the next step, with %.0f s for a save"
+        self._entries = 0
         limit = config.wall_clock_limit_minutes
         self._clock_deadline = (time.monotonic() if since is None else since) + 60 * limit if limit else float("inf")
 
     def __enter__(self) -> "StopRequest":
+        self._entries += 1
+        if self._entries > 1:
+            return self
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         # Set this before the handlers, which do nothing, so that no signal is lost in between.
@@ -55,6 +62,9 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._entries -= 1
+        if self._entries:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
