@@ -8,11 +8,12 @@ create the same object, one succeeds. The objects below ``checkpoint.folder`` ar
     step-500.3-1f0c.2/manifest.json           created last: now the checkpoint is complete
     step-400.2-77ab.1.superseded.3            a marker of generation 3: the checkpoint does not count any more
 
-Only what the newest lease allows counts: the checkpoints and markers that its record names, and those of its own
-generation. So whatever a request of an older start does after the next start has acquired the lease, it has no effect,
-however late it arrives. A start first acquires the lease and then adopts what an older start has completed since its
-record was written; everything else of older starts is removed. Folders ``step-N`` without a generation, as somebody
-copies them from a local folder, count as well.
+Only what the newest lease allows counts: the checkpoints that its record names, and the checkpoints and markers of the
+generations from ``since`` on. When a start acquires the lease, ``since`` is the generation of the previous start, which
+may just have completed a checkpoint. The start then lists everything once more, and stores the record again: with what
+it has found, and its own generation as ``since``. From then on no request of an older start has an effect, however late
+it arrives; and if the start is killed before that, the next one does it. Everything else of older starts is removed.
+Folders ``step-N`` without a generation, as somebody copies them from a local folder, count as well.
 """
 
 import errno
@@ -38,15 +39,16 @@ from torchtrain.checkpoint.storage import (
     WriterLease,
     superseded,
 )
-from torchtrain.errors import CheckpointError, ConfigError, DamagedError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import error_code, open_file_system, with_store_retries, with_timeout
+from torchtrain.object_store import LEAST_ATTEMPTS, error_code, open_file_system, with_store_retries, with_timeout
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
-MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted|adopted)\.([1-9][0-9]*)")
-LEASE_FILE = re.compile(r"([0-9]{8,})\.json")
+MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted)\.([1-9][0-9]*)")
+LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
+ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``check_access``
 REQUESTS = 8  # at a time
 FILES_AT_ONCE = 4  # which a rank writes, or reads
 RANGES_AT_ONCE = 4  # of one file
@@ -163,17 +165,22 @@ class ObjectStore:
         file_system, root = self._opened
         if not hasattr(file_system, "call_s3"):
             return []
-        request = partial(
-            file_system.call_s3, "list_multipart_uploads", Bucket=root.partition("/")[0], Prefix=self.key("")
-        )
-        found: list[dict[str, str]] = with_store_retries(request, self.url).get("Uploads", [])
-        return found
+        found: list[dict[str, str]] = []
+        options = {"Bucket": root.partition("/")[0], "Prefix": self.key("")}
+        while True:
+            request = partial(with_timeout(file_system, "call_s3"), "list_multipart_uploads", **options)
+            page = with_store_retries(request, self.url)
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return found
+            options |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_upload(self, upload: Mapping[str, str]) -> None:
         file_system, root = self._opened
         options = {"Bucket": root.partition("/")[0], "Key": upload["Key"], "UploadId": upload["UploadId"]}
         with suppress(*MISSING):
-            with_store_retries(partial(file_system.call_s3, "abort_multipart_upload", **options), self.url)
+            abort = partial(with_timeout(file_system, "call_s3"), "abort_multipart_upload", **options)
+            with_store_retries(abort, self.url)
 
     def delete_folder(self, folder: str) -> None:
         """Delete all objects in ``folder``, first the manifest: what has lost other files must not seem complete."""
@@ -312,9 +319,11 @@ class _Record:
 
     lease: WriterLease = field(default_factory=WriterLease)
     complete: list[str] = field(default_factory=list)
-    """Folders of the complete checkpoints of older generations."""
+    """Folders of the complete checkpoints of generations before ``since``."""
     aside: dict[str, str] = field(default_factory=dict)
-    """Why folders of older generations do not count any more."""
+    """Why folders do not count any more, by markers of generations before ``since``."""
+    since: int = 0
+    """Changes of this and later generations count."""
 
 
 @dataclass
@@ -325,11 +334,9 @@ class _State:
     complete: dict[int, str]
     """Folder of the checkpoint of each step."""
     aside: dict[str, str]
-    """Folders that were set aside, and why."""
+    """Folders that were set aside or deleted, and why."""
     left_over: list[str]
-    """Folders and markers that do not count."""
-    committed: set[str]
-    """All folders with a manifest."""
+    """Folders, markers and other objects that nobody needs."""
 
 
 class ObjectStorage(CheckpointStorage):
@@ -340,64 +347,100 @@ class ObjectStorage(CheckpointStorage):
         self.store = ObjectStore(self.location, "checkpoint.folder")
         self._saves = 0
         self._own: _Record | None = None  # of the lease that this process holds
+        self._read: tuple[str, _Record] | None = None  # the newest lease object, and its record
+        self._committed: set[str] = set()  # folders with a manifest
 
     def check_access(self) -> None:
-        """Create and delete an object."""
-        name = f"access-{uuid4().hex}"
-        try:
-            self.store.write(name, b"")
-        except MISSING as error:
-            raise ConfigError(f"checkpoint.folder = {self.location!r} cannot be used: {error}") from error
-        self.store.delete(name)
+        """Create an object, check that it cannot be created again, and delete it."""
+        for _ in range(LEAST_ATTEMPTS):
+            name = f"access-{uuid4().hex}"
+            try:
+                self.store.create(name, b"first")
+                self.store.create(name, b"second")
+            except FileExistsError:
+                self.store.delete(name)
+                return
+            except MISSING as error:
+                raise ConfigError(f"checkpoint.folder = {self.location!r} cannot be used: {error}") from error
+            self.store.delete(name)  # or another start has removed the first one as a left-over: try again
+        raise ConfigError(
+            f"checkpoint.folder = {self.location!r} cannot be used: the store ignores the condition of a request to "
+            "create an object only if there is none (If-None-Match), so that two starts could write there at once"
+        )
 
     # The state
 
+    def _lease_names(self) -> list[str]:
+        """Names of the lease objects, newest last."""
+        return sorted(filter(LEASE_FILE.fullmatch, self.store.names("lease")))
+
     def _newest_record(self) -> _Record:
-        names = [name for name in self.store.names("lease") if LEASE_FILE.fullmatch(name)]
-        while names:
-            newest = max(names)
-            try:
-                content = json.loads(self.store.read(f"lease/{newest}"))
-                return _Record(WriterLease(**content["lease"]), content["complete"], content["aside"])
-            except MISSING:  # a newer start has removed it
-                names = [name for name in self.store.names("lease") if LEASE_FILE.fullmatch(name)]
-            except (ValueError, TypeError, LookupError) as error:
-                raise CheckpointError(f"{self.location}/lease/{newest} is not a writer lease: remove it") from error
-        return _Record()
+        for _ in range(LEAST_ATTEMPTS):
+            names = self._lease_names()
+            if not names:
+                return _Record()
+            if self._read is None or self._read[0] != names[-1]:
+                try:
+                    content = json.loads(self.store.read(f"lease/{names[-1]}"))
+                    record = _Record(**{**content, "lease": WriterLease(**content["lease"])})
+                except MISSING:  # a newer start has removed it
+                    continue
+                except (ValueError, TypeError, LookupError) as error:
+                    raise CheckpointError(
+                        f"{self.location}/lease/{names[-1]} is not a writer lease: remove it"
+                    ) from error
+                if record.since < record.lease.generation:
+                    return record  # its start has not stored it for the last time
+                self._read = names[-1], record
+            return self._read[1]
+        raise StorageError(f"{self.location}/lease: the newest object is listed, but missing. Start again later")
 
     def _state(self) -> _State:
         record = self._newest_record()
-        generation = record.lease.generation
         entries = self.store.names()
-        aside, adopted, left_over = dict(record.aside), set(record.complete), []
+        generation = record.lease.generation
+
+        def counts(by: int) -> bool:
+            return not generation or record.since <= by <= generation
+
+        aside, left_over = dict(record.aside), [name for name in entries if ACCESS_FILE.fullmatch(name)]
         for match in filter(None, map(MARKER.fullmatch, entries)):
-            folder, why, by = match[1], match[3], int(match[4])
-            if by != generation:
+            if not counts(int(match[4])):
                 left_over.append(match[0])
-            elif why == "adopted":
-                adopted.add(folder)
-            else:
-                aside[folder] = why
-        folders = [match for match in map(PREFIX.fullmatch, entries) if match and entries[match[0]]]
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            committed = list(pool.map(lambda match: self.store.exists(f"{match[0]}/{MANIFEST}"), folders))
-        complete: dict[int, tuple[tuple[int, int], str]] = {}
-        for match, has_manifest in zip(folders, committed, strict=True):
-            step, folder, by = int(match[1]), match[0], int(match[2] or 0)
-            counts = not by or not generation or by == generation or folder in adopted
-            if folder in aside and aside[folder] != "deleted":
+            elif aside.get(match[1]) != "deleted":
+                aside[match[1]] = match[3]
+        aside = {folder: why for folder, why in aside.items() if folder in entries}
+
+        adopted = {*record.complete, *self._committed}
+        checkpoints: list[tuple[int, int, int, str]] = []  # step, generation and number of the save, folder
+        for match in filter(None, map(PREFIX.fullmatch, entries)):
+            folder, by = match[0], int(match[2] or 0)
+            if not entries[folder]:
                 continue
-            if folder in aside or not has_manifest or not counts:
+            if folder not in aside and (not by or folder in record.complete or counts(by)):
+                checkpoints.append((int(match[1]), by, int(match[4] or 0), folder))
+            elif aside.get(folder, "deleted") == "deleted":
                 left_over.append(folder)
-            else:
-                # The newest save of a step counts; a process was killed before it could mark the others.
-                older, newer = sorted([complete.get(step, ((-1, -1), "")), ((by, int(match[4] or 0)), folder)])
-                complete[step] = newer
-                left_over += [older[1]] if older[1] else []
-        aside = {folder: why for folder, why in aside.items() if folder in entries and why != "deleted"}
-        newest = {step: folder for step, (_, folder) in sorted(complete.items())}
-        with_manifest = {match[0] for match, has in zip(folders, committed, strict=True) if has}
-        return _State(record, newest, aside, left_over, with_manifest)
+        # Those of the record are complete, and so is what once was: a marker comes before a deletion.
+        unknown = [(by, folder) for _, by, _, folder in checkpoints if not by or folder not in adopted]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            found = pool.map(
+                lambda folder: self.store.exists(f"{folder}/{MANIFEST}"), [folder for _, folder in unknown]
+            )
+            absent = {folder: by for (by, folder), has_manifest in zip(unknown, found, strict=True) if not has_manifest}
+        # Without a generation, somebody may be copying it.
+        left_over += [folder for folder, by in absent.items() if by]
+        complete: dict[int, str] = {}
+        for step, by, _, folder in sorted(checkpoints):
+            if folder in absent:
+                continue
+            if by:
+                self._committed.add(folder)
+            # The newest save of a step counts; a process was killed before it could mark the others.
+            if step in complete:
+                left_over.append(complete[step])
+            complete[step] = folder
+        return _State(record, complete, aside, left_over)
 
     def folder_of(self, step: int) -> str | None:
         return self._state().complete.get(step)
@@ -407,7 +450,8 @@ class ObjectStorage(CheckpointStorage):
 
     def names(self) -> list[str]:
         state = self._state()
-        return sorted([*state.complete.values(), *(f"{folder}.{why}" for folder, why in state.aside.items())])
+        aside = [f"{folder}.{why}" for folder, why in state.aside.items() if why != "deleted"]
+        return sorted([*state.complete.values(), *aside])
 
     def versions(self) -> dict[int, Hashable]:
         return dict(self._state().complete)
@@ -447,6 +491,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _delete(self, folder: str) -> None:
         """Delete the objects of a checkpoint that does not count any more, and then its markers."""
+        self._committed.discard(folder)
         self.store.delete_folder(folder)
         for name in self.store.names():
             match = MARKER.fullmatch(name)
@@ -459,61 +504,83 @@ class ObjectStorage(CheckpointStorage):
         return self._newest_record().lease
 
     def write_lease(self, lease: WriterLease) -> None:
-        state = self._state()
-        newest = state.record.lease
-        if self._own is None or self._own.lease != lease:
-            self._own = _Record(lease, sorted(state.complete.values()), state.aside)
-        name = f"lease/{lease.generation:08}.json"
+        renewed = self._own is not None and self._own.lease == lease
+        if not renewed:
+            state = self._state()
+            self._own = _Record(lease, sorted(state.complete.values()), state.aside, state.record.since)
+        assert self._own is not None
         try:
-            self.store.create(name, json.dumps(asdict(self._own)).encode())
+            self.store.create(_lease_file(lease.generation), _encoded(self._own))
         except FileExistsError:
             raise superseded(self.read_lease(), lease, self.location) from None
         except MISSING as error:
             raise CheckpointError(f"{self.location} cannot be written: {error}") from error
         now = self.read_lease()
         if now.id != lease.id:  # this start was so slow that leases of this number have come and gone
-            self.store.delete(name)
+            self.store.delete(_lease_file(lease.generation))
             raise superseded(now, lease, self.location)
-        self._adopt(state, newest.generation)
+        if not renewed:
+            self._rewrite_lease(self._state())
 
-    def _adopt(self, before: _State, generation: int) -> None:
-        """Let count what the previous holder has changed between the listing and the new lease."""
-        after = self._state()
-        for name in after.left_over:
-            marker, prefix = MARKER.fullmatch(name), PREFIX.fullmatch(name)
-            own = after.record.lease.generation
-            if marker and int(marker[4]) == generation and before.aside.get(marker[1]) != marker[3]:
-                self.store.write(f"{marker[1]}.{marker[3]}.{own}", b"")
-            elif prefix and int(prefix[2] or 0) == generation and name in after.committed - before.committed:
-                self.store.write(f"{name}.adopted.{own}", b"")
+    def _rewrite_lease(self, state: _State) -> None:
+        """Store the record of ``state`` in the lease of this process. Later changes of older starts do not count."""
+        assert self._own is not None
+        lease = self._own.lease
+        if state.record.lease.id != lease.id:
+            raise superseded(state.record.lease, lease, self.location)
+        own = {folder for folder in state.complete.values() if _generation(folder) == lease.generation}
+        complete = sorted(set(state.complete.values()) - own)
+        self._own, self._read = _Record(lease, complete, state.aside, lease.generation), None
+        self.store.write(_lease_file(lease.generation), _encoded(self._own))
 
     def check_lease(self, lease: WriterLease) -> None:
-        generations = [int(match[1]) for match in map(LEASE_FILE.fullmatch, self.store.names("lease")) if match]
-        if not generations:
+        names = self._lease_names()
+        if not names:
             super().check_lease(lease)
-        elif max(generations) != lease.generation:
+        elif int(names[-1].partition(".")[0]) != lease.generation:
             raise superseded(self.read_lease(), lease, self.location)
 
     def remove_left_overs(self, check: Callable[[], None]) -> None:
         check()
         state = self._state()
-        own = state.record.lease.generation
-        for name in self.store.names("lease"):
-            match = LEASE_FILE.fullmatch(name)
-            if match and int(match[1]) < own:
+        for name in self._lease_names():
+            if name < _lease_file(state.record.lease.generation).rpartition("/")[2]:
                 self.store.delete(f"lease/{name}")
         for name in state.left_over:
             check()
-            if MARKER.fullmatch(name):
-                self.store.delete(name)
-            elif name not in state.aside:
+            if PREFIX.fullmatch(name):
                 logger.info(f"{self.location}/{name}, which an earlier start has left, is removed")
                 self._delete(name)
-        self._abort_uploads()
+            else:
+                self.store.delete(name)
+        if "deleted" in state.aside.values():  # a folder of the same name may be copied there again
+            self._rewrite_lease(self._state())
+        self._abort_uploads(check)
 
-    def _abort_uploads(self) -> None:
+    def _abort_uploads(self, check: Callable[[], None]) -> None:
         """Abort unfinished multipart uploads of killed starts to S3. Other stores remove theirs by themselves."""
-        for upload in self.store.uploads():
-            folder = PREFIX.match(upload["Key"].removeprefix(self.store.key("")))
-            if folder and (self._own is None or int(folder[2] or 0) != self._own.lease.generation):
+        try:
+            uploads = self.store.uploads()
+        except ConfigError as error:
+            logger.warning(f"unfinished uploads of killed starts cannot be removed: {error}")
+            return
+        for upload in uploads:
+            folder = upload["Key"].removeprefix(self.store.key("")).partition("/")[0]
+            by = _generation(folder)
+            if folder == "hf" or (by and (self._own is None or by < self._own.lease.generation)):
+                check()
                 self.store.abort_upload(upload)
+
+
+def _lease_file(generation: int) -> str:
+    return f"lease/{generation:08}.json"
+
+
+def _encoded(record: _Record) -> bytes:
+    return json.dumps(asdict(record)).encode()
+
+
+def _generation(folder: str) -> int:
+    """The generation whose start has saved ``folder``; 0 if it is the folder of no start."""
+    match = PREFIX.fullmatch(folder)
+    return int(match[2] or 0) if match else 0
