@@ -145,6 +145,32 @@ def test_input_of_most_bytes_has_at_most_so_many_shards(monkeypatch: pytest.Monk
     assert len(input_splits.split_files([64 * 10 + 63], [True])) == 64
 
 
+def test_output_that_does_not_answer_is_a_storage_error(
+    source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(tokenize_dataset, "_write_shard", fail)
+    with pytest.raises(StorageError, match=r"out cannot be written: Stale file handle\. What is complete is kept"):
+        share(source, tmp_path / "out")
+
+
+def test_file_of_another_process_is_not_replaced_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(str(tmp_path))
+
+    def no_link(_: Path, target: Path) -> None:
+        if target.name == "first.json":  # another process was faster
+            target.write_bytes(b"other")
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_link)
+    assert [folder.create(name, b"own") for name in ("first.json", "second.json")] == [False, True]
+    assert [folder.read(name) for name in ("first.json", "second.json")] == [b"other", b"own"]
+
+
 def test_output_by_a_file_url_is_a_local_folder(source: SourceConfig, tmp_path: Path) -> None:
     share(source, tmp_path / "path")
     share(source, (tmp_path / "new/url").as_uri())
