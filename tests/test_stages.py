@@ -24,7 +24,7 @@ from torchtrain.checkpoint.resume_compatibility import (
 )
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
-from torchtrain.config.stages import stage_configs, tokens_after
+from torchtrain.config.stages import has_stages, stage_configs, tokens_after
 from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.spec import DecoderConfig
@@ -150,6 +150,9 @@ def test_batch_sizes_by_tokens_are_stages() -> None:
     assert [config.training.global_batch_size for config in configs] == [4, 8, 16]
     assert [config.training.steps for config in configs] == [8, 16, 30]  # 1000 / 128; 2000 / 256; 6928 / 512
     assert tokens_after(configs[2], 30) >= 10_000 > tokens_after(configs[2], 29)
+    assert [config.job.stage for config in configs] == ["batch 4", "batch 8 from 1K", "batch 16 from 3K"]
+    again = resolved(BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K, 4 at 1.5K"\nsteps = 30'))
+    assert [config.job.stage for config in again] == ["batch 4", "batch 8 from 1K", "batch 4 from 1.5K"]
     option = ["--training.global_batch_size", "4, 8 at 1K", "--training.steps", "20", "--training.seq_len", "32"]
     assert [config.training.global_batch_size for config in stage_configs(parse(option))] == [4, 8]
 
@@ -192,7 +195,7 @@ def one(table: str, **replaced: str) -> str:
         ("steps = 0", "stages[2] (decay): steps = 0 must be an integer of at least 1"),
         ('steps = 4\ntokens = "1B"', "stages[2] (decay): steps = 4 and tokens = '1B' exclude each other"),
         ('tokens = "many"', "stages[2] (decay): training.tokens = 'many' must be a number of tokens"),
-        ("", "stages[2] (decay): set its length, or training.tokens or training.steps"),
+        ("", "stages[2] (decay): set its length, or training.tokens, or training.steps to another number than its def"),
         ("steps = 4\ndata.wieght = 1", "stages[2] (decay): data.wieght is not a known key; did you mean 'data.weight'"),
         ("steps = 4\nvalidation.steps = 0", "stages[2] (decay): validation.steps = 0 must be -1 or at least 1"),
     ],
@@ -259,10 +262,21 @@ def test_invalid_batch_sizes_by_tokens_are_rejected(sizes: str) -> None:
         resolved(text)
 
 
+def test_batch_size_of_the_command_line_replaces_the_schedule_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "ramp.toml"
+    file.write_text(BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"\nsteps = 20'))
+    options = ["--job.config_file", str(file), "--training.global_batch_size"]
+    config = parse([*options, "16"])
+    assert not has_stages(config)
+    assert config.training.global_batch_size == 16
+    assert parse([*options, "16", options[-1], "2, 4 at 1K"]).training.global_batch_size_schedule == "2, 4 at 1K"
+    assert not has_stages(parse([*options, "2, 4 at 1K", f"{options[-1]}=16"]))
+
+
 def test_run_that_ends_before_its_last_stage_is_rejected() -> None:
     text = BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"\nsteps = 8')
     with pytest.raises(
-        ConfigError, match=r"training.steps = 8 ends before the last stage, 'batch 8', begins \(after step 8"
+        ConfigError, match=r"training.steps = 8 ends before the last stage, 'batch 8 from 1K', begins \(after step 8"
     ):
         resolved(text)
 

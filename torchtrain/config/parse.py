@@ -21,7 +21,7 @@ import tomli
 import tomli_w
 
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import JobConfig, JobSection, flat, key_of, require_local
+from torchtrain.config.schema import SAME_NUMBER, JobConfig, JobSection, flat, key_of, require_local
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
 
@@ -75,16 +75,14 @@ def parse(
     require_local(file, "job.config_file")
     # tyro names an option after its field, whose name cannot be a keyword of Python.
     argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
-    for number, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        if name.replace("-", "_") == f"__{BATCH_SIZE}" and "," in (value or "".join(argv[number + 1 : number + 2])):
-            argv[number] = word.replace(name, f"--{BATCH_SCHEDULE}")
+    argv = with_batch_schedule(argv)
     import_modules(modules_to_import(argv, file))
     argv = replace_booleans(argv)
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
     stages = defaults.stages  # only in the file: tables of any options are no options of the command line
     vars(defaults).update(stages=())
+    unset_replaced(defaults, argv)
     # Redirected, because tyro prints some errors even with its option console_outputs=False.
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
@@ -97,6 +95,31 @@ def parse(
     table["stages"] = list(stages)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
     return from_toml(JobConfig, table)  # checks values of the command line as those of a file
+
+
+def with_batch_schedule(argv: Sequence[str]) -> list[str]:
+    """``argv``, in which a schedule of batch sizes is the value of its own option, which a number unsets."""
+    words: list[str] = []
+    for number, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") != f"__{BATCH_SIZE}":
+            words.append(word)
+        elif "," in (value or "".join(argv[number + 1 : number + 2])):
+            words.append(word.replace(name, f"--{BATCH_SCHEDULE}"))
+        else:
+            words += [f"--{BATCH_SCHEDULE}", "", word]
+    return words
+
+
+def unset_replaced(defaults: JobConfig, argv: Sequence[str]) -> None:
+    """Unset options of a config file whose counterpart in steps or in tokens ``argv`` sets. Changes ``defaults``."""
+    given = {word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
+    for pair in SAME_NUMBER.items():
+        for name, other in (pair, pair[::-1]):
+            if name in given and other not in given:
+                section, _, key = other.partition(".")
+                options = getattr(defaults, section)
+                vars(options)[key] = getattr(type(options)(), key)
 
 
 def replace_booleans(argv: Sequence[str]) -> list[str]:

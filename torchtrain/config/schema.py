@@ -124,17 +124,27 @@ class Section:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
 
+SAME_NUMBER = {
+    "training.tokens": "training.steps",
+    "lr_scheduler.warmup_tokens": "lr_scheduler.warmup_steps",
+    "lr_scheduler.total_tokens": "lr_scheduler.total_steps",
+    "lr_scheduler.decay_tokens": "lr_scheduler.decay_ratio",
+    "checkpoint.interval_tokens": "checkpoint.interval",
+    "validation.interval_tokens": "validation.interval",
+}
+"""Options in tokens, and those in steps that stand for the same number."""
+
+
 def require_one(section: Any, in_tokens: str, other: str) -> None:
     """Raise ``ConfigError`` if two options of ``section`` that stand for the same number are both set.
 
-    An option that has its default counts as not set.
+    An option that has its default counts as not set. On the command line, one replaces the other in the file.
     """
     tokens, value, name = getattr(section, in_tokens), getattr(section, other), section.section_name
     defaults = {option.name: option.default for option in fields(section)}
     require(
         not tokens or value == defaults[other],
-        f"{name}.{in_tokens} = {tokens!r} and {name}.{other} = {value!r} exclude each other; set one of them (an empty "
-        f"string, --{name}.{in_tokens} '', unsets that of the config file)",
+        f"{name}.{in_tokens} = {tokens!r} and {name}.{other} = {value!r} exclude each other; set one of them",
     )
 
 

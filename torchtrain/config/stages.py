@@ -144,9 +144,6 @@ def _problems(config: JobConfig, number: int, resolved: bool) -> Iterable[str]:
             if prefix in MUST_NOT_DIFFER and not any(part in MAY_DIFFER for part in _prefixes(option)[:-1]):
                 yield f"{label}: {option} must not differ between stages: {MUST_NOT_DIFFER[prefix]}"
                 break
-            if prefix in MUST_NOT_DIFFER and prefix != "model":
-                yield f"{label}: {option} must not differ between stages: {MUST_NOT_DIFFER[prefix]}"
-                break
         else:
             section = option.split(".")[0]
             is_known = section in JobConfig.__dataclass_fields__
@@ -185,7 +182,10 @@ def _problems_of_run(config: JobConfig, resolved: bool) -> Iterable[str]:
             "stage exclude each other; set one of them"
         )
     if not is_set and not lasts:
-        yield f"{_label(config, len(config.stages) - 1)}: set its length, or training.tokens or training.steps"
+        yield (
+            f"{_label(config, len(config.stages) - 1)}: set its length, or training.tokens, or training.steps to "
+            f"another number than its default, {length}"
+        )
 
 
 def _base_table(config: JobConfig, resolved: bool) -> dict[str, Any]:
@@ -282,7 +282,8 @@ def _ramp_to_stages(config: JobConfig) -> JobConfig:
     stages: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
         assert part is not None
-        table: dict[str, Any] = {"name": f"batch {part[1]}", "training": {"global_batch_size": int(part[1])}}
+        name = f"batch {part[1]} from {part[2]}{part[3]}" if number else f"batch {part[1]}"
+        table: dict[str, Any] = {"name": name, "training": {"global_batch_size": int(part[1])}}
         if number + 1 < len(parts):
             table["tokens"] = str(tokens[number + 1] - tokens[number])
         stages.append(table)
