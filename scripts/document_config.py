@@ -31,7 +31,8 @@ python -m torchtrain.train --help
 shows all options with their documentation. This page lists the same options by section. It is generated from
 `torchtrain/config/schema.py` by `python scripts/document_config.py`.
 
-Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file:
+Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file.
+An option in tokens and the same in steps replace each other: `--training.tokens 20B` that of `steps` in the file.
 
 `[[stages]]`, a run in several stages, is described in [stages](stages.md).
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from forked_run import finish, logged_losses, read_metrics
 
-from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.parse import from_file, parse, to_dict
+from torchtrain.config.schema import SAME_NUMBER, JobConfig, flat
 from torchtrain.config.tokens import format_tokens, parse_tokens
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig
@@ -63,31 +63,6 @@ def test_tokens_for_each_parameter_count_all_parameters() -> None:
         (["--training.tokens", "20 billion"], "training.tokens = '20 billion' must be a number of tokens such as"),
         (["--training.tokens", "0B"], "training.tokens = '0B' must be a number of tokens"),
         (
-            ["--training.tokens", "1M", "--training.steps", "7"],
-            "training.tokens = '1M' and training.steps = 7 exclude each other; set one of them .an empty string, "
-            "--training.tokens '', unsets",
-        ),
-        (
-            ["--lr_scheduler.warmup_tokens", "1M", "--lr_scheduler.warmup_steps", "7"],
-            "lr_scheduler.warmup_tokens = '1M' and lr_scheduler.warmup_steps = 7 exclude each other",
-        ),
-        (
-            ["--lr_scheduler.total_tokens", "1M", "--lr_scheduler.total_steps", "7"],
-            "lr_scheduler.total_tokens = '1M' and lr_scheduler.total_steps = 7 exclude each other",
-        ),
-        (
-            ["--lr_scheduler.decay_tokens", "1M", "--lr_scheduler.decay_ratio", "0.5"],
-            "lr_scheduler.decay_tokens = '1M' and lr_scheduler.decay_ratio = 0.5 exclude each other",
-        ),
-        (
-            ["--checkpoint.interval_tokens", "1M", "--checkpoint.interval", "7"],
-            "checkpoint.interval_tokens = '1M' and checkpoint.interval = 7 exclude each other",
-        ),
-        (
-            ["--validation.interval_tokens", "1M", "--validation.interval", "7"],
-            "validation.interval_tokens = '1M' and validation.interval = 7 exclude each other",
-        ),
-        (
             ["--training.steps", "10", "--lr_scheduler.decay_tokens", "1M"],
             "lr_scheduler.decay_tokens = '1M' are 3906 steps, more than the 10 steps of the schedule",
         ),
@@ -98,14 +73,32 @@ def test_invalid_tokens_are_rejected(options: list[str], message: str) -> None:
         resolved(*options)
 
 
+@pytest.mark.parametrize(("in_tokens", "other"), SAME_NUMBER.items())
+def test_number_in_tokens_replaces_that_of_the_file_in_steps(tmp_path: Path, in_tokens: str, other: str) -> None:
+    """And the reverse; both in one place exclude each other."""
+    values = {in_tokens: '"1M"', other: "0.5" if other.endswith("ratio") else "7"}
+    default = flat(to_dict(JobConfig())).get(other)
+    file = tmp_path / "config.toml"
+
+    def given(in_file: str, *on_command_line: str) -> tuple[str, object]:
+        section, _, key = in_file.rpartition(".")
+        file.write_text(f"[{section}]\n{key} = {values[in_file]}\n")
+        words = [word for name in on_command_line for word in (f"--{name}", values[name].strip('"'))]
+        options = flat(to_dict(parse(["--job.config_file", str(file), *words])))
+        return options[in_tokens], options.get(other)
+
+    assert given(other, in_tokens) == ("1M", default)
+    assert given(in_tokens, other) == ("", float(values[other]))
+    with pytest.raises(ConfigError, match=f"{in_tokens} = '1M' and {other} = {values[other]} exclude each other; set"):
+        given(in_tokens, in_tokens, other)
+
+
 def test_run_in_tokens_is_the_run_in_steps(tmp_path: Path) -> None:
     # 128 tokens a step
-    finish(
-        tmp_path / "steps", "--training.steps", "5", "--lr_scheduler.warmup_steps", "3", "--checkpoint.interval", "4"
-    )
-    options = ["--training.tokens", "600", "--training.steps", "10000", "--lr_scheduler.warmup_steps", "200"]
-    options += ["--lr_scheduler.warmup_tokens", "384", "--checkpoint.interval", "500"]
-    output = finish(tmp_path / "tokens", *options, "--checkpoint.interval_tokens", "512")
+    in_steps = "--training.steps", "5", "--lr_scheduler.warmup_steps", "3", "--checkpoint.interval", "4"
+    in_tokens = "--training.tokens", "600", "--lr_scheduler.warmup_tokens", "384", "--checkpoint.interval_tokens", "512"
+    finish(tmp_path / "steps", *in_steps)
+    output = finish(tmp_path / "tokens", *in_tokens)
     assert logged_losses(tmp_path / "tokens") == logged_losses(tmp_path / "steps")
     assert sorted(file.name for file in (tmp_path / "tokens/checkpoint").glob("step-*")) == ["step-4", "step-5"]
     assert [line["tokens"] for line in read_metrics(tmp_path / "tokens") if "loss" in line] == [128, 256, 384, 512, 640]
