@@ -103,6 +103,24 @@ def test_schedule_of_a_stage_begins_at_the_last_rate_of_the_one_before() -> None
     )
 
 
+def test_decay_in_tokens_is_one_of_the_last_stage_without_a_length() -> None:
+    decay = THREE.replace("steps = 4\n", "") + 'decay_tokens = "256"\n'
+    main, long, last = resolved(BASE.replace("seq_len = 32", 'seq_len = 32\ntokens = "4K"') + decay)
+    assert [config.training.steps for config in (main, long, last)] == [10, 18, 29]  # 672 of 4000 tokens, 64 a step
+    rates = [lr_of(last, step) for step in range(19, 30)]
+    assert rates == pytest.approx([0.01] * 8 + [0.0075, 0.005, 0.0025])  # 256 tokens are 4 steps
+    too_long = decay.replace('"256"', '"1K"')
+    with pytest.raises(ConfigError, match=r"stage 'decay': lr_scheduler.decay_tokens = '1K' are 16 steps, more than"):
+        resolved(BASE.replace("seq_len = 32", 'seq_len = 32\ntokens = "4K"') + too_long)
+
+
+def test_warm_up_in_tokens_spans_stages_with_other_batches() -> None:
+    ramp = BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K, 16 at 3K"\ntokens = "10K"')
+    for tokens, steps in (("512", 4), ("1024", 8), ("2048", 12), ("4096", 18)):  # stages of 8 x 128, 8 x 256, 14 x 512
+        configs = resolved(ramp.replace("warmup_steps = 2", f'warmup_tokens = "{tokens}"'))
+        assert {config.lr_scheduler.warmup_steps for config in configs} == {steps}
+
+
 def test_schedule_outside_of_the_stages_spans_all() -> None:
     text = BASE.replace('"constant"', '"linear"') + THREE.replace('[stages.lr_scheduler]\ndecay_type = "linear"\n', "")
     configs = resolved(text)

@@ -18,7 +18,7 @@ from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import JobConfig, SourceConfig, flat
 from torchtrain.config.stages import nested, set_options, stage_configs
-from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps
+from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps, with_decay_ratio
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.order import number_of_readers
@@ -51,8 +51,10 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
     configs, problems = stage_configs(config), []
     resolved: list[tuple[JobConfig, DecoderConfig]] = []
     for own in configs:
+        # The number of steps of a last stage without a length, and so of its schedule, is not known yet.
+        schedule = replace(own.lr_scheduler, decay_tokens="")
         try:
-            resolved.append(resolve_one(own))
+            resolved.append(resolve_one(replace(own, lr_scheduler=schedule)))
         except ConfigError as error:
             problems.append(f"stage {own.job.stage!r}: {error}")
     if problems:
@@ -61,14 +63,26 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
         return [replace(own, stages=config.stages) for own, _ in resolved]
     tables = config.stages or tuple({} for _ in configs)
     ends = _last_steps(config, resolved)
+    warmup = _warmup_steps(config.lr_scheduler.warmup_tokens, resolved, ends)
     finished: list[JobConfig] = []
-    for number, (own, _) in enumerate(resolved):
-        before = finished[-1] if finished else None
-        own = _with_schedule(config, own, tables[number], before, ends[number], ends[-1], resolved[0][0])
-        training = replace(own.training, steps=ends[number])
-        finished.append(replace(own, training=training))
+    for number, (own, model) in enumerate(resolved):
+        own = replace(own, training=replace(own.training, steps=ends[number]))
+        if "lr_scheduler" in tables[number]:
+            decay_tokens = configs[number].lr_scheduler.decay_tokens
+            before = finished[-1] if finished else None
+            own = _with_own_schedule(own, model, before, tables[number], decay_tokens)
+        else:
+            schedule = replace(own.lr_scheduler, total_steps=ends[-1])
+            if warmup is not None:
+                schedule = replace(schedule, warmup_steps=warmup)
+            own = replace(own, lr_scheduler=schedule)
+        finished.append(own)
     _check_streams(finished)
     return _with_tables(finished, ends)
+
+
+def _tokens_per_step(config: JobConfig) -> int:
+    return config.training.global_batch_size * config.training.seq_len
 
 
 def _last_steps(config: JobConfig, resolved: Sequence[tuple[JobConfig, DecoderConfig]]) -> list[int]:
@@ -76,7 +90,7 @@ def _last_steps(config: JobConfig, resolved: Sequence[tuple[JobConfig, DecoderCo
     ends: list[int] = []
     step, tokens = 0, 0
     for number, (own, model) in enumerate(resolved):
-        per_step, length = own.training.global_batch_size * own.training.seq_len, own.training.steps
+        per_step, length = _tokens_per_step(own), own.training.steps
         has_length = not config.stages or {"steps", "tokens"} & config.stages[number].keys()
         if number == len(resolved) - 1 and (not has_length or not config.stages):
             if config.training.tokens:
@@ -96,21 +110,29 @@ def _last_steps(config: JobConfig, resolved: Sequence[tuple[JobConfig, DecoderCo
     return ends
 
 
-def _with_schedule(
-    config: JobConfig,
-    own: JobConfig,
-    table: dict[str, object],
-    before: JobConfig | None,
-    end: int,
-    last_step: int,
-    first: JobConfig,
+def _warmup_steps(text: str, resolved: Sequence[tuple[JobConfig, DecoderConfig]], ends: Sequence[int]) -> int | None:
+    """The steps of a warm-up in tokens, at the beginning of the run, which may span several stages; None if not set."""
+    if not text:
+        return None
+    tokens = parse_tokens(text, partial(count_parameters, resolved[0][1]))
+    begin = 0
+    for (own, _), end in zip(resolved[:-1], ends[:-1], strict=True):
+        of_stage = (end - begin) * _tokens_per_step(own)
+        if tokens <= of_stage:
+            return begin + round(tokens / _tokens_per_step(own))
+        tokens, begin = tokens - of_stage, end
+    return begin + round(tokens / _tokens_per_step(resolved[-1][0]))
+
+
+def _with_own_schedule(
+    own: JobConfig, model: DecoderConfig, before: JobConfig | None, table: dict[str, object], decay_tokens: str
 ) -> JobConfig:
-    """``own``, the config of a stage, with its learning-rate schedule: one of its own, or that of the whole run."""
-    if "lr_scheduler" not in table:
-        schedule = replace(own.lr_scheduler, total_steps=last_step)
-        if config.lr_scheduler.warmup_tokens:  # the warm-up is at the beginning of the run
-            schedule = replace(schedule, warmup_steps=first.lr_scheduler.warmup_steps)
-        return replace(own, lr_scheduler=schedule)
+    """``own``, the config of a stage with a learning-rate schedule of its own, with the beginning and end of that.
+
+    Args:
+        before: the config of the stage before; None for the first stage.
+        table: the table of the stage.
+    """
     start, rate, optimizer = 0, 0.0, own.optimizer
     if before is not None:
         start = before.training.steps
@@ -122,7 +144,14 @@ def _with_schedule(
                     "stages.optimizer.lr, or lr_scheduler.min_lr_factor of the stage before"
                 )
             optimizer = replace(optimizer, lr=rate)
+    end = own.training.steps
     schedule = replace(own.lr_scheduler, start_step=start, total_steps=end, initial_lr=rate)
+    if decay_tokens:
+        decay = round(parse_tokens(decay_tokens, partial(count_parameters, model)) / _tokens_per_step(own))
+        try:
+            schedule = with_decay_ratio(replace(schedule, decay_tokens=decay_tokens), decay, end - start)
+        except ConfigError as error:
+            raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
     return replace(own, lr_scheduler=schedule, optimizer=optimizer)
 
 

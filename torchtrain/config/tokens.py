@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchtrain.config.schema import TOKENS, JobConfig
+from torchtrain.config.schema import TOKENS, JobConfig, LRSchedulerConfig
 from torchtrain.errors import ConfigError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -29,6 +29,20 @@ def format_tokens(tokens: float) -> str:
 def tokens_to_steps(tokens: int, tokens_per_step: int) -> int:
     """The number of steps that process at least ``tokens``, and at least one."""
     return max(1, -(-tokens // tokens_per_step))
+
+
+def with_decay_ratio(schedule: LRSchedulerConfig, decay: int, total: int) -> LRSchedulerConfig:
+    """``schedule`` with ``decay_ratio`` in place of ``decay_tokens``, which are ``decay`` of its ``total`` steps.
+
+    Raises:
+        ConfigError: the decay is longer than the schedule.
+    """
+    if decay > total:
+        raise ConfigError(
+            f"lr_scheduler.decay_tokens = {schedule.decay_tokens!r} are {decay} steps, more than the {total} steps of "
+            "the schedule; lower it"
+        )
+    return replace(schedule, decay_tokens="", decay_ratio=decay / total)
 
 
 def resolve_tokens(config: JobConfig, parameters: Callable[[], int]) -> JobConfig:
@@ -59,13 +73,8 @@ def resolve_tokens(config: JobConfig, parameters: Callable[[], int]) -> JobConfi
     if schedule.warmup_tokens:
         schedule = replace(schedule, warmup_tokens="", warmup_steps=steps(schedule.warmup_tokens))
     if schedule.decay_tokens:
-        total, decay = schedule.total_steps or training.steps, steps(schedule.decay_tokens)
-        if decay > total:
-            raise ConfigError(
-                f"lr_scheduler.decay_tokens = {schedule.decay_tokens!r} are {decay} steps, more than the {total} steps "
-                "of the schedule; lower it"
-            )
-        schedule = replace(schedule, decay_tokens="", decay_ratio=decay / total)
+        total = schedule.total_steps or training.steps
+        schedule = with_decay_ratio(schedule, steps(schedule.decay_tokens), total)
     if checkpoint.interval_tokens:
         checkpoint = replace(checkpoint, interval_tokens="", interval=max(1, steps(checkpoint.interval_tokens)))
     if validation.interval_tokens:
