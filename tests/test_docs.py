@@ -132,6 +132,8 @@ LISTED = {
     ),
     "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
     "tests/test_object_store_data.py reads such data from a local server",
+    "./run_llama_train.sh --data.path s3://my-bucket/texts --job.data_cache_folder /local/cache "
+    "--job.data_cache_gib 500": "needs a bucket; tests/test_range_cache.py reads by URL with a cache",
     'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
     '--prepare.output /data/prepared"': "needs a cluster; tests/test_prepare.py divides the work in the same way",
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "

@@ -31,6 +31,7 @@ from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.build import build_dataloader, document_start
 from torchtrain.datasets.builtin_sources import with_revisions
 from torchtrain.datasets.dataloader import Batch, DataLoader
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
@@ -590,6 +591,9 @@ def build_loaders(
     """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
+    cache = None
+    if config.job.data_cache_folder:
+        cache = RangeCache(config.job.data_cache_folder, config.job.data_cache_gib * 2**30)
     open_loader = partial(
         build_dataloader,
         tokenizer=tokenizer,
@@ -598,6 +602,7 @@ def build_loaders(
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
+        cache=cache,
         group=group if world_size() > 1 else None,
     )
     validation_loaders = {}

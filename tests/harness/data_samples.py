@@ -12,6 +12,7 @@ from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.packing import TextSource
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 
@@ -59,6 +60,7 @@ def make_loader(
     seq_len: int = 32,
     seed: int = 0,
     drop_last: bool = True,
+    cache: RangeCache | None = None,
 ) -> DataLoader:
     return build_dataloader(
         config,
@@ -69,6 +71,7 @@ def make_loader(
         seed=seed,
         device=torch.device("cpu"),
         drop_last=drop_last,
+        cache=cache,
     )
 
 

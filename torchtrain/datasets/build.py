@@ -12,6 +12,7 @@ from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
@@ -45,6 +46,7 @@ def build_dataloader(
     section: str = "data",
     drop_last: bool = True,
     count_bytes: bool = False,
+    cache: RangeCache | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> DataLoader:
     """Open the data of ``config``, and return a loader at its first batch.
@@ -57,6 +59,7 @@ def build_dataloader(
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
         count_bytes: whether batches have ``label_bytes``.
+        cache: keeps what is read from URLs on a local disk.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
             here and in the loader. None: this rank opens the data without communication.
 
@@ -73,6 +76,7 @@ def build_dataloader(
             tokenizer=tokenizer,
             readers=readers,
             verify_bytes=config.verify_gib * 2**30,
+            cache=cache,
         )
         for number in range(len(config.all))
     ]

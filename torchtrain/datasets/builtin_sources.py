@@ -12,6 +12,7 @@ from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.file_formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
 from torchtrain.datasets.local_files import open_files, open_standard_library
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.remote_files import (
     RemoteFile,
     find_remote_files,
@@ -30,11 +31,13 @@ One = TypeVar("One", bound=SourceConfig)
 Several = TypeVar("Several", bound=SourcesConfig)
 
 
-def open_tokenized(source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float) -> TokenizedDataset | None:
+def open_tokenized(
+    source: SourceConfig, key: str, tokenizer_hash: str, verify_bytes: float, cache: RangeCache | None = None
+) -> TokenizedDataset | None:
     """Open the folder ``source.path`` if it contains tokenized data; None if it does not."""
     label = f"{key}.path = {source.path!r}"
     if len(source.paths) == 1:
-        folder = open_folder(source.paths[0], f"{key}.path")
+        folder = open_folder(source.paths[0], f"{key}.path", cache)
         if MANIFEST in folder.sizes():
             opened = TokenizedDataset(folder, tokenizer_hash, verify_bytes, label)
             if opened.skipped:
@@ -84,14 +87,14 @@ class Files:
         if len(config.paths) == 1 and MANIFEST in open_folder(config.paths[0], option).sizes():
             return None
         files = find_remote_files(config.paths, f"{option} = {config.path!r}", option)
-        require_text_in_head(files, config.text_column, skip_not_utf8=config.skip_not_utf8)
+        require_text_in_head(files, config.text_column, skip_not_utf8=config.skip_not_utf8, cache=context.cache)
         return files
 
     @staticmethod
     def open(config: SourceConfig, context: SourceContext, answer: list[RemoteFile] | None) -> DataSource:
         if answer is not None:
             return StreamedText(
-                [partial(streamed_documents, file, config.text_column) for file in answer],
+                [partial(streamed_documents, file, config.text_column, context.cache) for file in answer],
                 context.readers,
                 f"{context.section}.path = {config.path!r}",
                 partial(identity_of_remote, answer, context.verify_bytes),
@@ -99,7 +102,9 @@ class Files:
             )
         first = Path(config.paths[0])
         tokenizer_hash = context.tokenizer.content_hash
-        tokenized = partial(open_tokenized, config, context.section, tokenizer_hash, context.verify_bytes)
+        tokenized = partial(
+            open_tokenized, config, context.section, tokenizer_hash, context.verify_bytes, context.cache
+        )
         text = partial(
             open_files,
             config.paths,

@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import xxhash
 
+from torchtrain.datasets.range_cache import RangeCache, read_cached
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.files import BLOCK_BYTES, MISSING, atomic_write, hash_of, partial_path, read_file, with_retries
@@ -28,6 +29,9 @@ Range = tuple[str, int, int]
 _OPEN_FILES = 256  # maximum number of open files of a folder
 _CONNECTIONS = 32  # maximum number of concurrent requests to an object store
 _READ_AHEAD = 4096  # maximum number of ranges that are read ahead
+
+# Keys of fsspec's listings whose values change with the content, by provider; the first one present is used.
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "last_modified", "mtime", "created")
 
 
 class DataFolder(ABC):
@@ -75,14 +79,19 @@ class DataFolder(ABC):
         """Remove files; missing ones are ignored."""
 
 
-def open_folder(location: str, option: str = "") -> DataFolder:
-    """The folder at a path or URL, which need not exist. ``option``: its option, for messages.
+def open_folder(location: str, option: str = "", cache: RangeCache | None = None) -> DataFolder:
+    """The folder at a path or URL, which need not exist.
+
+    Args:
+        location: the path or URL.
+        option: its option, for messages.
+        cache: keeps the ranges that are read from a URL.
 
     Raises:
         ConfigError: the scheme of the URL is unknown, or its package is not installed.
     """
     path = local_path(location)
-    return RemoteFolder(location, option) if path is None else LocalFolder(path)
+    return RemoteFolder(location, option, cache) if path is None else LocalFolder(path)
 
 
 def local_path(location: str) -> Path | None:
@@ -91,6 +100,11 @@ def local_path(location: str) -> Path | None:
         return Path(location)
     scheme, _, path = location.partition("://")
     return Path(path) if scheme.lower() in ("file", "local") else None
+
+
+def tag_of(info: dict[str, Any]) -> str:
+    """The ETag in an entry of a listing, or what the provider has instead."""
+    return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
 
 
 def read_range(file_system: fsspec.AbstractFileSystem, path: str, url: str, start: int, end: int) -> bytes:
@@ -213,9 +227,12 @@ class RemoteFolder(DataFolder):
 
     reads_ahead = True
 
-    def __init__(self, url: str, option: str) -> None:
+    def __init__(self, url: str, option: str, cache: RangeCache | None = None) -> None:
         self.location = url.rstrip("/")
         self._option = option or "the folder"
+        self._cache = cache
+        self._tags: dict[str, str] = {}
+        """Tag of each object in the last listing."""
         self._process = 0
         self._connect()
 
@@ -241,7 +258,9 @@ class RemoteFolder(DataFolder):
             self._file_system.invalidate_cache()
             entries = self._file_system.ls(self._path, detail=True)
             files = [entry for entry in entries if entry["type"] == "file" and entry["name"].strip("/") != self._path]
-            return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files}
+            by_name = {entry["name"].rpartition("/")[2]: entry for entry in files}
+            self._tags = {name: tag_of(entry) for name, entry in by_name.items()}
+            return {name: entry["size"] for name, entry in by_name.items()}
 
         try:
             return with_store_retries(list_objects, self.location)
@@ -270,7 +289,9 @@ class RemoteFolder(DataFolder):
             self._pending.popitem(last=False)[1].cancel()
 
     def _read_range(self, name: str, start: int, size: int) -> bytes:
-        return read_range(self._file_system, self._key(name), self._url(name), start, start + size)
+        key, url = self._key(name), self._url(name)
+        fetch = functools.partial(read_range, self._file_system, key, url, start, start + size)
+        return read_cached(self._cache, url, self._tags.get(name, ""), start, start + size, fetch)
 
     def hash_of(self, name: str) -> str:
         key, url = self._key(name), self._url(name)

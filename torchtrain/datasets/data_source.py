@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 
@@ -88,6 +89,8 @@ class SourceContext:
     """Number of readers of streamed data."""
     verify_bytes: float = math.inf
     """Data up to this size are hashed in full."""
+    cache: RangeCache | None = None
+    """Keeps what is read from URLs on a local disk."""
 
 
 @dataclass(frozen=True)

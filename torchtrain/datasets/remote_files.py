@@ -13,18 +13,16 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from torchtrain.datasets.data_folder import local_path, read_range
+from torchtrain.datasets.data_folder import local_path, read_range, tag_of
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
 from torchtrain.datasets.local_files import identity_of
+from torchtrain.datasets.range_cache import RangeCache, read_cached
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING
 from torchtrain.object_store import is_url, open_file_system, with_store_retries
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
-
-# Keys of fsspec's listings whose values change with the content, by provider; the first one present is used.
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "last_modified", "mtime", "created")
 
 _HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
@@ -47,12 +45,13 @@ class RemoteFile:
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
-    def open(self) -> BinaryIO:
-        return cast(BinaryIO, RangeFile(self.url, self.size, self._read))
+    def open(self, cache: RangeCache | None = None) -> BinaryIO:
+        return cast(BinaryIO, RangeFile(self.url, self.size, partial(self._read, cache)))
 
-    def _read(self, start: int, end: int) -> bytes:
+    def _read(self, cache: RangeCache | None, start: int, end: int) -> bytes:
         file_system, _ = open_file_system(self.given_url, "the path")
-        return read_range(file_system, self.path, self.url, start, end)
+        fetch = partial(read_range, file_system, self.path, self.url, start, end)
+        return read_cached(cache, self.url, self.tag, start, end, fetch)
 
 
 class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
@@ -138,15 +137,11 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
     start = url.rstrip("/").removesuffix(path)
     return [
         RemoteFile(
-            start + name if is_suffix else file_system.unstrip_protocol(name), info["size"], _tag(info), name, url
+            start + name if is_suffix else file_system.unstrip_protocol(name), info["size"], tag_of(info), name, url
         )
         for name, info in entries
         if info["size"] > 0
     ]
-
-
-def _tag(info: dict[str, Any]) -> str:
-    return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
 
 
 def identity_of_remote(files: Sequence[RemoteFile], verify_bytes: float) -> str:
@@ -166,11 +161,16 @@ def identity_of_remote(files: Sequence[RemoteFile], verify_bytes: float) -> str:
 
 
 def documents_of_remote(
-    file: RemoteFile, column: str, on_malformed: OnMalformed = ignore, read: Reader | None = None, start: int = 0
+    file: RemoteFile,
+    column: str,
+    on_malformed: OnMalformed = ignore,
+    read: Reader | None = None,
+    start: int = 0,
+    cache: RangeCache | None = None,
 ) -> Iterator[str | None]:
     """The documents of a file from number ``start`` on, or those that ``read`` returns. Errors name the file."""
     try:
-        with file.open() as raw:
+        with file.open(cache) as raw:
             if read is None:
                 texts = documents(raw, file.name, column, start, on_malformed=on_malformed)
             else:
@@ -187,18 +187,21 @@ def documents_of_remote(
         raise DataError(f"{file.url} cannot be read, it seems damaged: {error!r}") from error
 
 
-def require_text_in_head(files: Sequence[RemoteFile], column: str, *, skip_not_utf8: bool) -> None:
+def require_text_in_head(
+    files: Sequence[RemoteFile], column: str, *, skip_not_utf8: bool, cache: RangeCache | None = None
+) -> None:
     """Raise DataError if the first rows of the first file have no text in ``column``.
 
     Args:
         files: the files.
         column: the column that contains the text.
         skip_not_utf8: check the first file that begins with UTF-8 instead.
+        cache: keeps what is read.
     """
     for number, file in enumerate(files, 1):
         read = partial(_read_head, file.name, column)
         try:
-            deque(documents_of_remote(file, column, ignore, read), maxlen=0)
+            deque(documents_of_remote(file, column, ignore, read, cache=cache), maxlen=0)
             return
         except NotUTF8Error:
             if not skip_not_utf8 or number == len(files):
@@ -209,6 +212,12 @@ def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed)
     return itertools.islice(documents(raw, name, column, head=_HEAD_ROWS, on_malformed=on_malformed), _HEAD_ROWS + 1)
 
 
-def streamed_documents(file: RemoteFile, column: str, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
+def streamed_documents(
+    file: RemoteFile, column: str, cache: RangeCache | None, start: int, on_malformed: OnMalformed
+) -> Iterator[str | None]:
     """The documents of a file for ``StreamedText``."""
-    return documents_of_remote(file, column, lambda location: on_malformed(f"{file.name}: {location}"), start=start)
+
+    def on_malformed_line(location: str) -> None:
+        on_malformed(f"{file.name}: {location}")
+
+    return documents_of_remote(file, column, on_malformed_line, start=start, cache=cache)

@@ -1,0 +1,149 @@
+"""The cache on a local disk of data that are read by URL: same batches, no second request, and a limit of its size."""
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
+from torchtrain.datasets import range_cache
+from torchtrain.datasets.range_cache import RangeCache
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.object_store import open_file_system
+from torchtrain.trainer import build_loaders
+
+ENTRY_BYTES = 4096  # on disk, of the entries of these tests
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    file_system, _ = open_file_system("memory://", "data.path")
+    yield file_system
+    file_system.store.clear()
+
+
+def upload(memory: MemoryFileSystem, folder: Path) -> str:
+    for file in folder.iterdir():
+        memory.pipe_file(f"/{folder.name}/{file.name}", file.read_bytes())
+    return f"memory://{folder.name}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tokens"])
+def test_data_are_read_from_the_store_once(
+    kind: str, memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "tokens":
+        path = write_prepared(tmp_path / "data", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+    else:
+        path = write_hub_folder(tmp_path / "data", DOCUMENTS, files=2, kind=kind)
+    config = DataConfig(path=upload(memory, Path(path)), prefetch=0)
+    expected = take(make_loader(config), 12)  # several epochs
+    cat_file, requests = memory.cat_file, list[tuple[str, int]]()
+
+    def count(path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        if start is not None:
+            requests.append((path, start))
+        content: bytes = cat_file(path, start=start, end=end, **options)
+        return content
+
+    def batches() -> torch.Tensor:
+        cache = RangeCache(tmp_path / "cache", 1 << 30)
+        return take(make_loader(config, cache=cache), 12)
+
+    monkeypatch.setattr(memory, "cat_file", count)
+    assert torch.equal(batches(), expected)
+    first = len(requests)
+    assert first == len(set(requests)) > 0
+    assert torch.equal(batches(), expected)
+    assert len(requests) == first
+    for file in Path(path).iterdir():
+        memory.pipe_file(f"/data/{file.name}", file.read_bytes())  # another version, with the same size
+    assert torch.equal(batches(), expected)
+    assert len(requests) == 2 * first
+
+
+def test_training_and_validation_share_the_cache_of_the_config(
+    memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = upload(memory, Path(write_hub_folder(tmp_path / "data", DOCUMENTS, files=1)))
+    config = JobConfig(
+        job=JobSection(data_cache_folder=str(tmp_path / "cache")),
+        data=DataConfig(path=url, prefetch=0),
+        validation=ValidationConfig(enable=True, path=url),
+        training=TrainingConfig(global_batch_size=8, seq_len=32),
+    )
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    group: Any = None
+    training, validation = build_loaders(config, TOKENIZER, ParallelDims(), torch.device("cpu"), group)
+    monkeypatch.setattr(memory, "cat_file", lambda *_, **__: pytest.fail("its head, which is all, is in the cache"))
+    assert take(training, 1).shape == (1, 8, 32)
+    assert take(*validation.values(), 1).shape == (1, 8, 32)
+    assert len(files_of(tmp_path / "cache")) == 1
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+def test_size_is_limited_and_the_oldest_entries_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (tmp_path / "a file of the user").write_bytes(bytes(10**6))
+    caches = [RangeCache(tmp_path, 64 * ENTRY_BYTES) for _ in range(2)]
+    for number in range(200):
+        content = f"{number}".encode() * 100
+        assert caches[number % 2].read(str(number), lambda content=content: content) == content  # type: ignore[misc]
+        assert caches[0].read("0", lambda: pytest.fail("it is used often")) == b"0" * 100
+        assert len(files_of(tmp_path / "torchtrain-ranges")) <= 64
+    assert (tmp_path / "a file of the user").stat().st_size == 10**6
+    missing: list[int] = []
+    for number in range(200):
+        caches[0].read(str(number), lambda number=number: missing.append(number) or b"")  # type: ignore[misc]
+    assert 0 not in missing
+    assert missing[:100] == list(range(1, 101))
+    RangeCache(tmp_path, 16 * ENTRY_BYTES).read("new", lambda: b"content")  # a lower limit
+    assert len(files_of(tmp_path / "torchtrain-ranges")) <= 16
+
+
+def test_entries_that_are_too_large_or_would_wait_are_not_stored(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path, 64 * ENTRY_BYTES)
+    assert cache.read("large", lambda: bytes(9 * ENTRY_BYTES)) == bytes(9 * ENTRY_BYTES)
+    with open(tmp_path / "torchtrain-ranges/.lock", "w") as lock:  # another process removes entries
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cache.read("small", lambda: b"content") == b"content"
+    assert files_of(tmp_path) == []
+
+
+def test_damaged_entry_is_read_again(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path, 1 << 30)
+    cache.read("key", lambda: b"content")
+    [entry] = files_of(tmp_path)
+    for damaged in (b"", b"cut", b"C" + entry.read_bytes()[1:]):
+        entry.write_bytes(damaged)
+        assert cache.read("key", lambda: b"content") == b"content"
+        assert cache.read("key", lambda: pytest.fail("it is in the cache")) == b"content"
+
+
+def test_full_disk_ends_the_writing_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = RangeCache(tmp_path, 1 << 30)
+    cache.read("old", lambda: b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(range_cache, "atomic_write", fail)
+    logger = logging.getLogger("torchtrain")
+    monkeypatch.setattr(logger, "propagate", True)
+    assert [cache.read("new", lambda: b"new") for _ in range(3)] == [b"new"] * 3
+    assert cache.read("old", lambda: b"") == b"old"
+    assert [record.message.count("cannot be written, and is only read") for record in caplog.records] == [1]
