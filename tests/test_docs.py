@@ -118,7 +118,7 @@ LISTED = {
     "./run_llama_train.sh --job.dump_folder outputs/cooldown --training.steps 10000 --lr_scheduler.total_steps 10000 "
     "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0.2 "
     "--checkpoint.allow_changes lr_scheduler.total_steps lr_scheduler.decay_type lr_scheduler.decay_ratio": AVERAGED,
-    "pytest tests/test_learning.py -k coordinate": "part of .ci/run",
+    "pytest tests/test_learning.py -k mup": "part of .ci/run",
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --threads 1": ("takes an hour; run by hand"),
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --report --picture recipes.png": (
         "needs the runs of the line above"
