@@ -26,6 +26,14 @@ from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 T = TypeVar("T")
 
 
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def is_url(location: str | Path) -> bool:
+    """Whether ``location`` is a URL, and not a path."""
+    return URL.match(str(location)) is not None
+
+
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 

@@ -5,7 +5,6 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_CONNECTION_ST
 """
 
 import errno
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,11 +16,10 @@ from fsspec.asyn import AsyncFileSystem
 
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.files import MISSING, TRANSIENT_ERRNOS
+from torchtrain.files import is_url as is_url  # for those that also use other functions of this module
 from torchtrain.logging import logger
 
 T = TypeVar("T")
-
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 # Pauses before each retry of a request, about four minutes in total.
 PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
@@ -93,11 +91,6 @@ _DENIED_TYPES = {
     "RefreshError",
     "TokenRetrievalError",
 }
-
-
-def is_url(location: str) -> bool:
-    """Whether ``location`` is a URL, and not a path."""
-    return URL.match(location) is not None
 
 
 def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, str]:

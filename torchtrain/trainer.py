@@ -34,12 +34,13 @@ from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import peak_flops
-from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, on_all_ranks, on_rank0
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
     Rendezvous,
     all_reduce,
     destroy_process_group,
+    env_int,
     gloo_group,
     init_process_group,
     pick_device,
@@ -128,7 +129,8 @@ class Trainer:
         require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")
         storage = checkpoint_storage(config)
         if config.checkpoint.enable:
-            storage.check_access()
+            # Nodes may have different credentials.
+            on_all_ranks(lambda: storage.check_access() if env_int("LOCAL_RANK", 0) == 0 else None, self.gloo_group)
 
         # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
         build_model = build_cpu_model if device.type == "cpu" else build_parallel_model

@@ -175,7 +175,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             DamagedError: a file is damaged. Some tensors may already be overwritten: load another checkpoint in full.
         """
         states = {name: state for name, state in self.states.items() if not only or name in only}
-        checkpoint = self.storage.open(step)
+        checkpoint = broadcast_from_rank0(lambda: self.storage.open(step), self.group)
         loader = states.get("loader")
         if isinstance(loader, LoaderState):
             loader.expect(broadcast_from_rank0(lambda: read_manifest(checkpoint), self.group))

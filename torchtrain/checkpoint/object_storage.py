@@ -48,7 +48,7 @@ from torchtrain.object_store import LEAST_ATTEMPTS, error_code, open_file_system
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
 MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted)\.([1-9][0-9]*)")
 LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
-ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``check_access``
+ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``ObjectStore.check_access``
 REQUESTS = 8  # at a time
 FILES_AT_ONCE = 4  # which a rank writes, or reads
 RANGES_AT_ONCE = 4  # of one file
@@ -144,13 +144,36 @@ class ObjectStore:
             if found != content:
                 raise
 
-    def upload(self, folder: Path, target: str = "") -> None:
-        """Upload the files in a local ``folder``; the one that makes the others valid is the last."""
-        last = (MANIFEST, "config.json")
+    def upload(self, folder: Path, target: str = "", last: str = "") -> None:
+        """Upload the files in a local ``folder``, at the end those that make the others valid, and then ``last``."""
         file_system, root = self._opened
-        for file in sorted(folder.iterdir(), key=lambda file: (file.name in last, file.name)):
+        final = ["config.json", MANIFEST, last]
+
+        def order(file: Path) -> tuple[int, str]:
+            return final.index(file.name) if file.name in final else -1, file.name
+
+        for file in sorted(folder.iterdir(), key=order):
             name = f"{target}/{file.name}".lstrip("/")
-            with_store_retries(partial(file_system.put_file, str(file), f"{root}/{name}"), self.url_of(name))
+            put = with_timeout(file_system, "put_file", file.stat().st_size)
+            with_store_retries(partial(put, str(file), f"{root}/{name}"), self.url_of(name))
+
+    def check_access(self) -> None:
+        """Create an object, check that it cannot be created again, and delete it. Raises ConfigError."""
+        for _ in range(LEAST_ATTEMPTS):
+            name = f"access-{uuid4().hex}"
+            try:
+                self.create(name, b"first")
+                self.create(name, b"second")
+            except FileExistsError:
+                self.delete(name)
+                return
+            except MISSING as error:
+                raise ConfigError(f"{self.option} = {self.url!r} cannot be used: {error}") from error
+            self.delete(name)  # or another start has removed the first one as a left-over: try again
+        raise ConfigError(
+            f"{self.option} = {self.url!r} cannot be used: the store ignores the condition of a request to "
+            "create an object only if there is none (If-None-Match), so that two starts could write there at once"
+        )
 
     def delete(self, name: str) -> None:
         with suppress(*MISSING):
@@ -351,22 +374,7 @@ class ObjectStorage(CheckpointStorage):
         self._committed: set[str] = set()  # folders with a manifest
 
     def check_access(self) -> None:
-        """Create an object, check that it cannot be created again, and delete it."""
-        for _ in range(LEAST_ATTEMPTS):
-            name = f"access-{uuid4().hex}"
-            try:
-                self.store.create(name, b"first")
-                self.store.create(name, b"second")
-            except FileExistsError:
-                self.store.delete(name)
-                return
-            except MISSING as error:
-                raise ConfigError(f"checkpoint.folder = {self.location!r} cannot be used: {error}") from error
-            self.store.delete(name)  # or another start has removed the first one as a left-over: try again
-        raise ConfigError(
-            f"checkpoint.folder = {self.location!r} cannot be used: the store ignores the condition of a request to "
-            "create an object only if there is none (If-None-Match), so that two starts could write there at once"
-        )
+        self.store.check_access()
 
     # The state
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchtrain.checkpoint.format import OUTPUTS, read_manifest, read_verified
 from torchtrain.checkpoint.storage import StoredCheckpoint
+from torchtrain.files import atomic_write
 from torchtrain.logging import logger
 
 METRICS = "metrics.jsonl"
@@ -22,10 +23,10 @@ def pack_outputs(dump_folder: Path) -> bytes:
             files = sorted(path.iterdir()) if path.is_dir() else [path]
             for file in files:
                 if file.is_file() and not file.is_symlink():
-                    content = file.read_bytes()  # at once: the file may grow meanwhile
                     entry = tarfile.TarInfo(file.relative_to(dump_folder).as_posix())
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+                    with file.open("rb") as content:
+                        entry.size = file.stat().st_size  # which is added, although the file may grow meanwhile
+                        tar.addfile(entry, content)
     return archive.getvalue()
 
 
@@ -53,9 +54,10 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
     if (dump_folder / METRICS).exists():
         return
     outputs = read_outputs(checkpoint)
-    for name, content in outputs.items():
+    for name in sorted(outputs, key=lambda name: name == METRICS):  # the last one marks them as restored
         file = dump_folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+        with atomic_write(file) as written:
+            written.write(outputs[name])
     if outputs:
         logger.info(f"{dump_folder} has no metrics: restored those in {checkpoint}")

@@ -136,7 +136,8 @@ class History:
         """
         if load_step != -1:
             saved = ", ".join(map(str, broadcast_from_rank0(self.storage.steps, self.group))) or "none"
-            missing = f"{self.storage.open(load_step)} does not exist (steps in that folder: {saved})"
+            checkpoint = broadcast_from_rank0(lambda: self.storage.open(load_step), self.group)
+            missing = f"{checkpoint} does not exist (steps in that folder: {saved})"
             raise CheckpointError(
                 f"checkpoint.load_step = {load_step} cannot be loaded: {damaged.get(load_step, missing)}"
             )
@@ -157,8 +158,10 @@ class History:
             StorageError: a rank cannot read it.
         """
 
+        # Opened on one rank: it costs requests, and ranks may see different states.
+        checkpoint = broadcast_from_rank0(lambda: self.storage.open(step), self.group)
+
         def check_share() -> None:
-            checkpoint = self.storage.open(step)
             manifest = read_manifest(checkpoint)
             if manifest.step not in (None, step):
                 raise DamagedError(f"{checkpoint} is the checkpoint of step {manifest.step} under another name")
@@ -242,8 +245,7 @@ def find_resume_point(
         if step is None:
             history.require_none(config.load_step, damaged)
             return candidates, None, None
-        found = storage.open(step)
-        return candidates, step, broadcast_from_rank0(lambda: read_manifest(found).run, group)
+        return candidates, step, broadcast_from_rank0(lambda: read_manifest(storage.open(step)).run, group)
 
     def choose_before_lease() -> tuple[dict[int, Hashable], list[int], int | None, str | None]:
         """The ``versions`` of the checkpoints and the result of ``choose``.
@@ -283,7 +285,7 @@ def check_resume(
         CheckpointError: the config is incompatible with the checkpoint.
         OtherStageError: another stage of the run has saved the checkpoint.
     """
-    checkpoint = history.storage.open(step)
+    checkpoint = broadcast_from_rank0(lambda: history.storage.open(step), history.group)
     saved_toml, saved_data = broadcast_from_rank0(
         lambda: (read_config(checkpoint), read_manifest(checkpoint).data), history.group
     )

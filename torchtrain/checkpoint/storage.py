@@ -19,10 +19,10 @@ from typing import BinaryIO
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import SupersededError
+from torchtrain.files import is_url
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class WriterLease:
 
 
 class StoredCheckpoint(ABC):
-    """A complete checkpoint, for reading. Several threads may read it at once.
+    """A complete checkpoint, for reading. Several threads may read it at once, and other ranks, as a pickled copy.
 
     All methods raise FileNotFoundError if the file is missing. Other errors of the class OSError are retried; a
     StorageError ends the load.
@@ -285,27 +285,17 @@ def superseded(newest: WriterLease, lease: WriterLease, location: str) -> Supers
     )
 
 
-def is_url(location: str | Path) -> bool:
-    """Whether ``location`` is a URL, not a path."""
-    return SCHEME.match(str(location)) is not None
-
-
 def open_storage(location: str | Path) -> CheckpointStorage:
     """The storage of the checkpoints in ``location``, a path or a URL. Nothing is read yet.
 
     Raises:
         ConfigError: no storage is registered for the scheme of the URL, or a package is missing.
     """
-    scheme = SCHEME.match(str(location))
-    storage: CheckpointStorage = CHECKPOINT_STORAGES[scheme[1] if scheme else "file"](str(location))
+    scheme = str(location).partition("://")[0].lower() if is_url(location) else "file"
+    storage: CheckpointStorage = CHECKPOINT_STORAGES[scheme](str(location))
     return storage
-
-
-def checkpoint_location(dump_folder: str | Path, folder: str) -> str:
-    """Path or URL of the checkpoints of the run in ``dump_folder``, by its option ``checkpoint.folder``."""
-    return folder if is_url(folder) else str(Path(dump_folder) / (folder or "checkpoint"))
 
 
 def checkpoint_storage(config: JobConfig) -> CheckpointStorage:
     """The storage of the checkpoints of the run with ``config``."""
-    return open_storage(checkpoint_location(config.job.dump_folder, config.checkpoint.folder))
+    return open_storage(config.checkpoint.location(config.job.dump_folder))

@@ -17,9 +17,7 @@ from torchtrain.checkpoint.storage import (
     MANIFEST,
     STEP,
     StoredCheckpoint,
-    checkpoint_location,
     checkpoint_storage,
-    is_url,
     open_storage,
 )
 from torchtrain.config.parse import from_file, from_text
@@ -28,7 +26,7 @@ from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import MISSING, printable
+from torchtrain.files import MISSING, is_url, printable
 from torchtrain.models.model_config import longest_context, to_model_section
 from torchtrain.models.spec import DecoderConfig
 
@@ -87,7 +85,7 @@ def checkpoint_folders(path: str | Path) -> list[str]:
     if not is_url(path) and (Path(path) / CONFIG).is_file() and not (Path(path) / MANIFEST).exists():
         with suppress(ConfigError):
             config = from_file(str(Path(path) / CONFIG))
-            folders.insert(0, checkpoint_location(path, config.checkpoint.folder))
+            folders.insert(0, config.checkpoint.location(path))
     return folders
 
 
@@ -107,9 +105,11 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
         storage = open_storage(folder)
         if steps := storage.steps():
             return storage.open(steps[-1])
-    if match := STEP.match(name):
-        # Missing files are reported when it is read.
-        return open_storage(parent).open(int(match[1])) if is_url(path) else LocalCheckpoint(Path(path))
+    # Missing files are reported when it is read.
+    if is_url(path) and (match := STEP.fullmatch(name)):
+        return open_storage(parent).open(int(match[1]))
+    if not is_url(path) and STEP.match(name):
+        return LocalCheckpoint(Path(path))
     exists = is_url(path) or Path(path).exists()
     what = "has no checkpoint" if exists else "does not exist"
     if not is_url(path) and (Path(path) / CONFIG).is_file():

@@ -20,7 +20,7 @@ from torchtrain.checkpoint.outputs import METRICS, read_outputs
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
-from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, checkpoint_location, is_url, open_storage
+from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, open_storage
 from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference, read
 from torchtrain.config.parse import from_file, from_text, to_toml
@@ -29,7 +29,7 @@ from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.files import names_in, read_file
+from torchtrain.files import is_url, names_in, read_file
 from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -193,7 +193,7 @@ def common_steps(a: Sequence[int], b: Sequence[int], missing: str) -> list[int]:
 def run_storage(run: RunFolder) -> CheckpointStorage:
     """The storage of the checkpoints of ``run``."""
     if isinstance(run.path, Path):
-        return open_storage(checkpoint_location(run.path, run.config.checkpoint.folder))
+        return open_storage(run.config.checkpoint.location(run.path))
     for folder in checkpoint_folders(run.path):
         storage = open_storage(folder)
         if storage.steps():

@@ -21,6 +21,7 @@ from torchtrain.config.registry import (
     Registry,
 )
 from torchtrain.errors import ConfigError
+from torchtrain.files import is_url
 
 
 def require(holds: bool, rule: str) -> None:
@@ -50,9 +51,8 @@ ABOVE_ZERO = "be above 0 and finite: with 0, a gradient of 0 would make 0 / 0"
 Epsilon = Annotated[float, (ABOVE_ZERO, lambda value: 0 < value < math.inf)]
 # PyTorch stores timeouts as 64-bit nanoseconds, which overflow after 292 years.
 Timeout = Annotated[int, at_least(1), ("be at most 1000000000", lambda value: value <= 10**9)]
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 NO_URL = "be a local path; URLs are not supported: give a folder where the storage is mounted, or copy the files"
-LOCAL: Rule = (NO_URL, lambda value: not URL.match(value))
+LOCAL: Rule = (NO_URL, lambda value: not is_url(value))
 LocalPath = Annotated[str, LOCAL]
 LOCAL_OUTPUTS = (
     "be a local folder: set checkpoint.folder to a URL to store checkpoints, metrics and exports in a bucket"
@@ -70,7 +70,7 @@ TokenCount = Annotated[
 
 def require_local(path: str, option: str) -> None:
     """Raise ``ConfigError`` if ``path``, the value of ``option``, is a URL."""
-    require(not URL.match(path), f"{option} = {path!r} must {NO_URL}")
+    require(not is_url(path), f"{option} = {path!r} must {NO_URL}")
 
 
 def rules_of(hint: Any) -> list[Rule]:
@@ -160,7 +160,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class JobSection(Section, name="job"):
     config_file: LocalPath = ""
     """TOML file with the options of the run. Options on the command line override it."""
-    dump_folder: Annotated[str, (LOCAL_OUTPUTS, lambda value: not URL.match(value))] = ""
+    dump_folder: Annotated[str, (LOCAL_OUTPUTS, lambda value: not is_url(value))] = ""
     """Folder for all outputs of the run: checkpoints, metrics, traces and the resolved config. Empty: outputs/NAME,
     where NAME is the name of the config file without its ending."""
     description: str = ""
@@ -719,11 +719,15 @@ class CheckpointConfig(Section, name="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if URL.match(self.folder):
+        if is_url(self.folder):
             CHECKPOINT_STORAGES.check(self.folder.partition("://")[0], CHECKPOINT_STORAGES.option)
         given = self.enable or self.load_step == -1
         require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
         require_one(self, "interval_tokens", "interval")
+
+    def location(self, dump_folder: str | Path) -> str:
+        """Path or URL of the checkpoints of the run in ``dump_folder``."""
+        return self.folder if is_url(self.folder) else str(Path(dump_folder) / (self.folder or "checkpoint"))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torchtrain.datasets.data_source import DataSource, SourceSize
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank, world_size
+from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -217,7 +218,8 @@ def _checkpoints(config: JobConfig, parameters: int) -> str:
 
 def _start(config: JobConfig, start_step: int) -> str:
     if start_step:
-        return f"resumes from {config.job.dump_folder}/checkpoint/step-{start_step}"
+        folder = config.checkpoint.location(config.job.dump_folder)
+        return f"resumes from {folder}/step-{start_step}"
     if config.checkpoint.initial_load_path:
         return f"new run, weights of {config.checkpoint.initial_load_path}"
     return f"new run, initial weights of seed {config.training.seed}"
@@ -225,16 +227,22 @@ def _start(config: JobConfig, start_step: int) -> str:
 
 def warn_about_checkpoints(config: JobConfig, model: DecoderConfig) -> None:
     """Warn if no checkpoints are saved, or if the disk has too little room for them."""
-    options, folder = config.checkpoint, Path(config.job.dump_folder)
+    options = config.checkpoint
     if not options.enable:
         logger.warning("checkpoint.enable = false: this run saves no checkpoints, and cannot be resumed")
         return
+    location = options.location(config.job.dump_folder)
+    if is_url(location):
+        return
+    folder = Path(location)
+    while not folder.exists() and folder != folder.parent:  # it is created by the first save
+        folder = folder.parent
     with suppress(OSError):
         size = _checkpoint_size(config, count_parameters(model))
         free, needed = shutil.disk_usage(folder).free, size * (options.keep_latest_k + 1)
         if free < needed:
             logger.warning(
                 f"{folder} has {free / 1e9:,.1f} GB left, and {options.keep_latest_k or 'its'} checkpoints and the one "
-                f"being written may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder, or lower "
-                "checkpoint.keep_latest_k"
+                f"being written may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder or "
+                "checkpoint.folder, or lower checkpoint.keep_latest_k"
             )

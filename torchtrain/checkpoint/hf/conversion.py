@@ -18,7 +18,7 @@ from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import StoredCheckpoint, is_url
+from torchtrain.checkpoint.storage import StoredCheckpoint
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
@@ -26,7 +26,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
-from torchtrain.files import partial_folder, read_file, require_folder
+from torchtrain.files import is_url, partial_folder, read_file, require_folder
 from torchtrain.logging import logger
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.model_config import build_model_config, to_model_section
@@ -55,6 +55,7 @@ def convert(
         store = ObjectStore(str(target), "the target of convert")
         if store.names():
             raise CheckpointError(f"{target} exists; give a URL that does not, or remove it")
+        store.check_access()  # before the work
         with TemporaryDirectory(prefix="torchtrain-convert-") as folder:
             converted = Path(folder) / "converted"
             convert(source_path, converted, to, dtype_name, tokenizer_path, weights, average)

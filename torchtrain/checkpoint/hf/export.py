@@ -10,12 +10,12 @@ from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage, is_url
+from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
-from torchtrain.files import MISSING, read_file, require_folder
+from torchtrain.files import MISSING, is_url, read_file, require_folder
 from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 
@@ -44,7 +44,10 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
 
     def is_another() -> bool:
         try:
-            note = read_file(Path(config.job.dump_folder) / "hf" / NOTE)
+            if is_url(config.checkpoint.folder):
+                note = ObjectStore(config.checkpoint.folder, "checkpoint.folder").read(f"hf/{NOTE}")
+            else:
+                note = read_file(Path(config.job.dump_folder) / "hf" / NOTE)
             return bool(json.loads(note) != _origin(config, step))
         except (*MISSING, ValueError):
             return True
@@ -73,6 +76,7 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
     if dist.get_rank() == 0 and is_url(config.checkpoint.folder):
         # The dump folder may be lost with its node.
         store = ObjectStore(config.checkpoint.folder, "checkpoint.folder")
+        store.delete(f"hf/{NOTE}")  # first, so that an interrupted export is repeated
         store.delete_folder("hf")
-        store.upload(folder, "hf")
+        store.upload(folder, "hf", last=NOTE)
         logger.info("wrote %s", store.url_of("hf"))
