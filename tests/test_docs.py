@@ -190,6 +190,16 @@ def test_links_and_options_exist(page: Path) -> None:
             assert name in known or key in ("py", "jsonl", "safetensors"), f"{page.name}: {section}.{key} is no option"
 
 
+def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"From\s+`(test_\w+\.py)`[^`]*(?:`[^`]+`[^`]*)*?:\n\n```python\n(.*?)```", text, re.DOTALL)
+    assert len(quotes) == text.count("```python")
+    for name, code in quotes:
+        lines = {line.partition("  #")[0].strip() for line in (ROOT / "tests" / name).read_text("utf-8").splitlines()}
+        for line in code.splitlines():
+            assert line.partition("  #")[0].strip() in lines, f"{name} does not contain {line!r}"
+
+
 def test_generated_pages_are_current() -> None:
     spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts" / "document_config.py")
     script = importlib.util.module_from_spec(spec)
