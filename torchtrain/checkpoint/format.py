@@ -344,7 +344,7 @@ class VerifiedWriter(FileSystemWriter):
         config_toml: kept beside the tensors.
         manifest: lacks the files.
         outputs: returns the content of ``outputs.tar.gz``; called on the first rank. None: there is no such file.
-        allow, check: see ``StagedCheckpoint.commit``.
+        before_commit, require_lease: see ``StagedCheckpoint.commit``.
     """
 
     def __init__(
@@ -354,8 +354,8 @@ class VerifiedWriter(FileSystemWriter):
         *,
         manifest: Manifest | None = None,
         outputs: Callable[[], bytes] | None = None,
-        allow: Callable[[], bool] = lambda: False,
-        check: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], bool] = lambda: False,
+        require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
         super().__init__(staged.location, sync_files=staged.fsync, per_thread_copy_ahead=0)
@@ -365,7 +365,7 @@ class VerifiedWriter(FileSystemWriter):
         self.config_toml = config_toml
         self.manifest = manifest or Manifest()
         self.outputs = outputs
-        self.allow, self.check = allow, check
+        self.before_commit, self.require_lease = before_commit, require_lease
         self.superseded_name = ""
         """The new name of the checkpoint that this one has superseded, after a save."""
         self._now("prepares to write")
@@ -441,7 +441,7 @@ class VerifiedWriter(FileSystemWriter):
         records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}
-        self.superseded_name = self.staged.commit(manifest, sizes, self.allow, self.check)
+        self.superseded_name = self.staged.commit(manifest, sizes, self.before_commit, self.require_lease)
 
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""

@@ -139,7 +139,11 @@ class LocalStagedCheckpoint(StagedCheckpoint):
         return cast(BinaryIO, _NewFile(self.partial / name))
 
     def commit(
-        self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
+        self,
+        manifest: bytes,
+        sizes: Mapping[str, int],
+        before_commit: Callable[[], bool],
+        require_lease: Callable[[], None],
     ) -> str:
         for name in sizes:
             file = self.partial / name
@@ -153,11 +157,11 @@ class LocalStagedCheckpoint(StagedCheckpoint):
         # The other ranks have flushed their files; fsync of a file that was flushed before costs nothing.
         fsync_folder(self.partial, *self._created, MANIFEST)
         moving = None
-        if allow():
-            moving = withdraw(self.path, check)
+        if before_commit():
+            moving = withdraw(self.path, require_lease)
         try:
             if moving is not None:
-                check()
+                require_lease()
             self._verify_sizes(sizes)  # a start that considers this run dead may have removed some
             self.partial.rename(self.path)
         except BaseException:
@@ -204,7 +208,7 @@ class LocalStorage(CheckpointStorage):
     def steps(self) -> list[int]:
         return saved_steps(self.folder)
 
-    def is_complete(self, step: int) -> bool:
+    def has_manifest(self, step: int) -> bool:
         return (step_folder(self.folder, step) / MANIFEST).exists()
 
     def open(self, step: int) -> LocalCheckpoint:
@@ -214,14 +218,14 @@ class LocalStorage(CheckpointStorage):
         path = step_folder(self.folder, step)
         return LocalStagedCheckpoint(path, path.with_name(f"{path.name}.{lease.id}{PARTIAL_SUFFIX}"))
 
-    def set_aside(self, step: int, why: str, check: Callable[[], None]) -> str:
+    def set_aside(self, step: int, why: str, require_lease: Callable[[], None]) -> str:
         path = step_folder(self.folder, step)
-        return quarantine(withdraw(path, check), path, why).name
+        return quarantine(withdraw(path, require_lease), path, why).name
 
-    def delete(self, step: int, check: Callable[[], None]) -> None:
+    def delete(self, step: int, require_lease: Callable[[], None]) -> None:
         path = step_folder(self.folder, step)
         # Rename before deleting, so that a folder with its final name is always complete.
-        discard(withdraw(path, check), path)
+        discard(withdraw(path, require_lease), path)
 
     def versions(self) -> dict[int, Hashable]:
         """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
@@ -292,7 +296,7 @@ class LocalStorage(CheckpointStorage):
                 "this user to write there, or use another job.dump_folder"
             ) from error
 
-    def remove_left_overs(self, check: Callable[[], None]) -> None:
+    def remove_left_overs(self, require_lease: Callable[[], None]) -> None:
         """Remove the temporary files of earlier starts, which these were writing when they were killed.
 
         If an earlier start is still alive and writing, its save fails, without further effects.
@@ -300,7 +304,7 @@ class LocalStorage(CheckpointStorage):
         for name in names_in(self.folder):
             path = self.folder / name
             if name.startswith("step-") and name.endswith(PARTIAL_SUFFIX):
-                check()
+                require_lease()
                 try:
                     discard(path, self.folder / name.split(".", 1)[0])
                 except OSError as error:
@@ -328,20 +332,20 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
 
 
-def withdraw(folder: Path, check: Callable[[], None]) -> Path:
+def withdraw(folder: Path, require_lease: Callable[[], None]) -> Path:
     """Rename the checkpoint ``folder`` to the temporary name ``<name>.ID.moving`` and return the new path.
 
-    ``check`` raises SupersededError if a newer start has acquired the writer lease. It is called before the rename and
-    again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint under this
-    name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile, the next
-    start restores the name (``LocalStorage.restore``). Therefore rename a withdrawn checkpoint again before removing
-    any of its files.
+    ``require_lease`` raises SupersededError if a newer start has acquired the writer lease. It is called before the
+    rename and again after it: the rename may be delayed by the file system until a newer start has saved a checkpoint
+    under this name, and then it moves that one. In that case the name is restored. If this process is killed meanwhile,
+    the next start restores the name (``LocalStorage.restore``). Therefore rename a withdrawn checkpoint again before
+    removing any of its files.
     """
-    check()
+    require_lease()
     moving = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.moving")
     folder.rename(moving)
     try:
-        check()
+        require_lease()
     except BaseException:
         with contextlib.suppress(OSError):
             moving.rename(folder)

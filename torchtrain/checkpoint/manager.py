@@ -233,8 +233,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.config_toml,
             outputs=outputs,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
-            allow=partial(self._before_commit, step),
-            check=self._check_lease,
+            before_commit=partial(self._before_commit, step),
+            require_lease=self._check_lease,
         )
         location = self._writer.staged.location
         save = partial(save_tensors, tensors, staged.__getitem__, self._writer, location, self.group)
@@ -377,7 +377,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return
         try:
             steps = [step for step in self.storage.steps() if step in self._own]
-            complete = [step for step in steps if self.storage.is_complete(step)]
+            complete = [step for step in steps if self.storage.has_manifest(step)]
             for step in complete[: -self.config.keep_latest_k]:
                 self.storage.delete(step, self._check_lease)
         except (OSError, TorchtrainError) as error:

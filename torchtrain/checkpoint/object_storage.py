@@ -296,7 +296,7 @@ class ObjectStagedCheckpoint(StagedCheckpoint):
     def __init__(self, storage: "ObjectStorage", step: int, folder: str) -> None:
         super().__init__(storage.store.url_of(folder))
         self.storage, self.step, self.folder = storage, step, folder
-        self._check: Callable[[], None] | None = None  # once the manifest may exist
+        self._require_lease: Callable[[], None] | None = None  # once the manifest may exist
 
     def create(self, name: str) -> BinaryIO:
         return NewFile(partial(self._store, name))
@@ -306,24 +306,28 @@ class ObjectStagedCheckpoint(StagedCheckpoint):
             self.storage.store.write(f"{self.folder}/{name}", content)
 
     def commit(
-        self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
+        self,
+        manifest: bytes,
+        sizes: Mapping[str, int],
+        before_commit: Callable[[], bool],
+        require_lease: Callable[[], None],
     ) -> str:
         with _failed_save():
             stored = self.storage.store.files(self.folder)
             for name, size in sizes.items():
                 if stored.get(name) != size:
                     raise DamagedError(f"{self.location}/{name} has {stored.get(name)} bytes, not {size}")
-            replaced = self.storage.folder_of(self.step) if allow() else None
-            self._check = check
+            replaced = self.storage.folder_of(self.step) if before_commit() else None
+            self._require_lease = require_lease
             self.storage.store.create(f"{self.folder}/{MANIFEST}", manifest)
-            check()  # otherwise the checkpoint does not count, if a newer start has acquired the lease meanwhile
-            return self.storage.mark(replaced, "superseded", check) if replaced else ""
+            require_lease()  # otherwise the checkpoint may not count
+            return self.storage.mark(replaced, "superseded", require_lease) if replaced else ""
 
     def discard(self) -> None:
-        if self._check is not None:
+        if self._require_lease is not None:
             # The manifest may still be created, by a request whose answer is missing. If a newer start has acquired the
             # lease, the checkpoint is left to it, which may count it: then ``mark`` raises SupersededError.
-            self.storage.mark(self.folder, "deleted", self._check)
+            self.storage.mark(self.folder, "deleted", self._require_lease)
         self.storage.store.delete_folder(self.folder)
 
 
@@ -476,25 +480,25 @@ class ObjectStorage(CheckpointStorage):
         self._saves += 1
         return ObjectStagedCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
 
-    def mark(self, folder: str, why: str, check: Callable[[], None]) -> str:
-        """Create a marker. It has an effect only if this start holds the lease at the second ``check``."""
-        check()
+    def mark(self, folder: str, why: str, require_lease: Callable[[], None]) -> str:
+        """Create a marker. It has an effect only if this start holds the lease at the second ``require_lease``."""
+        require_lease()
         assert self._own is not None, "only the holder of the lease changes checkpoints"
         with suppress(FileExistsError):
             self.store.create(f"{folder}.{why}.{self._own.lease.generation}", why.encode())
-        check()
+        require_lease()
         return f"{folder}.{why}"
 
-    def set_aside(self, step: int, why: str, check: Callable[[], None]) -> str:
+    def set_aside(self, step: int, why: str, require_lease: Callable[[], None]) -> str:
         folder = self.folder_of(step)
         if folder is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such checkpoint", f"{self.location}/step-{step}")
-        return self.mark(folder, why, check)
+        return self.mark(folder, why, require_lease)
 
-    def delete(self, step: int, check: Callable[[], None]) -> None:
+    def delete(self, step: int, require_lease: Callable[[], None]) -> None:
         folder = self.folder_of(step)
         if folder is not None:
-            self.mark(folder, "deleted", check)
+            self.mark(folder, "deleted", require_lease)
             self._delete(folder)
 
     def _delete(self, folder: str) -> None:
@@ -548,14 +552,14 @@ class ObjectStorage(CheckpointStorage):
         elif int(names[-1].partition(".")[0]) != lease.generation:
             raise superseded(self.read_lease(), lease, self.location)
 
-    def remove_left_overs(self, check: Callable[[], None]) -> None:
-        check()
+    def remove_left_overs(self, require_lease: Callable[[], None]) -> None:
+        require_lease()
         state = self._state()
         for name in self._lease_names():
             if name < _lease_file(state.record.lease.generation).rpartition("/")[2]:
                 self.store.delete(f"lease/{name}")
         for name in state.left_over:
-            check()
+            require_lease()
             if PREFIX.fullmatch(name):
                 logger.info(f"{self.location}/{name}, which an earlier start has left, is removed")
                 self._delete(name)
@@ -563,9 +567,9 @@ class ObjectStorage(CheckpointStorage):
                 self.store.delete(name)
         if "deleted" in state.aside.values():  # a folder of the same name may be copied there again
             self._rewrite_lease(self._state())
-        self._abort_uploads(check)
+        self._abort_uploads(require_lease)
 
-    def _abort_uploads(self, check: Callable[[], None]) -> None:
+    def _abort_uploads(self, require_lease: Callable[[], None]) -> None:
         """Abort unfinished multipart uploads of killed starts to S3. Other stores remove theirs by themselves."""
         try:
             uploads = self.store.uploads()
@@ -576,7 +580,7 @@ class ObjectStorage(CheckpointStorage):
             folder = upload["Key"].removeprefix(self.store.key("")).partition("/")[0]
             by = _generation(folder)
             if folder == "hf" or (by and (self._own is None or by < self._own.lease.generation)):
-                check()
+                require_lease()
                 self.store.abort_upload(upload)
 
 

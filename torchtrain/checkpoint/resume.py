@@ -105,7 +105,7 @@ class History:
         return broadcast_from_rank0(find, self.group)
 
     def latest_valid(self, steps: Iterable[int], use: Callable[[int], None]) -> tuple[int | None, dict[int, str]]:
-        """Find the first of ``steps`` whose checkpoint is valid: neither ``check`` nor ``use`` raises DamagedError.
+        """Find the first of ``steps`` whose checkpoint is valid: ``check_intact`` and ``use`` raise no DamagedError.
 
         ``use`` is collective, and raises DamagedError on all ranks or on none.
 
@@ -115,7 +115,7 @@ class History:
         damaged: dict[int, str] = {}
         for step in steps:
             try:
-                self.check(step)
+                self.check_intact(step)
                 use(step)
             except DamagedError as error:
                 damaged[step] = str(error)
@@ -150,8 +150,8 @@ class History:
             "not replace them: repair one, use another job.dump_folder, or remove them to start a new run here"
         )
 
-    def check(self, step: int) -> None:
-        """Check that the checkpoint of ``step`` is complete and belongs to this run. Its tensors are not read.
+    def check_intact(self, step: int) -> None:
+        """Check that the checkpoint of ``step`` is intact (see ``storage.py``). Its tensors are not read.
 
         Raises, on all ranks:
             DamagedError: it is incomplete, or belongs to another run or step.
@@ -171,17 +171,17 @@ class History:
 
         gather_from_all_ranks(check_share, self.group)
 
-    def quarantine(self, damaged: Mapping[int, str], check: Callable[[], None]) -> None:
+    def quarantine(self, damaged: Mapping[int, str], require_lease: Callable[[], None]) -> None:
         """Rename the ``damaged`` checkpoints and log a warning. Called once an older one has been loaded.
 
-        ``damaged``: errors by step. ``check``: see ``CheckpointStorage.set_aside``.
+        ``damaged``: errors by step. ``require_lease``: see ``CheckpointStorage.set_aside``.
         """
 
         def rename() -> None:
             for step, problem in damaged.items():
                 checkpoint = self.storage.open(step)
                 try:
-                    name = self.storage.set_aside(step, "damaged", check)
+                    name = self.storage.set_aside(step, "damaged", require_lease)
                 except OSError as error:
                     logger.warning(
                         f"checkpoint of step {step} is damaged: {problem}; {checkpoint} cannot be renamed: {error}"

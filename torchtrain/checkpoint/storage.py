@@ -2,6 +2,18 @@
 
 ``checkpoint.folder`` is a path or a URL. The scheme of the URL selects the class in ``CHECKPOINT_STORAGES``
 (``config/registry.py``); a path selects "file". docs/adding-a-checkpoint-storage.md adds one.
+
+What is said of a checkpoint:
+
+- complete: it was committed, with its manifest, after all its files. ``CheckpointStorage.steps`` lists it. It may have
+  been damaged since.
+- intact: it has a valid manifest, of this run and step, and all files with their sizes. ``History.check_intact`` checks
+  that before a load, without reading the files.
+- verified: the bytes that are used have the hashes in the manifest. ``VerifiedReader`` checks each piece that it reads,
+  ``format.verify`` whole files.
+- valid: intact, and verified as far as it was loaded. ``History.latest_valid`` finds the newest one.
+- damaged: it is complete, but not valid. It is set aside, like one that was superseded: it keeps its files, and is not
+  listed any more.
 """
 
 import io
@@ -110,17 +122,21 @@ class StagedCheckpoint(ABC):
 
     @abstractmethod
     def commit(
-        self, manifest: bytes, sizes: Mapping[str, int], allow: Callable[[], bool], check: Callable[[], None]
+        self,
+        manifest: bytes,
+        sizes: Mapping[str, int],
+        before_commit: Callable[[], bool],
+        require_lease: Callable[[], None],
     ) -> str:
         """Make the checkpoint complete. Called on rank 0 once all ranks have closed their files.
 
         Args:
             manifest: the content of ``manifest.json``.
             sizes: size in bytes of each file that must be there.
-            allow: call it when everything else is stored, directly before the checkpoint becomes complete. It raises
-                an error if this start may not write checkpoints, and returns whether a checkpoint of the same step is
-                to be superseded.
-            check: see ``CheckpointStorage.set_aside``.
+            before_commit: call it when everything else is stored, directly before the checkpoint becomes complete. It
+                raises an error if this start may not write checkpoints, sets aside those of later steps that this one
+                supersedes, and returns whether one of the same step is to be superseded.
+            require_lease: see ``CheckpointStorage.set_aside``.
 
         Returns:
             The name that the superseded checkpoint has now; empty if there is none.
@@ -158,7 +174,7 @@ class NewFile(io.BytesIO):
 class CheckpointStorage(ABC):
     """Checkpoints and the writer lease of one run.
 
-    A checkpoint is complete or absent: ``steps`` lists only what was committed. Methods that change anything are
+    A checkpoint is complete or absent: ``steps`` lists only complete ones. Methods that change anything are
     called on rank 0 only, and by the holder of the writer lease only.
 
     Raises:
@@ -187,7 +203,7 @@ class CheckpointStorage(ABC):
         """The checkpoint that the location is, if it is not a folder of checkpoints."""
         return None
 
-    def is_complete(self, step: int) -> bool:  # noqa: ARG002
+    def has_manifest(self, step: int) -> bool:  # noqa: ARG002
         """Whether ``step``, one of ``steps``, has a manifest; retention does not count it otherwise."""
         return True
 
@@ -200,19 +216,20 @@ class CheckpointStorage(ABC):
         """A new checkpoint of ``step``. Called equally often on each rank. No two of a rank may share their files."""
 
     @abstractmethod
-    def set_aside(self, step: int, why: str, check: Callable[[], None]) -> str:
+    def set_aside(self, step: int, why: str, require_lease: Callable[[], None]) -> str:
         """Give the checkpoint of ``step`` another name, ``step-N.<why>`` or similar, and return it.
 
-        ``why``: "damaged" or "superseded". ``check`` raises SupersededError if a newer start has acquired the lease.
-        Call it before the change, and if the change can take effect late, again after it: then revert the change.
+        ``why``: "damaged" or "superseded". ``require_lease`` raises SupersededError if a newer start has acquired the
+        lease. Call it before the change, and if the change can take effect late, again after it, and then revert the
+        change.
 
         Raises:
             OSError: the name cannot be changed.
         """
 
     @abstractmethod
-    def delete(self, step: int, check: Callable[[], None]) -> None:
-        """Delete the checkpoint of ``step``; at no time is a part of it listed as complete. ``check``: as above."""
+    def delete(self, step: int, require_lease: Callable[[], None]) -> None:
+        """Delete the checkpoint of ``step``; at no time is a part of it listed. ``require_lease``: as above."""
 
     @abstractmethod
     def read_lease(self) -> WriterLease:
@@ -226,10 +243,10 @@ class CheckpointStorage(ABC):
             SupersededError: another start has stored a lease of this generation. Not every storage can detect this.
         """
 
-    def remove_left_overs(self, check: Callable[[], None]) -> None:  # noqa: B027
+    def remove_left_overs(self, require_lease: Callable[[], None]) -> None:  # noqa: B027
         """Remove what killed starts have left; afterwards these can no longer complete a checkpoint.
 
-        ``check`` raises SupersededError if a newer start has acquired the lease. Call it before each removal.
+        ``require_lease`` raises SupersededError if a newer start has acquired the lease. Call it before each removal.
         """
 
     def versions(self) -> dict[int, Hashable]:
