@@ -4,20 +4,16 @@ docs/configuration.md is generated from the dataclasses in torchtrain/config/sch
 table in torchtrain/assets/from_torchtitan.toml.
 """
 
-import ast
 import dataclasses
-import inspect
 import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import tomli
 
-from torchtrain.config import schema
+from torchtrain.config.help import choices, read_docstrings, toml
 from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
-from torchtrain.config.registry import Registry
 from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig, key_of
 
 ROOT = Path(__file__).parent.parent
@@ -26,10 +22,11 @@ HEAD = """\
 
 ```bash
 python -m torchtrain.train --help
+python -m torchtrain.train --help training
 ```
 
-shows all options with their documentation. This page lists the same options by section. It is generated from
-`torchtrain/config/schema.py` by `python scripts/document_config.py`.
+show all sections, and the options of a section with their documentation. This page lists the options of all sections.
+It is generated from `torchtrain/config/schema.py` by `python scripts/document_config.py`.
 
 Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file.
 An option in tokens and the same in steps replace each other: `--training.tokens 20B` that of `steps` in the file.
@@ -63,39 +60,8 @@ does not load torchtitan's distributed checkpoints.
 """
 
 
-def choices(hint: Any) -> list[Any]:
-    """The values of the Literal, or the entries of the registry, in the type ``hint``; an empty list without one."""
-    if isinstance(hint, Registry):
-        return list(hint)
-    if typing.get_origin(hint) is Literal:
-        return list(typing.get_args(hint))
-    return [choice for argument in typing.get_args(hint) for choice in choices(argument)]
-
-
-def toml(value: Any) -> str:
-    """``value`` as it is written in a TOML file."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def read_docstrings() -> dict[str, dict[str, str]]:
-    """The docstrings of the classes and fields in schema.py, by name of the class and of the field ("": the class)."""
-    found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            found[node.name] = {"": ast.get_docstring(node) or ""}
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[node.name][field.target.id] = text.value.value
-    return {name: {key: as_markdown(text) for key, text in texts.items()} for name, texts in found.items()}
-
-
-def as_markdown(docstring: str) -> str:
-    """``docstring`` in one line, with links to the pages that it names."""
-    text = " ".join(docstring.split())
+def as_markdown(text: str) -> str:
+    """``text`` with links to the pages that it names."""
     return re.sub(r"docs/([a-z-]+)\.md", r"[\1](\1.md)", text)
 
 
@@ -107,7 +73,7 @@ def table(section: type, docstrings: dict[str, dict[str, str]]) -> Iterator[str]
     for base in reversed(section.__mro__):
         texts |= docstrings.get(base.__name__, {})
     if docstrings[section.__name__][""]:
-        yield f"{docstrings[section.__name__]['']}\n"
+        yield f"{as_markdown(docstrings[section.__name__][''])}\n"
     yield "| option | default | description |\n| --- | --- | --- |"
     if inherited:
         yield "| the options of a [source](#source) | | |"
@@ -117,7 +83,7 @@ def table(section: type, docstrings: dict[str, dict[str, str]]) -> Iterator[str]
         default = "" if field.default in (None, dataclasses.MISSING) else f"`{toml(field.default)}`"
         values = ", ".join(f"`{toml(value)}`" for value in choices(hints[field.name]))
         values = f" Values: {values}." if values else ""
-        yield f"| `{key_of(field.name)}` | {default} | {texts[field.name]}{values} |"
+        yield f"| `{key_of(field.name)}` | {default} | {as_markdown(texts[field.name])}{values} |"
     yield ""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from torchtrain.config.parse import RENAMED_KEYS, from_file, parse, to_toml
 from torchtrain.config.schema import LOCAL, JobConfig, TrainingConfig, rules_of
@@ -256,19 +257,48 @@ def test_invalid_values_are_rejected(arguments: list[str], message: str) -> None
         parse(arguments)
 
 
-def test_every_option_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as exit_:
-        parse(["--help"])
+        parse([*words])
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    for section in dataclasses.fields(JobConfig):
-        if section.name == "stages":
-            continue
-        default = section.default_factory()  # type: ignore[misc]
-        for field in dataclasses.fields(default):
-            if field.name in ("sources", "groups", "options"):  # tables are not command-line options
-                continue
-            assert f"--{section.name}.{field.name}" in text
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_is_one_screen_of_sections(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = help_of(capsys, "--help").splitlines()
+    assert len(lines) <= 32
+    assert max(map(len, lines)) <= columns
+    listed = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
+    assert listed == [*(field.name for field in dataclasses.fields(JobConfig)[:-1]), "docs/configuration.md"]
+
+
+def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """--help SECTION shows each option once, with a text that is wrapped once, and tyro accepts all of them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = {field.name: help_of(capsys, "--help", field.name) for field in dataclasses.fields(JobConfig)[:-1]}
+    assert max(len(line) for text in texts.values() for line in text.splitlines() if line.startswith("   ")) <= 80
+    shown = re.findall(r"^  --(\S+) (\S+)", "\n".join(texts.values()), re.MULTILINE)
+    with pytest.raises(SystemExit):
+        tyro.cli(JobConfig, args=["--help"], use_underscores=True)
+    accepted = set(re.findall(r"--([a-z0-9_]+\.[a-z0-9_.]+)", capsys.readouterr().out))
+    accepted -= {name for name in accepted if name.replace(".no_", ".") in accepted - {name}}  # negations
+    assert sorted(name for name, _ in shown) == sorted(name.rstrip("_") for name in accepted)
+
+
+def test_help_of_an_option_shows_its_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[checkpoint]\ninterval = 7\n")
+    assert help_of(capsys, "--help", "training.sums").splitlines()[0] == '  --training.sums TEXT  (default: "fast")'
+    assert "Values: fast, exact." in help_of(capsys, "-h", "training.sums")
+    shown = help_of(capsys, "--job.config_file", str(file), "--help=checkpoint.interval")
+    assert shown.startswith("  --checkpoint.interval INTEGER  (default: 500; config file: 7)\n      Checkpointing")
+    assert "--model.shape.rope_scaling.factor NUMBER" in help_of(capsys, "--help", "model.shape")
+    with pytest.raises(ConfigError, match="--help trainng: there is no such section or option; the sections are job,"):
+        parse(["--help", "trainng"])
 
 
 def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:

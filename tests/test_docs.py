@@ -23,6 +23,7 @@ COMMANDS = [
     "./run_llama_train.sh",
     "./run_llama_train.sh --training.steps 120",
     "python -m torchtrain.train --help",
+    "python -m torchtrain.train --help training",
     'python -m torchtrain.generate outputs/debug_model --prompt "def main("',
     'python -m torchtrain.generate outputs/debug_model --prompt "def main(" --temperature 0.8 --top_p 0.95 --seed 1',
     "python -m torchtrain.generate outputs/debug_model --prompts_file prompts.jsonl --output_file answers.jsonl "

@@ -1,4 +1,4 @@
-"""Estimate the memory and speed of a training run without a GPU: ``python -m torchtrain.estimate ...``.
+"""Estimate the memory and speed of a training run without a GPU: ``python -m torchtrain.estimate``.
 
 The command accepts every option of the trainer; its own options are in the section "estimate". It needs no GPU,
 compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size is that of the model flavor.

@@ -1,6 +1,7 @@
 """Parse a ``JobConfig`` from a TOML file and the command line, which overrides the file.
 
-tyro parses the command line. ``from_toml`` parses the file, and rejects keys that the dataclasses do not have.
+tyro parses the command line, except for ``--help`` (config/help.py). ``from_toml`` parses the file, and rejects keys
+that the dataclasses do not have.
 """
 
 import argparse
@@ -50,14 +51,14 @@ TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.c
 
 
 def parse(
-    argv: Sequence[str], prog: str = "torchtrain.train", description: str | None = TRAIN, *, print_errors: bool = True
+    argv: Sequence[str], prog: str = "torchtrain.train", description: str = TRAIN, *, print_errors: bool = True
 ) -> JobConfig:
     """Parse the command line ``argv``, and the config file that it names.
 
     Args:
         argv: the command line, without the name of the program.
         prog: the name of the program for ``--help``.
-        description: the description for ``--help``.
+        description: the description for ``--help``, its paragraphs separated by empty lines.
         print_errors: whether to print ``--help`` and errors of the command line. All ranks parse, but only rank 0
             prints.
 
@@ -65,8 +66,6 @@ def parse(
         ConfigError: the config file, or the combination of file and command line, is invalid.
         SystemExit: after ``--help``, or because the command line is invalid.
     """
-    import tyro  # imported here because it takes long, and only commands parse
-
     for argument in argv:
         key = argument.partition("=")[0].removeprefix("--").replace("-", "_")
         if argument.startswith("--") and (new := renamed_to(key)):
@@ -80,9 +79,20 @@ def parse(
     argv = replace_booleans(argv)
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
+    topic = help_topic(argv)
+    if topic is not None:
+        from torchtrain.config.help import help_page
+
+        text = help_page(topic, prog, description, defaults)
+        if print_errors:
+            sys.stdout.write(f"{text}\n")
+        raise SystemExit(0)
     stages = defaults.stages  # only in the file: tables of any options are no options of the command line
     vars(defaults).update(stages=())
     unset_replaced(defaults, argv)
+
+    import tyro  # imported here because it takes long, and only commands parse
+
     # Redirected, because tyro prints some errors even with its option console_outputs=False.
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
@@ -120,6 +130,16 @@ def unset_replaced(defaults: JobConfig, argv: Sequence[str]) -> None:
                 section, _, key = other.partition(".")
                 options = getattr(defaults, section)
                 vars(options)[key] = getattr(type(options)(), key)
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """The word after ``--help`` or ``-h`` in ``argv``, '' if there is none; None without such an option."""
+    for number, word in enumerate(argv):
+        option, _, topic = word.partition("=")
+        if option in ("--help", "-h"):
+            following = argv[number + 1] if number + 1 < len(argv) else ""
+            return (topic or ("" if following.startswith("-") else following)).strip("[]").replace("-", "_")
+    return None
 
 
 def replace_booleans(argv: Sequence[str]) -> list[str]:

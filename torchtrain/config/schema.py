@@ -158,6 +158,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JobSection(Section, name="job"):
+    """Config file, folder of the outputs, device."""
+
     config_file: LocalPath = ""
     """TOML file with the options of the run. Options on the command line override it."""
     dump_folder: Annotated[str, (LOCAL_OUTPUTS, lambda value: not is_url(value))] = ""
@@ -240,6 +242,8 @@ class ModelOverrides:
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
+    """Model: family, size, tokenizer."""
+
     name: Annotated[str, MODELS] = "llama3"
     """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that a module in job.import registers."""
     flavor: str = "debugmodel"
@@ -287,6 +291,8 @@ class ParameterPatternConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):
+    """AdamW or Muon: rate, decay, parameter groups."""
+
     name: Annotated[str, OPTIMIZERS] = "adamw"
     """Optimizer of the blocks' matrices: adamw, muon, or one that a module in job.import registers. Other parameters
     use AdamW, unless [[optimizer.groups]] says otherwise (docs/optimizers.md)."""
@@ -326,6 +332,8 @@ class OptimizerConfig(Section, name="optimizer"):
 
 @dataclass(frozen=True)
 class EMAConfig(Section, name="ema"):
+    """Exponential moving average (EMA) of the weights."""
+
     enable: bool = False
     """Maintain an exponential moving average (EMA) of the weights, in float32: 4 bytes per parameter, sharded as the
     parameters are."""
@@ -340,7 +348,8 @@ class EMAConfig(Section, name="ema"):
 
 @dataclass(frozen=True)
 class MupConfig(Section, name="mup"):
-    """Transfer of hyperparameters from a small model to a larger one with the same head_dim (docs/recipes.md)."""
+    """muP and CompleteP. They transfer hyperparameters from a small model to a larger one with the same head_dim
+    (docs/recipes.md)."""
 
     base_dim: Count | None = None
     """Dimension (dim) of the small model. Initial weights and learning rates are scaled by powers of dim / base_dim
@@ -352,6 +361,8 @@ class MupConfig(Section, name="mup"):
 
 @dataclass(frozen=True)
 class LRSchedulerConfig(Section, name="lr_scheduler"):
+    """Learning-rate schedule: warm-up and decay."""
+
     warmup_steps: CountOrZero = 200
     """Steps of linear warm-up of the learning rate; at most the whole schedule."""
     warmup_tokens: TokenCount = ""
@@ -387,6 +398,8 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
 
 @dataclass(frozen=True)
 class TrainingConfig(Section, name="training"):
+    """Batch size, sequence length, steps, seed, precision."""
+
     local_batch_size: Count = 8
     """Batch size, in sequences, of one forward pass of a data-parallel rank."""
     global_batch_size: CountOrAuto = -1
@@ -560,6 +573,8 @@ class DataConfig(SourcesConfig, name="data"):
 
 @dataclass(frozen=True)
 class ValidationConfig(SourcesConfig, name="validation"):
+    """Loss on held-out data during training."""
+
     enable: bool = False
     """Compute the loss on held-out data. With several sources, for each source and for all of them together."""
     interval: Count = 500
@@ -588,7 +603,7 @@ class ValidationConfig(SourcesConfig, name="validation"):
 
 @dataclass(frozen=True)
 class PrepareConfig(Section, name="prepare"):
-    """Only for python -m torchtrain.prepare, which tokenizes the sources of [data] once."""
+    """Tokenize data before training. Only for python -m torchtrain.prepare, which reads the sources of [data]."""
 
     output: str = ""
     """Folder for the prepared data, by a path or a URL such as s3://bucket/folder; with several sources, its folders
@@ -602,6 +617,8 @@ class PrepareConfig(Section, name="prepare"):
 
 @dataclass(frozen=True)
 class ParallelismConfig(Section, name="parallelism"):
+    """Layout: data, tensor, context, pipeline parallelism."""
+
     data_parallel_replicate_degree: Count = 1
     """The degree of data parallelism for weight replication (HSDP): number of copies of the sharded model."""
     data_parallel_shard_degree: CountOrAuto = -1
@@ -643,6 +660,8 @@ class ParallelismConfig(Section, name="parallelism"):
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig(Section, name="activation_checkpoint"):
+    """Recomputation of activations in backward."""
+
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """Activation checkpointing: which activations are recomputed in backward. none: none; selective: some, as
     selective_option says; full: all activations of each block; memory_budget: the compiler chooses (compile.enable
@@ -665,12 +684,16 @@ class ActivationCheckpointConfig(Section, name="activation_checkpoint"):
 
 @dataclass(frozen=True)
 class CompileConfig:
+    """torch.compile."""
+
     enable: bool = False
     """Apply torch.compile to each transformer block and to the loss."""
 
 
 @dataclass(frozen=True)
 class Float8Config:
+    """Linear layers in float8 on GPUs."""
+
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
     """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster; rowwise: one scale
     per row, more accurate. It requires a GPU of compute capability 8.9 or higher and pip install 'torchtrain[float8]'.
@@ -681,6 +704,8 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
+    """Checkpoints, initial weights, export."""
+
     enable: bool = True
     """Save checkpoints, and resume from the latest."""
     folder: str = "checkpoint"
@@ -732,6 +757,8 @@ class CheckpointConfig(Section, name="checkpoint"):
 
 @dataclass(frozen=True)
 class FaultsConfig(Section, name="faults"):
+    """Non-finite steps, loss spikes, stopping in time."""
+
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     """What to do in a bad step, whose loss or gradient norm is non-finite or a spike. skip: skip the update. rollback:
     load the latest valid checkpoint before the step, and continue with the next data. stop: end the run with an
@@ -764,6 +791,8 @@ class FaultsConfig(Section, name="faults"):
 
 @dataclass(frozen=True)
 class MetricsConfig(Section, name="metrics"):
+    """Log, TensorBoard, Weights & Biases, norms, report."""
+
     log_freq: Count = 10
     """How often to log metrics, in steps: to the log, to metrics.jsonl and to TensorBoard."""
     enable_tensorboard: bool = True
@@ -805,6 +834,8 @@ class MetricsConfig(Section, name="metrics"):
 
 @dataclass(frozen=True)
 class ProfilingConfig(Section, name="profiling"):
+    """Profiler traces and memory snapshots."""
+
     enable_profiling: bool = False
     """Write a torch.profiler trace of every rank to traces/ in the dump folder."""
     profile_freq: Annotated[int, at_least(3)] = 10
@@ -815,6 +846,8 @@ class ProfilingConfig(Section, name="profiling"):
 
 @dataclass(frozen=True)
 class DebugConfig(Section, name="debug"):
+    """Fingerprints of tensors, which torchtrain.compare reads."""
+
     fingerprint_steps: tuple[Count, ...] = ()
     """Steps whose tensors are recorded in fingerprints/ for python -m torchtrain.compare (docs/compare.md). These steps
     are slower and take memory for a second copy of the parameters."""
@@ -822,6 +855,8 @@ class DebugConfig(Section, name="debug"):
 
 @dataclass(frozen=True)
 class CommConfig(Section, name="comm"):
+    """Timeouts of communication."""
+
     init_timeout_seconds: Timeout = 300
     """Timeout for communication operations, during initialization and the first train step, in seconds."""
     train_timeout_seconds: Timeout = 100
@@ -832,7 +867,7 @@ class CommConfig(Section, name="comm"):
 
 @dataclass(frozen=True)
 class EstimateConfig(Section, name="estimate"):
-    """Only for python -m torchtrain.estimate, which estimates memory and throughput of a run without a GPU."""
+    """Memory and speed of a run without a GPU. Only for python -m torchtrain.estimate."""
 
     world_size: CountOrZero = 0
     """Number of ranks, one per GPU. 0: the product of the degrees in [parallelism], none of which may be -1."""

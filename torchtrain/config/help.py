@@ -1,0 +1,157 @@
+"""The pages of ``--help``: an overview of the sections, and the options of each; and the docstrings that they show."""
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torchtrain.config import schema
+from torchtrain.config.registry import Registry
+from torchtrain.config.schema import JobConfig, key_of
+from torchtrain.errors import ConfigError
+
+MAX_WIDTH = 100
+TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
+
+
+def choices(hint: Any) -> list[Any]:
+    """The values of the Literal, or the entries of the registry, in the type ``hint``; an empty list without one."""
+    if isinstance(hint, Registry):
+        return list(hint)
+    if typing.get_origin(hint) is Literal:
+        return list(typing.get_args(hint))
+    return [choice for argument in typing.get_args(hint) for choice in choices(argument)]
+
+
+def toml(value: Any) -> str:
+    """``value`` as it is written in a TOML file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"[{', '.join(map(toml, value))}]" if isinstance(value, tuple | list) else str(value)
+
+
+def read_docstrings() -> dict[str, dict[str, str]]:
+    """The docstrings of the classes and fields in schema.py, each as one line, by name of the class and of the field.
+
+    The docstring of the class has the name "".
+    """
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {"": ast.get_docstring(node) or ""}
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[node.name][field.target.id] = text.value.value  # type: ignore[union-attr, attr-defined]
+    return {name: {key: " ".join(text.split()) for key, text in texts.items()} for name, texts in found.items()}
+
+
+def section_types() -> dict[str, type]:
+    """The dataclass of each section; [[stages]] is a list of tables of any options, and no section."""
+    return {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if name != "stages"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One option, or one table of options, as ``--help`` shows it."""
+
+    name: str  # such as training.steps
+    heading: str
+    text: str
+
+
+def entries(name: str, section: type, docstrings: Mapping[str, Mapping[str, str]], table: Any) -> Iterator[Entry]:
+    """The options of the dataclass ``section`` and of those nested in it, in order; ``name``: its full name.
+
+    Args:
+        table: the section of the config file, or None. Values that differ from the defaults are shown.
+    """
+    hints = typing.get_type_hints(section, include_extras=True)
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        texts |= docstrings.get(base.__name__, {})
+    for field in dataclasses.fields(section):
+        hint = hints[field.name]
+        full_name, own = f"{name}.{key_of(field.name)}", getattr(table, field.name, None)
+        text = texts[field.name].removeprefix(f"[{full_name}]: ")
+        if dataclasses.is_dataclass(hint):
+            yield Entry(full_name, f"[{full_name}]", text)
+            yield from entries(full_name, hint, docstrings, own)  # type: ignore[arg-type]
+        elif typing.get_origin(hint) is dict:
+            yield Entry(full_name, f"[{full_name}]  in the config file", text)
+        elif any(dataclasses.is_dataclass(argument) for argument in typing.get_args(hint)):
+            yield Entry(full_name, f"[[{full_name}]]  in the config file", text)
+        else:
+            given = [] if field.default in (None, dataclasses.MISSING) else [f"default: {toml(field.default)}"]
+            if own is not None and own != field.default:
+                given.append(f"config file: {toml(own)}")
+            values = f" Values: {', '.join(map(str, choices(hint)))}." if choices(hint) else ""
+            shown = f"  ({'; '.join(given)})" if given else ""
+            yield Entry(full_name, f"--{full_name} {value_of(hint)}{shown}", text + values)
+
+
+def value_of(hint: Any) -> str:
+    """What stands for a value of the type ``hint``, such as INTEGER, or ``TEXT ...`` for a list of strings."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):  # X | None, or X | tuple[X, ...]
+        return value_of(arguments[-1] if arguments[-1] is not types.NoneType else arguments[0])
+    if origin is tuple:
+        return f"{value_of(arguments[0])} ..."
+    if origin is typing.Annotated:
+        return value_of(arguments[0])
+    return TYPES[type(arguments[0]) if origin is Literal else hint]
+
+
+def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str:
+    """The text of ``--help topic``: all options of a section or table, one option, or the overview of all sections.
+
+    Args:
+        prog: name of the command, such as ``torchtrain.train``.
+        description: what the command does; shown in the overview.
+        config: the config file's values, which are shown where they are not the defaults.
+
+    Raises:
+        ConfigError: there is no such section or option.
+    """
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    docstrings, sections = read_docstrings(), section_types()
+    if not topic:
+        return overview(prog, description, docstrings, width)
+    section = topic.partition(".")[0]
+    found: list[str] = []
+    if section in sections:
+        if topic == section:
+            found += [*textwrap.wrap(f"[{section}] {docstrings[sections[section].__name__]['']}", width), ""]
+        for entry in entries(section, sections[section], docstrings, getattr(config, section)):
+            if f"{entry.name}.".startswith(f"{topic}."):
+                found.append(f"  {entry.heading}")
+                found += textwrap.wrap(entry.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    if not found:
+        raise ConfigError(f"--help {topic}: there is no such section or option; the sections are {', '.join(sections)}")
+    return "\n".join(found)
+
+
+def overview(prog: str, description: str, docstrings: Mapping[str, Mapping[str, str]], width: int) -> str:
+    """The text of ``--help``: usage and sections. The section of the command's own options is the first."""
+    own = prog.rpartition(".")[2]
+    sections = section_types()
+    lines = [f"usage: python -m {prog} [--SECTION.OPTION VALUE ...]", ""]
+    for paragraph in description.replace("``", "").split("\n\n"):
+        lines += [*textwrap.wrap(paragraph, width, break_on_hyphens=False), ""]
+    lines.append("sections:")
+    column = 4 + max(map(len, sections))
+    for name in sorted(sections, key=lambda name: name != own):  # else in their order
+        summary = docstrings[sections[name].__name__][""].partition(". ")[0].rstrip(".")
+        lines.append(f"  {name:{column - 2}}{summary}")
+    examples = (
+        ("--help training", "all options of a section"),
+        ("--help training.steps", "one option"),
+        ("docs/configuration.md", "all options on one page"),
+    )
+    return "\n".join([*lines, "", *(f"  {option:{column - 2}}{text}" for option, text in examples)])
