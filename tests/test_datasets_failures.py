@@ -29,7 +29,7 @@ from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, hub, text_sources
+from torchtrain.datasets import file_formats, hub, remote_files, text_sources
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import on_all_ranks
@@ -176,7 +176,7 @@ class Remote:
                 raise error
             return fetch(file_system, path, **limits)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(hub, "_RANGE_BYTES", 256)
+        monkeypatch.setattr(remote_files, "RANGE_BYTES", 256)
         monkeypatch.setattr(file_formats, "_BLOCK_BYTES", 256)
         monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
 

@@ -37,16 +37,13 @@ from torchtrain.datasets.file_formats import (
     require_text,
 )
 from torchtrain.datasets.local_files import identity_and_key, identity_of
-from torchtrain.datasets.remote_files import RangeFile
+from torchtrain.datasets.remote_files import HEAD_ROWS, RangeFile
 from torchtrain.datasets.text_sources import LocalText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
 from torchtrain.logging import logger
 
 T = TypeVar("T")
-
-_RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
-_HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
 
 def find_revision(source: SourceConfig, label: str) -> str | None:
@@ -267,8 +264,8 @@ def _list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
         raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
     files = [(url, xgetsize(url)) for url in urls]
     try:
-        head = _read(*files[0], source.text_column, 0, head=_HEAD_ROWS) if files else ()
-        empty = not list(itertools.islice(head, _HEAD_ROWS + 1))
+        head = _read(*files[0], source.text_column, 0, head=HEAD_ROWS) if files else ()
+        empty = not list(itertools.islice(head, HEAD_ROWS + 1))
     except DataError as error:
         raise DataError(f"{label}: {urls[0].rpartition('/')[2]}: {error}") from None
     if empty:
@@ -301,7 +298,7 @@ def _read(
     def fetch(start: int, end: int) -> bytes:
         return with_network_retries(partial(_fetch, url, size, start, end), url)
 
-    with RangeFile(url, size, fetch, _RANGE_BYTES) as raw:
+    with RangeFile(url, size, fetch) as raw:
         yield from documents(
             raw, name, column, start, text_by_line=True, head=head, on_malformed=lambda p: on_malformed(f"{name}: {p}")
         )

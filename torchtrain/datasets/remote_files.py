@@ -24,7 +24,7 @@ from torchtrain.object_store import is_url, open_file_system, with_store_retries
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
 
-_HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
+HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         fetch: returns the bytes from one offset to another.
     """
 
-    def __init__(self, url: str, size: int, fetch: Callable[[int, int], bytes], range_bytes: int = RANGE_BYTES):
+    def __init__(self, url: str, size: int, fetch: Callable[[int, int], bytes]):
         self._fetch = fetch
         # The reader of Parquet requests exactly the bytes that it needs.
         cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
-        super().__init__(None, url, block_size=range_bytes, cache_type=cache, size=size)
+        super().__init__(None, url, block_size=RANGE_BYTES, cache_type=cache, size=size)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return self._fetch(start, end)
@@ -209,7 +209,7 @@ def require_text_in_head(
 
 
 def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
-    return itertools.islice(documents(raw, name, column, head=_HEAD_ROWS, on_malformed=on_malformed), _HEAD_ROWS + 1)
+    return itertools.islice(documents(raw, name, column, head=HEAD_ROWS, on_malformed=on_malformed), HEAD_ROWS + 1)
 
 
 def streamed_documents(
