@@ -101,6 +101,22 @@ def test_input_that_changes_while_it_is_read_raises_a_data_error(
         share(source, tmp_path / "out")
 
 
+def test_text_file_that_changes_while_it_is_read_raises_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("some words " * 50)
+    run = tokenize_dataset._run
+
+    def change_after(*arguments: Any) -> None:
+        run(*arguments)
+        os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(tokenize_dataset, "_run", change_after)
+    with pytest.raises(DataError, match=r"a.txt changed while it was prepared"):
+        share(SourceConfig(path=str(file)), tmp_path / "out")
+
+
 def test_work_continues_with_another_verify_gib(source: SourceConfig, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert [share(source, folder, rank, 2, verify) for rank, verify in ((0, 0), (1, 1 << 30))] == [False, True]

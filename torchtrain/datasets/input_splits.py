@@ -75,12 +75,21 @@ class ShardedInput(ABC):
         """
         return ""
 
+    def require_unchanged(self) -> None:  # noqa: B027
+        """Raise DataError if files whose content is part of ``identity`` have changed since they were opened."""
+
 
 class ShardedDocuments(ShardedInput):
-    """A source with random access to its documents."""
+    """A source with random access to its documents.
 
-    def __init__(self, source: DocumentSource) -> None:
+    Args:
+        source: the source.
+        files: its files, if they are read in place.
+    """
+
+    def __init__(self, source: DocumentSource, files: Sequence["LocalInputFile"] = ()) -> None:
         self._source = source
+        self._files = files
         self.name = source.name
         self._shards = split_documents(source.parts, source.text_bytes)
         self.shard_sizes = [len(numbers) for numbers in self._shards]
@@ -90,6 +99,10 @@ class ShardedDocuments(ShardedInput):
 
     def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:  # noqa: ARG002
         return self._source.read_all(self._shards[shard])
+
+    def require_unchanged(self) -> None:
+        for file in self._files:
+            file.require_unchanged()
 
 
 @dataclass(frozen=True)
@@ -138,12 +151,16 @@ class LocalInputFile(InputFile):
 
     def hash_of_range(self, start: int, stop: int) -> str:
         digest = read_with_retries(partial(hash_of, self._path, start, stop - start), self._path)
+        self.require_unchanged()
+        return digest
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if the size or time of the file has changed since it was opened."""
         if read_with_retries(self._stat, self._path) != (self.size, self._modified):
             raise DataError(
                 f"{self._path} changed while it was prepared: start again with an empty prepare.output when nothing "
                 "writes to it"
             )
-        return digest
 
 
 class RemoteInputFile(InputFile):

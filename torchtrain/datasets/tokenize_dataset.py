@@ -112,10 +112,12 @@ def prepare(
             progress = _Progress(output, dict(zip(names, documents.shard_sizes, strict=True)), rank, world_size)
             own = {name: number for number, name in enumerate(names) if number % world_size == rank}
             _run(write, is_complete, own, processes, progress)
+            documents.require_unchanged()
         return _finish(output, plan, names, documents.file_count, flushed=flush)
 
 
 def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
+    files: list[LocalInputFile] = []
     if source.source_type == "files":
         option = f"{context.section}.path"
         label = f"{option} = {source.path!r}"
@@ -128,18 +130,18 @@ def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
                 for file, path in zip(remote, paths, strict=True)
             ]
             return make_input(inputs, identity=partial(identity_of_remote, remote, context.verify_bytes))
-        files = find_text_files(
+        found = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )
-        if not are_plain_text(files):
-            identity = partial(identity_of, files, context.verify_bytes)
-            return make_input([LocalInputFile(file) for file in files], identity=identity)
+        files = [LocalInputFile(file) for file in found]
+        if not are_plain_text(found):
+            return make_input(files, identity=partial(identity_of, found, context.verify_bytes))
     opened = open_source(replace(source, download=True), context)
     if not isinstance(opened, DocumentSource):
         raise DataError(
             f"{context.section}.type = {source.type!r} cannot be prepared: it has no random access to its documents"
         )
-    return ShardedDocuments(opened)
+    return ShardedDocuments(opened, files)
 
 
 def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
