@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import tempfile
@@ -20,7 +21,16 @@ import xxhash
 from torchtrain.datasets.range_cache import RangeCache, read_cached
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import ConfigError, DataError, StorageError
-from torchtrain.files import BLOCK_BYTES, MISSING, atomic_write, hash_of, partial_path, read_file, with_retries
+from torchtrain.files import (
+    BLOCK_BYTES,
+    MISSING,
+    atomic_write,
+    hash_of,
+    open_lock_file,
+    partial_path,
+    read_file,
+    with_retries,
+)
 from torchtrain.object_store import is_url, open_file_system, with_store_retries
 
 Range = tuple[str, int, int]
@@ -200,7 +210,12 @@ class LocalFolder(DataFolder):
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
-                temporary.rename(target)  # a file system without hard links
+                # A file system without hard links: the rename would replace a file of another process.
+                with os.fdopen(open_lock_file(self.path / ".create.lock"), "r+") as lock:
+                    fcntl.lockf(lock, fcntl.LOCK_EX)
+                    if target.exists():
+                        return False
+                    temporary.rename(target)
         except FileExistsError:
             return False
         finally:

@@ -49,8 +49,8 @@ from torchtrain.datasets.remote_files import find_remote_files, identity_of_remo
 from torchtrain.datasets.text_sources import RETRY_SECONDS
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
-from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.files import MISSING, fsync_folder, open_lock_file, unreadable, with_retries
+from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.files import MISSING, TRANSIENT_ERRNOS, fsync_folder, open_lock_file, unreadable, with_retries
 from torchtrain.logging import logger
 from torchtrain.object_store import is_url
 
@@ -258,10 +258,16 @@ def _locked(folder: Path, *, exclusive: bool) -> Iterator[None]:
 
 @contextmanager
 def _output_errors(location: str) -> Iterator[None]:
-    """Raise errors of the file system as DataError. Those of the input are not OSErrors (``_InputError``)."""
+    """Raise errors of the output's file system: StorageError if they may pass, else DataError. Those of the input are
+    not OSErrors (``_InputError``)."""
     try:
         yield
     except OSError as error:
+        if error.errno in TRANSIENT_ERRNOS:
+            raise StorageError(
+                f"{location} cannot be written: {error.strerror}. What is complete is kept: start the same command "
+                "again when the file system answers"
+            ) from error
         raise DataError(
             f"{location} cannot be written: {error.strerror or error}. Make room, or give it another disk; what is "
             "complete is kept, and the same command continues from there"
