@@ -445,6 +445,7 @@ def test_stages_are_the_chain_of_runs_by_hand(
     options = [*OPTIONS[layout], *OPTIONS[dtype], *OPTIONS[optimizer]]
     ranks = 1 if layout == "one rank" else 4
     config = staged_config(tmp_path / "staged", sources)
+    options += ["--metrics.norms_freq", "3"]
     output = finish(tmp_path / "staged", "--job.config_file", str(config), *options, ranks=ranks, shape=SHAPE)
     run_by_hand(tmp_path / "by_hand", sources, options, ranks)
     for step in (2, 3, 4, 6, 8, 9):
@@ -453,6 +454,7 @@ def test_stages_are_the_chain_of_runs_by_hand(
     assert logged_losses(tmp_path / "staged") == logged_losses(tmp_path / "by_hand")
     lines = [line for line in read_metrics(tmp_path / "staged") if "loss" in line]
     assert [line["stage"] for line in lines] == ["main"] * 3 + ["long"] * 3 + ["decay"] * 3
+    assert all("stage" in line for line in read_metrics(tmp_path / "staged") if "event" not in line)
     assert [line["tokens"] for line in lines] == [128, 256, 384, 640, 896, 1152, 1216, 1280, 1344]
     assert "stage 'long' (2 of 3): steps 4 to 6, 4 sequences of 64 tokens a step" in output
 

@@ -172,7 +172,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def record_values(self, step: int, values: dict[str, float]) -> None:
         """Write more numbers of ``step``, in a line of their own that does not appear in the log."""
         if self.writers is not None:
-            self.writers.write({"step": step, "tokens": self.tokens_after(step), **values})
+            self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **values})
 
     def record_validation(self, step: int, results: dict[str, float]) -> None:
         """Write validation results, whose names begin with ``validation_``."""
