@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked_command import run_command
-from forked_run import ForkedRun, finish, same_tensors, saved_tensors
+from forked_run import ForkedRun, finish, read_metrics, same_tensors, saved_tensors
 
 from torchtrain.checkpoint.hf.weights import check_same_shape
 from torchtrain.config.registry import MODELS
@@ -24,6 +24,7 @@ SIZES = [
     "--model.flavor=",
     *("--model.shape.dim", "32", "--model.shape.n_layers", "2", "--model.shape.n_heads", "4"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "64", "--training.local_batch_size", "4"),
+    *("--metrics.norms_freq", "8"),
 ]
 LAYOUTS = {
     "tensor": ["--parallelism.tensor_parallel_degree", "2"],
@@ -50,6 +51,12 @@ def options(name: str) -> list[str]:
 def losses(folder: Path) -> list[float]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def norms(folder: Path) -> dict[str, float]:
+    """The norms by layer of step 8."""
+    lines = [line for line in read_metrics(folder) if line["step"] == 8]
+    return {key: value for line in lines for key, value in line.items() if key.startswith("norm_")}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +96,9 @@ def test_own_model_trains_the_same_run_on_two_ranks(
     finish(tmp_path, *options(name), *LAYOUTS[layout], ranks=2, hook=partial(import_from, modules))
     assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
     assert len(losses(tmp_path)) == 8
+    assert norms(tmp_path) == pytest.approx(norms(one_rank), rel=1e-3)
+    layers = ["tok_embeddings", "layers.0", "layers.1", "norm", "output", *["embedding_norm"] * (name == "sandwich")]
+    assert {key for key in norms(tmp_path) if "weight" in key} == {f"norm_weight_{layer}" for layer in layers}
 
 
 def test_own_model_resumes_bitwise_identically(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:

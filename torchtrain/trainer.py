@@ -207,7 +207,7 @@ class Trainer:
             self.train_step.hooks.append(by_source)
             self.metrics.step_metrics.append(by_source.metrics)
         if config.metrics.norms_freq:
-            norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values)
+            norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values, self.gloo_group)
             self.train_step.hooks.append(norms)
         self.validator: Validator | None = None
         if config.validation.enable:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
@@ -31,22 +32,30 @@ class NormsByLayer(StepHook):
 
     Args:
         report: called on all ranks with the step and the norms by name, such as ``norm_grad_layers.3``.
+        group: all ranks, for messages from the CPU; None: the default group.
     """
 
-    def __init__(self, model: ParallelModel, freq: int, report: Callable[[int, dict[str, float]], None]) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        freq: int,
+        report: Callable[[int, dict[str, float]], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.freq = freq
         self.report = report
         self.device = model.device
-        config = model.model_parts[0].config
-        # The same order on all ranks, which may hold other layers (pipeline parallelism).
-        self.layers = ["tok_embeddings", *(f"layers.{i}" for i in range(config.n_layers)), "norm", "output"]
         replicas = model.pipeline.tied_replicas if model.pipeline is not None else []
-        self.parameters = [
-            (self.layers.index(layer_of(name)), parameter)
+        own = [
+            (layer_of(name), parameter)
             for part in model.model_parts
             for name, parameter in part.named_parameters()
             if not any(parameter is replica for replica in replicas) and is_first_replica(_sharded(parameter))
         ]
+        # The same order on all ranks, which may hold other layers (pipeline parallelism).
+        layers_of_ranks = gather_from_all_ranks(lambda: [layer for layer, _ in own], group)
+        self.layers = list(dict.fromkeys(layer for layers in layers_of_ranks for layer in layers))
+        self.parameters = [(self.layers.index(layer), parameter) for layer, parameter in own]
         self.is_due = False
 
     def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
@@ -84,7 +93,6 @@ class NormsByLayer(StepHook):
                 f"norm_{kind}_{layer}": norm
                 for kind, of_kind in zip(KINDS, norms, strict=True)
                 for layer, norm in zip(self.layers, of_kind, strict=True)
-                if norms[1][self.layers.index(layer)]  # with tied embeddings, there is no output layer of its own
             },
         )
 
