@@ -1,7 +1,10 @@
 """The training loss by source: exactly the loss of the step, on any layout, without a change of the training."""
 
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +33,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train_by_source(parallelism: dict[str, Any], training: dict[str, Any]) -> tuple[Curve, list[dict[str, float]]]:
+def train_by_source(
+    parallelism: dict[str, Any], training: dict[str, Any], *, compile: bool = False
+) -> tuple[Curve, list[dict[str, float]]]:
     """Train; returns the curve, and the metrics of each step. Asserts that the sums are the loss, bit by bit."""
     found = []
 
@@ -47,8 +52,19 @@ def train_by_source(parallelism: dict[str, Any], training: dict[str, Any]) -> tu
 
         train_step.hooks += [hook, Check()]
 
-    config = config_of(parallelism=parallelism, training=training)
+    config = config_of(parallelism=parallelism, training=training, compile={"enable": compile})
     return train(config, steps=STEPS, attach=attach), found
+
+
+def train_compiled_by_source() -> tuple[Curve, list[dict[str, float]]]:
+    """``train_by_source`` with the graphs of blocks and loss that Inductor would get, run uncompiled."""
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(),
+        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")),
+    ):
+        warnings.simplefilter("ignore")  # the compiler's about its own operation
+        return train_by_source({}, {}, compile=True)
 
 
 def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
@@ -78,10 +94,17 @@ def reference(gloo: GlooPool) -> list[dict[str, float]]:
     return found
 
 
-def test_sources_have_the_losses_of_their_rows_and_training_does_not_change(
-    gloo: GlooPool, reference: list[dict[str, float]]
-) -> None:
+@pytest.fixture(scope="module")
+def without(gloo: GlooPool) -> tuple[Curve, list[float]]:
+    """One rank without the hook."""
     ((plain, losses),) = gloo.run(1, train_without, {})
+    return plain, losses
+
+
+def test_sources_have_the_losses_of_their_rows_and_training_does_not_change(
+    gloo: GlooPool, reference: list[dict[str, float]], without: tuple[Curve, list[float]]
+) -> None:
+    plain, losses = without
     ((curve, _),) = gloo.run(1, train_by_source, {}, {})
     assert [reference[0][f"source_loss_{name}"] for name in "abc"] == pytest.approx(losses, rel=1e-6)
     assert min(abs(losses[i] - losses[j]) for i, j in ((0, 1), (0, 2), (1, 2))) > 1e-4, "an exchange would be noticed"
@@ -91,16 +114,26 @@ def test_sources_have_the_losses_of_their_rows_and_training_does_not_change(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_by_source_are_the_same_on_layouts(
-    gloo: GlooPool, reference: list[dict[str, float]], layout: str
+    gloo: GlooPool, reference: list[dict[str, float]], without: tuple[Curve, list[float]], layout: str
 ) -> None:
     ranks, parallelism, training = LAYOUTS[layout]
-    for _, found in gloo.run(ranks, train_by_source, parallelism, training):
+    for curve, found in gloo.run(ranks, train_by_source, parallelism, training):
+        assert curve.losses[0] == pytest.approx(without[0].losses[0], rel=1e-6)  # of a run without the hook
         if "z_loss_weight" in training:  # from the second step on it is another training
             found, expected = found[:1], reference[:1]
         else:
             expected = reference
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_losses_by_source_are_the_same_if_compiled(
+    gloo: GlooPool, reference: list[dict[str, float]], without: tuple[Curve, list[float]]
+) -> None:
+    ((curve, found),) = gloo.run(1, train_compiled_by_source)
+    assert curve.losses == pytest.approx(without[0].losses, rel=1e-5)
+    for ours, theirs in zip(found, reference, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_run_logs_loss_and_tokens_of_each_source(tmp_path: Path) -> None:
