@@ -1,6 +1,7 @@
 """Runs in stages: configs of the stages, comparison with the chain of runs by hand, kills, and edits of a run."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -26,25 +27,14 @@ from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import has_stages, stage_configs, tokens_after
 from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
-from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.stages import _build_or_other_step, resolve_stages, stage_of_step, train_in_stages
 from torchtrain.trainer import Trainer
 
-MODEL = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
-BASE = """
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 2
-decay_type = "constant"
-[training]
-local_batch_size = 1
-global_batch_size = 4
-seq_len = 32
-"""
+MODEL = TINY
+BASE = CONFIG.replace("steps = 8\n", "")
 THREE = """
 [[stages]]
 name = "main"
@@ -175,13 +165,6 @@ def test_batch_sizes_by_tokens_are_stages() -> None:
     assert [config.training.global_batch_size for config in stage_configs(parse(option))] == [4, 8]
 
 
-def one(table: str, **replaced: str) -> str:
-    text = BASE + THREE.replace('[[stages]]\nname = "decay"\nsteps = 4\n', '[[stages]]\nname = "decay"\n' + table, 1)
-    for old, new in replaced.items():
-        text = text.replace(old, new)
-    return text
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -242,8 +225,8 @@ def test_options_that_must_not_differ_are_rejected(table: str, message: str) -> 
             "lr_scheduler.total_steps = 9 does not go with stages",
         ),
         (
-            "[optimizer]",
-            "[checkpoint]\nenable = false\n[optimizer]",
+            "interval = 2",
+            "interval = 2\nenable = false",
             "checkpoint.enable = false does not go with stages",
         ),
         ("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"', "and [[stages]] exclude each other"),
@@ -316,7 +299,9 @@ def test_edited_future_is_accepted() -> None:
         lines = check(before[0], after[stage_of_step(after, step)], step)
         assert all(line.startswith("config differs from the checkpoint's (harmless): stages = ") for line in lines)
     longer_now = resolved((BASE + THREE).replace("steps = 10", "steps = 12"))
-    check(before[0], longer_now[0], 6)  # the stage under way, too
+    (line,) = check(before[0], longer_now[0], 6)  # the stage under way, too
+    assert line.startswith("config differs from the checkpoint's (harmless): stages = ")
+    assert "training.steps = 12 (checkpoint: 10)" in line
 
 
 @pytest.mark.parametrize(
@@ -399,27 +384,31 @@ def staged_config(folder: Path, sources: dict[str, str], lengths: tuple[int, int
 
 def run_by_hand(folder: Path, sources: dict[str, str], options: list[str], ranks: int) -> None:
     """The chain of runs: the same command three times, with other options and what may change."""
-    allowed = ["data.sources", "training.seq_len", "training.global_batch_size", "model.shape.rope_theta"]
-    allowed += [
+    schedule = [
         f"lr_scheduler.{key}" for key in ("decay_type", "total_steps", "start_step", "initial_lr", "warmup_steps")
     ]
+    allowed = ["data.sources", "training.seq_len", "training.global_batch_size", "model.shape.rope_theta", *schedule]
+    spanning = ["--lr_scheduler.total_steps", "9"]
     of_stages = [
-        ("ab", "", ["--training.steps", "3", "--lr_scheduler.total_steps", "9"]),
-        *(("abc", "", ["--training.steps", "6", "--lr_scheduler.total_steps", "9", "--training.seq_len", "64"]),),
-        ("abc", "", ["--training.steps", "9", "--training.global_batch_size", "2"]),
+        ("ab", ["--training.steps", "3", *spanning]),
+        (
+            "abc",
+            [
+                *("--training.steps", "6", "--training.seq_len", "64", "--model.shape.rope_theta", "20000"),
+                *spanning,
+            ],
+        ),
+        (
+            "abc",
+            [
+                *("--training.steps", "9", "--training.global_batch_size", "2", "--lr_scheduler.warmup_steps", "0"),
+                *("--lr_scheduler.decay_type", "linear", "--lr_scheduler.start_step", "6"),
+                *("--lr_scheduler.initial_lr", "0.01"),
+            ],
+        ),
     ]
-    of_stages[1][2].extend(["--model.shape.rope_theta", "20000"])
-    decay = [
-        "--lr_scheduler.decay_type",
-        "linear",
-        "--lr_scheduler.start_step",
-        "6",
-        "--lr_scheduler.initial_lr",
-        "0.01",
-    ]
-    of_stages[2][2].extend([*decay, "--lr_scheduler.warmup_steps", "0"])
-    for letters, _, own in of_stages:
-        folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    for letters, own in of_stages:
         file = folder / "by_hand.toml"
         file.write_text(f"{CONFIG}\n[data]\n{mix(sources, letters)}\n")
         arguments = ["--job.config_file", str(file), *options, *own, "--checkpoint.allow_changes", *allowed]
@@ -581,7 +570,7 @@ def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_o
 def test_damaged_checkpoint_leads_back_to_the_stage_before(tmp_path: Path, sources: dict[str, str]) -> None:
     config = staged_config(tmp_path, sources, (3, 1, 1))
     options = ["--job.config_file", str(config)]
-    finish(tmp_path, *options, ranks=1)
+    first = finish(tmp_path, *options, ranks=1)
     before = saved_tensors(tmp_path, 5)
     for step in (3, 4):
         shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
@@ -589,8 +578,12 @@ def test_damaged_checkpoint_leads_back_to_the_stage_before(tmp_path: Path, sourc
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    output = finish(tmp_path, *options, ranks=1)
-    assert "resumed from" in output
+    output = finish(tmp_path, *options, ranks=1).removeprefix(first)
+    begun = re.findall(r"stage '(\w+)' \(\d of 3\)|(resumed from) \S+/(step-\d)", output)
+    assert begun == [
+        *[("decay", "", ""), ("main", "", ""), ("", "resumed from", "step-2")],
+        *[("long", "", ""), ("", "resumed from", "step-3"), ("decay", "", ""), ("", "resumed from", "step-4")],
+    ]
     assert (tmp_path / "checkpoint/step-5.damaged").is_dir()
     assert same_tensors(saved_tensors(tmp_path, 5), before)
 
@@ -608,24 +601,31 @@ def test_run_is_edited_and_extended(tmp_path: Path, sources: dict[str, str]) -> 
     assert "stage 'long' is finished and cannot be changed: model.shape.rope_theta = 10.0" in run.output()
 
 
-def kills(folder: Path, options: list[str], steps: list[int], layouts: list[int]) -> None:
-    for step, ranks in zip(steps, layouts, strict=True):
-        run = ForkedRun(folder, *options, ranks=ranks)
-        run.wait_for(lambda: max(logged_losses(folder), default=0) >= step)  # noqa: B023
-        run.end()
-
-
 @pytest.mark.slow
 def test_run_killed_ten_times_on_three_numbers_of_ranks(tmp_path: Path, sources: dict[str, str]) -> None:
     exact = ["--training.sums", "exact", "--checkpoint.interval", "1"]
-    lengths = (6, 6, 6)
-    config = staged_config(tmp_path / "whole", sources, lengths)
-    finish(tmp_path / "whole", "--job.config_file", str(config), *exact, ranks=1)
-    config = staged_config(tmp_path / "killed", sources, lengths)
-    options = ["--job.config_file", str(config), *exact]
-    kills(tmp_path / "killed", options, [1, 3, 4, 6, 8, 10, 12, 13], [2, 1, 2, 1, 2, 1, 2, 1])
-    finish(tmp_path / "killed", *options, ranks=2)
-    assert same_tensors(saved_tensors(tmp_path / "killed", 18), saved_tensors(tmp_path / "whole", 18))
+
+    def options(folder: Path) -> list[str]:
+        config = staged_config(folder, sources, (6, 6, 6))
+        config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 8"))
+        return ["--job.config_file", str(config), *exact]
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(whole, *options(whole), ranks=1)
+    at_border = {6, 12}
+    kills = [(1, 2), (3, 4), (4, 1), (6, 2), (8, 4), (10, 1), (11, 2), (12, 4), (13, 1), (15, 2)]
+    for step, ranks in kills:
+        hook = {"hook": killed_at_border} if step in at_border else {}
+        run = ForkedRun(killed, *options(killed), ranks=ranks, **hook)
+        if step in at_border:
+            assert run.wait() == [9] * ranks, run.output()
+            assert max(logged_losses(killed)) == step
+        else:
+            run.wait_for(lambda: max(logged_losses(killed), default=0) >= step)  # noqa: B023
+            run.end()
+    finish(killed, *options(killed), ranks=4)
+    assert same_tensors(saved_tensors(killed, 18), saved_tensors(whole, 18))
+    assert logged_losses(killed) == logged_losses(whole)
 
 
 @pytest.mark.slow

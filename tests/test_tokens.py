@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import pytest
-from forked_run import finish, logged_losses, read_metrics
+from forked_run import TINY, finish, logged_losses, read_metrics
 
 from torchtrain.config.parse import from_file, parse, to_dict
 from torchtrain.config.schema import SAME_NUMBER, JobConfig, flat
 from torchtrain.config.tokens import format_tokens, parse_tokens
 from torchtrain.errors import ConfigError
-from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.spec import count_parameters
 from torchtrain.parallelisms.resolve import resolve_layout
 
-MODEL = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=4096, max_seq_len=32)
+MODEL = TINY
 BATCH = ["--training.seq_len", "32", "--training.global_batch_size", "8", "--training.local_batch_size", "2"]
 
 
