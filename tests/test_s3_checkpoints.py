@@ -12,8 +12,10 @@ import pytest
 import torch
 from forked_command import checked_command, run_command
 from forked_run import TINY, ForkedRun, finish, logged_losses, same_tensors, slow_steps
+from s3_faults import S3Faults
 from s3_server import S3Server
 
+from torchtrain import object_store
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.object_storage import ObjectStorage
@@ -99,6 +101,56 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: st
     options = (*SHORT, "--checkpoint.folder", f"s3://{bucket}/copied")
     assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, server.environment))
     assert same_tensors(tensors_in(ObjectStorage(options[-1]), STEPS), expected)
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[S3Faults]:
+    proxy = S3Faults(server.url, server.environment)
+    yield proxy
+    proxy.stop()
+
+
+def short_pauses(environment: dict[str, str]) -> None:
+    """A hook that lets a run use the server, with few attempts and short pauses."""
+    os.environ.update(environment)
+    object_store.PAUSES_SECONDS = (0.01,) * 9  # type: ignore[assignment]
+    object_store._S3_CLIENT = {"connect_timeout": 2, "read_timeout": 2, "retries": {"total_max_attempts": 1}}
+
+
+def test_run_with_faults_of_the_store_ends_like_one_in_a_folder(
+    proxy: S3Faults, bucket: str, local: Path, tmp_path: Path
+) -> None:
+    kinds = {"slow down": 5, "error": 7, "reset": 13, "lost answer": 17, "truncate": 19, "silence": 37}
+    faults = [proxy.fail("timeout", "PUT", every=5)]  # S3's, of an upload
+    faults += [proxy.fail(kind, every=every, seconds=0.3) for kind, every in kinds.items()]
+    url = f"s3://{bucket}/faults"
+    output = finish(tmp_path, *SHORT, "--checkpoint.folder", url, hook=partial(short_pauses, proxy.environment))
+    assert all(fault.count for fault in faults), faults
+    assert "could not be written" not in output
+    proxy.heal()
+    storage = ObjectStorage(url)
+    assert storage.steps() == [2, 4]
+    assert same_tensors(tensors_in(storage, STEPS), tensors_in(LocalStorage(str(local / "checkpoint")), STEPS))
+
+
+def test_store_that_does_not_respond_is_no_damage(proxy: S3Faults, bucket: str, tmp_path: Path) -> None:
+    url, hook = f"s3://{bucket}/down", partial(short_pauses, proxy.environment)
+    options = ("--checkpoint.folder", url, "--checkpoint.max_failed_saves", "1")
+
+    def end(steps: int, folder: str, code: int, message: str) -> None:
+        run = ForkedRun(tmp_path / folder, *options, "--training.steps", str(steps), hook=hook, ranks=1)
+        assert run.wait() == [code], run.output()
+        assert message in run.output()
+
+    end(2, "a", 0, "saved")
+    proxy.fail("slow down", "PUT .*distcp")  # in a save
+    end(6, "b", 74, "the store does not respond: [Errno 16] injected: SlowDown")
+    proxy.heal()
+    proxy.fail("error", "GET .*(distcp|manifest)")  # in a resume
+    end(6, "c", 74, "the store does not respond: [Errno 121] injected: InternalError")
+    proxy.heal()
+    end(4, "d", 0, "resumed from")
+    assert ObjectStorage(url).names() == [ObjectStorage(url).folder_of(2), ObjectStorage(url).folder_of(4)]
 
 
 def test_credentials_are_neither_logged_nor_stored(server: S3Server, bucket: str, tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ class Fault:
     requests: re.Pattern[str]
     times: float
     skip: int
+    every: int
     seconds: float
+    matches: int = 0
     count: int = 0
     """Requests that it has hit."""
     over: threading.Event = field(default_factory=threading.Event)
@@ -59,11 +61,18 @@ class S3Faults:
         self.environment = {**environment, "AWS_ENDPOINT_URL": self.url}
 
     def fail(
-        self, kind: str, requests: str = "", *, times: float = float("inf"), skip: int = 0, seconds: float = 3600
+        self,
+        kind: str,
+        requests: str = "",
+        *,
+        times: float = float("inf"),
+        skip: int = 0,
+        every: int = 1,
+        seconds: float = 3600,
     ) -> Fault:
-        """Inject a fault into the requests that contain a match of ``requests``, after the first ``skip``."""
+        """Inject a fault into requests that contain a match of ``requests``: after ``skip``, one of ``every``."""
         assert kind in KINDS
-        fault = Fault(kind, re.compile(requests), times, skip, seconds)
+        fault = Fault(kind, re.compile(requests), times, skip, every, seconds)
         with self.lock:
             self.faults.append(fault)
         return fault
@@ -81,9 +90,9 @@ class S3Faults:
             self.requests.append(request)
             for fault in self.faults:
                 if fault.requests.search(request):
-                    if fault.skip:
-                        fault.skip -= 1
-                    elif fault.count < fault.times:
+                    fault.matches += 1
+                    due = fault.matches > fault.skip and (fault.matches - fault.skip) % fault.every == 0
+                    if due and fault.count < fault.times:
                         fault.count += 1
                         return fault
         return None
