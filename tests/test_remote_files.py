@@ -12,7 +12,7 @@ from data_samples import DOCUMENTS, make_loader, opened_text, take, write_jsonl,
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import data_folder
+from torchtrain.datasets import data_folder, tokenize_dataset
 from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.file_formats import NotUTF8Error
 from torchtrain.datasets.remote_files import RemoteFile, identity_of_remote
@@ -77,6 +77,27 @@ def test_object_that_shrinks_during_a_run_is_a_data_error(prepared: str, memory:
             memory.pipe_file(name, b"")
     with pytest.raises(DataError, match=r"shard-\d+.tokens has 0 bytes, and was longer when the run began"):
         next(loader)
+
+
+def test_object_that_changes_while_it_is_prepared_is_a_data_error(
+    memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = Path(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)).read_bytes()
+    memory.pipe_file("/texts/a.jsonl", content)
+    run = tokenize_dataset._run
+
+    def change_after(*arguments: Any) -> None:
+        run(*arguments)
+        memory.pipe_file("/texts/a.jsonl", content)
+
+    source = SourceConfig(path="memory://texts")
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_dataset, "_run", change_after)
+        with pytest.raises(DataError, match=r"data.path = 'memory://texts' changed while it was prepared"):
+            tokenize_dataset.prepare(source, "data", "", tmp_path / "out", processes=1)
+    with pytest.raises(DataError, match="content of its files has changed since"):
+        tokenize_dataset.prepare(source, "data", "", tmp_path / "out", processes=1)
+    assert tokenize_dataset.prepare(source, "data", "", tmp_path / "new", processes=1) is not None
 
 
 class HostedFileSystem(MemoryFileSystem):  # type: ignore[misc]

@@ -157,10 +157,7 @@ class LocalInputFile(InputFile):
     def require_unchanged(self) -> None:
         """Raise DataError if the size or time of the file has changed since it was opened."""
         if read_with_retries(self._stat, self._path) != (self.size, self._modified):
-            raise DataError(
-                f"{self._path} changed while it was prepared: start again with an empty prepare.output when nothing "
-                "writes to it"
-            )
+            raise _changed(str(self._path))
 
 
 class RemoteInputFile(InputFile):
@@ -180,17 +177,27 @@ class ShardedFiles(ShardedInput):
         column: the column that contains the text.
         name: name for messages.
         identity: returns the identity of the files.
+        identity_now: returns the identity of what is found now, which is compared after all is read; None: each file is
+            compared after it is read (``hash_of_range``).
         skip_not_utf8: skip and count files that are not UTF-8. They must be read twice, and are not split.
     """
 
     def __init__(
-        self, files: Sequence[InputFile], column: str, name: str, identity: Callable[[], str], *, skip_not_utf8: bool
+        self,
+        files: Sequence[InputFile],
+        column: str,
+        name: str,
+        identity: Callable[[], str],
+        identity_now: Callable[[], str] | None = None,
+        *,
+        skip_not_utf8: bool,
     ) -> None:
         self.name = name
         self._files = files
         self.file_count = len(files)
         self._column = column
         self._identity = identity
+        self._identity_now = identity_now
         self._skip_not_utf8 = skip_not_utf8
         splittable = [is_splittable(file.name) and not skip_not_utf8 for file in files]
         self._shards = split_files([file.size for file in files], splittable)
@@ -203,6 +210,10 @@ class ShardedFiles(ShardedInput):
         splits = self._shards[shard]
         hashes = "".join(self._files[split.file].hash_of_range(split.start, split.stop) for split in splits)
         return hashes and xxhash.xxh3_128_hexdigest(hashes.encode())
+
+    def require_unchanged(self) -> None:
+        if self._identity_now is not None and self._identity_now() != self.identity():
+            raise _changed(self.name)
 
     def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
         for split in self._shards[shard]:
@@ -221,6 +232,12 @@ class ShardedFiles(ShardedInput):
                 counts.count_malformed(f"{file.location}: {location}")
 
             yield from file.documents(self._column, on_malformed, read)
+
+
+def _changed(name: str) -> DataError:
+    return DataError(
+        f"{name} changed while it was prepared: start again with an empty prepare.output when nothing writes to it"
+    )
 
 
 def _range_reader(name: str, column: str, split: Split) -> Reader:

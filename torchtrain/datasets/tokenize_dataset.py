@@ -124,18 +124,24 @@ def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
         make_input = partial(ShardedFiles, column=source.text_column, name=label, skip_not_utf8=source.skip_not_utf8)
         if any(map(is_url, source.paths)):
             remote = find_remote_files(source.paths, label, option)
+
+            def identity_now() -> str:
+                return identity_of_remote(find_remote_files(source.paths, label, option), context.verify_bytes)
+
             paths = [local_path(file.url) for file in remote]
             inputs = [
                 RemoteInputFile(file) if path is None else LocalInputFile(path)
                 for file, path in zip(remote, paths, strict=True)
             ]
-            return make_input(inputs, identity=partial(identity_of_remote, remote, context.verify_bytes))
+            identity = partial(identity_of_remote, remote, context.verify_bytes)
+            return make_input(inputs, identity=identity, identity_now=None if any(paths) else identity_now)
         found = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )
         files = [LocalInputFile(file) for file in found]
         if not are_plain_text(found):
-            return make_input(files, identity=partial(identity_of, found, context.verify_bytes))
+            identity = partial(identity_of, found, context.verify_bytes)
+            return make_input(files, identity=identity)
     opened = open_source(replace(source, download=True), context)
     if not isinstance(opened, DocumentSource):
         raise DataError(
