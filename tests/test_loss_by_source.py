@@ -14,6 +14,7 @@ from parity import Curve, build, config_of, train
 from torch import Tensor
 
 from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
 from torchtrain.metrics.step_hook import StepHook
@@ -136,21 +137,33 @@ def test_losses_by_source_are_the_same_if_compiled(
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_run_logs_loss_and_tokens_of_each_source(tmp_path: Path) -> None:
+def test_run_logs_loss_and_tokens_of_each_source_by_stage(tmp_path: Path) -> None:
+    """Of all steps since the line before: the lines of a stage add up to its tokens."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"{name} = [{name}]\n" * 2000)
     config = tmp_path / "two.toml"
     sources = "".join(f'[[data.sources]]\npath = "{tmp_path}/{name}.txt"\n' for name in ("a", "b"))
-    config.write_text(f"{CONFIG}\n{sources}")
-    options = ("--job.config_file", str(config), "--metrics.enable_loss_by_source", "--training.steps", "3")
-    finish(tmp_path / "run", *options)
+    options = CONFIG.replace("steps = 8\n", "").replace("log_freq = 1", "log_freq = 3\nenable_loss_by_source = true")
+    stages = '[[stages]]\nname = "one"\nsteps = 8\n[[stages]]\nname = "two"\nsteps = 1\n'
+    config.write_text(f"{options}\n{sources}\n{stages}")
+    output = finish(tmp_path / "run", "--job.config_file", str(config))
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
-    assert len(lines) == 3
-    for line in lines:
-        tokens = [line[f"source_tokens_{name}"] for name in ("a", "b")]
-        losses = [line.get(f"source_loss_{name}", 0.0) for name in ("a", "b")]
-        assert sum(tokens) == 128
-        assert sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / 128 == pytest.approx(line["loss"], 1e-12)
+    assert [(line["step"], line["stage"]) for line in lines] == [
+        (1, "one"),
+        (3, "one"),
+        (6, "one"),
+        (8, "one"),
+        (9, "two"),
+    ]
+    tokens = [sum(line[f"source_tokens_{name}"] for name in ("a", "b")) for line in lines]
+    assert tokens == [128, 256, 384, 256, 128]
+    last = lines[-1]  # of one step
+    parts = [last[f"source_tokens_{name}"] * last.get(f"source_loss_{name}", 0.0) for name in ("a", "b")]
+    assert sum(parts) / 128 == pytest.approx(last["loss"], 1e-12)
+    for name in ("a", "b"):
+        of_one = sum(line[f"source_tokens_{name}"] for line in lines[:4])
+        mean = sum(line[f"source_tokens_{name}"] * line.get(f"source_loss_{name}", 0.0) for line in lines[:4]) / of_one
+        assert f"one: loss {mean:.4f} of {format_tokens(of_one)} tokens; two: loss " in " ".join(output.split())
 
 
 def test_sources_with_the_same_name_are_numbered() -> None:

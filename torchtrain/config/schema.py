@@ -804,7 +804,7 @@ class MetricsConfig(Section, name="metrics"):
     """How often to log the L2 norms of each layer's gradient (before clipping), weights and update, in steps. 0: never.
     Such a step holds a copy of the parameters' shards."""
     enable_loss_by_source: bool = False
-    """Log the training loss and the tokens of each source of [data] in the steps that are logged."""
+    """Log the training loss and the tokens of each source of [data], of all steps since the line before."""
     enable_report: bool = True
     """At the end of the run, write report.md to the dump folder: results and, if matplotlib is installed (pip install
     'torchtrain[plot]'), curves."""

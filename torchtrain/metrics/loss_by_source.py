@@ -2,11 +2,12 @@
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.metrics.step_hook import StepHook
-from torchtrain.models.loss import OutputLoss
+from torchtrain.models.loss import OutputLoss, TokenLoss
 
 
 def source_labels(config: DataConfig) -> list[str]:
@@ -19,7 +20,7 @@ def source_labels(config: DataConfig) -> list[str]:
 
 
 class LossBySource(StepHook):
-    """Sums the losses and tokens of a step by the source of each row.
+    """Sums losses and tokens by the source of each row, over the steps from one line of metrics to the next.
 
     All tokens of a row are from one source. The sums over all sources are exactly the loss of the step, because losses
     are rounded to multiples of 2^-20 nats by row (``exact_nats``). While it is attached, the training loss is computed
@@ -36,6 +37,8 @@ class LossBySource(StepHook):
         self.group = group
         self.sums = torch.zeros(2, len(labels), dtype=torch.float64, device=device)
         """Of this rank's rows in the last step: losses in nats, and tokens, by source."""
+        self.sums_since_line = torch.zeros_like(self.sums)
+        """The same of all steps since the last call of ``metrics``, without losses that are not finite."""
 
     def before_forward_backward(self, batch: Batch) -> None:
         assert batch.sources is not None
@@ -49,12 +52,15 @@ class LossBySource(StepHook):
             self.sums.index_add_(1, self.sources, torch.cat(self.loss.by_row, dim=1))
         self.loss.by_row = None  # validation does not record
 
-    def metrics(self) -> dict[str, float]:
-        """Mean loss and number of tokens by source in the last step, summed over all ranks. Collective.
+    def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
+        self.sums_since_line += torch.where(self.sums[0].isfinite(), self.sums, 0.0)
 
-        A source without tokens in this step has no loss.
+    def metrics(self) -> dict[str, float]:
+        """Mean loss and number of tokens by source since the last call, summed over all ranks. Collective.
+
+        A source without tokens has no loss.
         """
-        sums = self.sums.clone()
+        sums, self.sums_since_line = self.sums_since_line, torch.zeros_like(self.sums)
         dist.all_reduce(sums, group=self.group)
         found: dict[str, float] = {}
         for label, loss, tokens in zip(self.labels, *sums.tolist(), strict=True):

@@ -57,6 +57,7 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             rows.append(("tokens", f"{format_tokens(last['tokens'])}, on average {tokens / seconds:,.0f} per second"))
         losses = (f"{_number(line['loss'])} in step {line['step']:,}" for line in (last, first))
         rows.append(("loss", ", ".join(losses)))
+    rows += sources_by_stage(run)
     names = dict.fromkeys(name for line in run.lines for name in line)
     for name in (name for name in names if name.startswith("validation_") and "_loss" in name):
         found = [(line["step"], line[name]) for line in run.lines if line.get(name) is not None]
@@ -65,6 +66,28 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             label = name.removeprefix("validation_").replace("_", " ")
             last_value = _number(found[-1][1])
             rows.append(("validation", f"{label} {last_value}, the best {_number(best)} after step {at_best:,}"))
+    return rows
+
+
+def sources_by_stage(run: Run) -> list[tuple[str, str]]:
+    """A row for each data source: its tokens and its mean loss in each stage (``metrics.enable_loss_by_source``)."""
+    prefix = "source_tokens_"
+    sums: dict[str, dict[str, list[float]]] = {}  # by source and stage: tokens, nats
+    for line in run.lines:
+        for key in (key for key in line if key.startswith(prefix)):
+            source = key.removeprefix(prefix)
+            tokens, loss = line[key], line.get(f"source_loss_{source}")
+            if loss is not None:
+                of_stage = sums.setdefault(source, {}).setdefault(line.get("stage", ""), [0, 0.0])
+                of_stage[0] += tokens
+                of_stage[1] += tokens * loss
+    rows = []
+    for source, stages in sums.items():
+        texts = [
+            f"{stage}{': ' * bool(stage)}loss {nats / tokens:.4f} of {format_tokens(tokens)} tokens"
+            for stage, (tokens, nats) in stages.items()
+        ]
+        rows.append((f"source {source}", "; ".join(texts)))
     return rows
 
 
