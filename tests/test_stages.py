@@ -23,6 +23,7 @@ from torchtrain.checkpoint.resume_compatibility import (
     check_resume_compatibility,
     config_of_saved_stage,
 )
+from torchtrain.comparison.fingerprints import read as read_fingerprints
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import has_stages, stage_configs, tokens_after
@@ -446,6 +447,29 @@ def test_stages_are_the_chain_of_runs_by_hand(
     assert all("stage" in line for line in read_metrics(tmp_path / "staged") if "event" not in line)
     assert [line["tokens"] for line in lines] == [128, 256, 384, 640, 896, 1152, 1216, 1280, 1344]
     assert "stage 'long' (2 of 3): steps 4 to 6, 4 sequences of 64 tokens a step" in output
+
+
+def test_source_continues_from_its_place_after_a_stage_without_it(tmp_path: Path, sources: dict[str, str]) -> None:
+    """Text and prepared data: the batches are those of a run that reads only this source."""
+    config = CONFIG.replace("steps = 8", "")
+    tables = ""
+    for number, letter in enumerate("abab"):
+        tables += f'[[stages]]\nname = "{number}"\nsteps = 2\n[stages.data]\npath = "{sources[letter]}"\n'
+
+    def batches(name: str, text: str, *steps: int) -> list[list[list[int]]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "own.toml").write_text(f"{config}\n{text}\n[debug]\nfingerprint_steps = {list(steps)}\n")
+        last = [] if "stages" in text else ["--training.steps", "4"]
+        finish(folder, "--job.config_file", str(folder / "own.toml"), *last, ranks=1)
+        return [read_fingerprints(folder / f"fingerprints/step-{step}").rows.tolist() for step in steps]
+
+    staged = batches("staged", tables, 5, 6, 7, 8)
+    for number, letter in enumerate("ab"):  # the order of a source depends on its number
+        weights = zip("ab", ((1, 0), (0, 1))[number], strict=True)
+        tables = ", ".join(f'{{path = "{sources[name]}", weight = {weight}}}' for name, weight in weights)
+        assert staged[2 * number :][:2] == batches(letter, f"[data]\nsources = [{tables}]", 3, 4)
+    assert len({str(batch) for batch in staged}) == 4
 
 
 class AtBorder(AbstractContextManager[None]):
