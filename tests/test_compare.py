@@ -28,10 +28,11 @@ from safetensors.torch import load_file, save_file
 from torchtrain import files
 from torchtrain.compare import main
 from torchtrain.comparison.fingerprints import FILE, Fingerprint, StepFingerprints, distance, first_difference, read
-from torchtrain.comparison.runs import open_run
-from torchtrain.config.parse import to_toml
+from torchtrain.comparison.runs import open_run, plot_losses
+from torchtrain.config.parse import from_text, to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.stages import resolve_stages
 
 ROOT = Path(__file__).parent.parent
 
@@ -394,6 +395,37 @@ def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> No
         "changes only its speed: compile.enable = False in A, True in B",
     ]
     assert report["computed"]["match"] is None
+
+
+def staged(folder: Path, losses: list[float | None], stages: str) -> Path:
+    text = f"[optimizer]\nlr = 1e-2\n[training]\nlocal_batch_size = 1\n{stages}"
+    configs = resolve_stages(from_text(text, ""), lambda own: (resolve_layout(own, TINY, 1)[0], TINY))
+    fake_run(folder, losses)
+    (folder / "config.toml").write_text(to_toml(configs[-1]))
+    return folder
+
+
+def test_stages_are_compared_one_by_one_and_their_borders_are_marked(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, two = '[[stages]]\nname = "main"\nsteps = 3\n', '[[stages]]\nname = "long"\nsteps = 5\n[stages.data]\n'
+    a = staged(tmp_path / "a", [1.0] * 8, one + two)
+    same = staged(tmp_path / "same", [1.0] * 8, one + two)
+    assert compare(a, same)[1]["config"]["lines"] == ["options are the same"]
+    # The config of the last stage, which is in config.toml, does not show a difference in the first.
+    b = staged(tmp_path / "b", [1.0] * 2 + [1.5] + [2.0] * 5, one + "[stages.training]\nz_loss_weight = 0.1\n" + two)
+    code, report = compare(a, b)
+    assert code == 1
+    assert report["config"]["lines"] == ["changes the run: training.z_loss_weight = 0.0 in A, 0.1 in B (stage 'main')"]
+    assert report["logged"]["lines"][0].startswith("loss jumps: the config explains it, or a fault. Step 3 (stage 'mai")
+    assert report["logged"]["found"][0]["stage"] == "main"
+    plot_losses([open_run(a), open_run(b)], str(tmp_path / "curves.svg"))
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert "<!--  main -->" in drawn
+    assert "<!--  long -->" in drawn
+    c = staged(tmp_path / "c", [1.0] * 9, one.replace("3", "4") + two)
+    assert compare(a, c)[1]["config"]["lines"] == [
+        "changes the run: lr_scheduler.total_steps = 8 in A, 9 in B; steps = 3 in A, 4 in B (stage 'main')"
+    ]
 
 
 def test_global_batch_size_that_depends_on_the_ranks_changes_the_run(tmp_path: Path) -> None:

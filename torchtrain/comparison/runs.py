@@ -1,5 +1,6 @@
 """Compare two runs: config, logged metrics, checkpoints and fingerprints."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference, read
 from torchtrain.config.parse import from_file, from_text, to_toml
 from torchtrain.config.schema import JobConfig
+from torchtrain.config.stages import stage_configs
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
@@ -67,6 +69,16 @@ class RunFolder:
     def rounding(self) -> float:
         """Relative difference that rounding may cause after some steps: the square root of the dtype's epsilon."""
         return math.sqrt(torch.finfo(getattr(torch, self.config.training.mixed_precision_param)).eps)
+
+    @property
+    def stages(self) -> list[tuple[str, int]]:
+        """Name and first step of each stage."""
+        firsts = itertools.accumulate((table["steps"] for table in self.config.stages), initial=1)
+        return [(table["name"], first) for table, first in zip(self.config.stages, firsts, strict=False)]
+
+    def stage_of(self, step: int) -> str:
+        """Name of the stage of ``step``; empty if the run has no stages."""
+        return next((name for name, first in reversed(self.stages) if first <= step), "")
 
 
 def open_run(location: str | Path) -> RunFolder:
@@ -126,16 +138,38 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
     return {title: summarize(ask(a, b)) for title, ask in questions.items()}
 
 
-def changed_options(a: RunFolder, b: RunFolder) -> list[Difference]:
-    """Options in which the two differ."""
-    return differences(to_toml(a.config), to_toml(b.config))
+def changed_options(a: RunFolder, b: RunFolder) -> list[tuple[Difference, list[str]]]:
+    """Options in which the two differ, each with the stages in which they do; none if they do in all, or have none.
+
+    Stages are compared by their number. ``steps`` is the length of a stage.
+    """
+    if not (a.config.stages and b.config.stages):
+        return [(difference, []) for difference in differences(to_toml(a.config), to_toml(b.config))]
+    found: dict[str, tuple[Difference, list[str]]] = {}
+    tables = list(zip(a.config.stages, b.config.stages, strict=False))
+    for (x, y), own, other in zip(tables, stage_configs(a.config), stage_configs(b.config), strict=False):
+        # training.steps is the step after which the stage ends.
+        ours, theirs = (
+            replace(of, job=replace(of.job, stage=""), training=replace(of.training, steps=1)) for of in (own, other)
+        )
+        of_stage = differences(to_toml(ours), to_toml(theirs))
+        of_stage += [Difference("steps", x["steps"], y["steps"])] * (x["steps"] != y["steps"])
+        for difference in of_stage:
+            found.setdefault(str(difference), (difference, []))[1].append(x["name"])
+    names = [[name for name, _ in run.stages] for run in (a, b)]
+    listed = [(difference, stages if len(stages) < len(tables) else []) for difference, stages in found.values()]
+    return listed + [(Difference("stages", *names), [])] * (len(names[0]) != len(names[1]))
 
 
 def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Compare the options, sorted by what they change, and the hardware and versions."""
     found = changed_options(a, b)
     for kind, what in KINDS.items():
-        listed = [f"{d.key} = {d.saved!r} in A, {d.current!r} in B" for d in found if d.kind is kind]
+        listed = [
+            f"{d.key} = {d.saved!r} in A, {d.current!r} in B{_in_stages(stages)}"
+            for d, stages in found
+            if d.kind is kind
+        ]
         if listed:
             yield Finding(f"{what}: {'; '.join(listed)}", kind in (Kind.LAYOUT, Kind.HARMLESS))
     for key in ("ranks", "device", "device_name", "torch", "code"):
@@ -145,12 +179,16 @@ def configs(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         yield Finding("options are the same", True)
 
 
+def _in_stages(stages: Sequence[str]) -> str:
+    return f" (stage {', '.join(map(repr, stages))})" if stages else ""
+
+
 def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Find the first step at which each curve leaves its tolerance, and whether it drifts or jumps there."""
     logged = {key: steps for key in CURVES if (steps := steps_of_both(a, b, key))}
     if not logged:
         raise TorchtrainError("no step that both have logged")
-    same_run = all(option.kind in (Kind.LAYOUT, Kind.HARMLESS) for option in changed_options(a, b))
+    same_run = all(option.kind in (Kind.LAYOUT, Kind.HARMLESS) for option, _ in changed_options(a, b))
     fault = "a fault" if same_run else "the config explains it, or a fault"
     for key, steps in logged.items():
         limit = 1e-12 if key == "lr" else max(a.rounding, b.rounding) / 4
@@ -165,8 +203,10 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         how, why = ("drifts", "growing rounding errors") if most > apart[beyond] / JUMP else ("jumps", fault)
         values = " and ".join(f"{run.lines[beyond].get(key)}" for run in (a, b))
         before = f"{most:.1e} at most in the {len(earlier)} before" if earlier else "no step before"
-        line = f"{key} {how}: {why}. Step {beyond}: {values}, {apart[beyond]:.1e} apart; {before}"
-        yield Finding(line, False, {"curve": key, "step": beyond, "how": how, "distance": apart[beyond]})
+        stages = list(dict.fromkeys(filter(None, (run.stage_of(beyond) for run in (a, b)))))
+        line = f"{key} {how}: {why}. Step {beyond}{_in_stages(stages)}: {values}, {apart[beyond]:.1e} apart; {before}"
+        of_stage = {"stage": stages[0]} if stages else {}
+        yield Finding(line, False, {"curve": key, "step": beyond, **of_stage, "how": how, "distance": apart[beyond]})
 
 
 def steps_of_both(a: RunFolder, b: RunFolder, key: str) -> list[int]:
@@ -336,7 +376,13 @@ def plot_losses(runs: Sequence[RunFolder], path: str) -> None:
     figure = Figure(figsize=(10, 7))
     above, below = figure.subplots(2, 1, sharex=True)
     for run in runs:
-        above.plot(list(run.lines), [line.get("loss") for line in run.lines.values()], label=str(run.path))
+        losses = [line.get("loss") for line in run.lines.values()]
+        (curve,) = above.plot(list(run.lines), losses, label=str(run.path))
+        for name, first in run.stages:
+            if first - 1 <= max(run.lines, default=0):
+                above.axvline(first - 1, color=curve.get_color(), linewidth=1, linestyle=":")
+                text = f" {name}"
+                above.text(first - 1, 0.98, text, rotation=90, va="top", transform=above.get_xaxis_transform())
     a, b = runs
     steps = steps_of_both(a, b, "loss")
     below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
