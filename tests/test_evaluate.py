@@ -136,7 +136,7 @@ def test_unknown_or_invalid_arguments_are_rejected() -> None:
         ({"max_batch_size": None, "device": "cpu"}, "--model_args has no checkpoint=FOLDER"),
         (
             {"checkpoint": "outputs/debug_model", "dtype": "half"},
-            "dtype = 'half' is not known; there are auto, bfloat16",
+            "dtype = 'half' is not supported; there are auto, bfloat16",
         ),
         ({"checkpoint": "outputs/debug_model", "batch_size": "0"}, "--batch_size = '0' must be auto or a whole number"),
     ):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config, resolve_model_section
-from torchtrain.checkpoint.hf.weights import check_same_shape, save_hf
+from torchtrain.checkpoint.hf.weights import check_same_architecture, save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import registry, schema
@@ -236,7 +236,7 @@ def test_hf_folder_sets_shape_and_tokenizer(tmp_path: Path) -> None:
     assert resolve_model_section(more).shape.rope_scaling == schema.RopeScalingConfig(
         "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
     )
-    with pytest.raises(CheckpointError, match=r"nowhere/config.json describes no model that can be read here"):
+    with pytest.raises(CheckpointError, match=r"nowhere/config.json does not describe a supported model"):
         resolve_model_section(section(hf_folder=str(tmp_path / "nowhere")))
 
 
@@ -247,10 +247,10 @@ def test_rope_scaling_may_differ_from_the_checkpoint_if_allowed(
     random_model("Qwen3").save_pretrained(tmp_path)
     shape = read_hf_config(tmp_path)
     longer = replace(shape, rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64))
-    with pytest.raises(CheckpointError, match="another model than the config asks for: rope_scaling = None, here Rope"):
-        check_same_shape(shape, longer, tmp_path)
+    with pytest.raises(CheckpointError, match="a different model than the config: rope_scaling = None, here Rope"):
+        check_same_architecture(shape, longer, tmp_path)
     monkeypatch.setattr("torchtrain.logging.logger.propagate", True)
-    check_same_shape(shape, longer, tmp_path, {"rope_scaling"})
+    check_same_architecture(shape, longer, tmp_path, {"rope_scaling"})
     assert "of a model with rope_scaling = None, here Rope" in caplog.text
 
 

@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from torchtrain import convert as convert_command
 from torchtrain import generate
 from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
-from torchtrain.checkpoint.hf.conversion import Weights, convert
+from torchtrain.checkpoint.hf.conversion import SourceWeights, convert
 from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
-from torchtrain.checkpoint.hf.weights import check_same_shape, files_by_size, write_hf_config
+from torchtrain.checkpoint.hf.weights import check_same_architecture, files_by_size, write_hf_config
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
@@ -194,7 +194,7 @@ def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     export(random_model(LLAMA2), tmp_path / "hf")
     other = replace(LLAMA2, rope_theta=500000.0, n_layers=3)
     with pytest.raises(CheckpointError, match=r"n_layers = 2, here 3; rope_theta = 10000.0, here 500000.0"):
-        check_same_shape(read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
+        check_same_architecture(read_hf_config(tmp_path / "hf"), other, tmp_path / "hf")
 
 
 @pytest.mark.usefixtures("process_group")
@@ -206,7 +206,7 @@ def test_missing_weight_is_an_error(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["model.norm.weight"]
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"lacks model.norm.weight, which model.safetensors.index.json says"):
+    with pytest.raises(CheckpointError, match=r"lacks model.norm.weight, which model.safetensors.index.json lists"):
         load_weights([Transformer(LLAMA2)], tmp_path / "hf", LLAMA2)
 
 
@@ -333,7 +333,7 @@ def test_rope_is_read_as_transformers_reads_it(rope: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type = 'mixtral'; there are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type = 'mixtral' is not supported; there are llama, mistral, qwen2, qwen3"),
         ({"attention_bias": True}, "attention_bias"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -428,7 +428,7 @@ def test_meta_checkpoint_is_converted_for_transformers(tmp_path: Path, files: in
     torch.save(part, last)
     for damaged, content in ((last, last.read_bytes()[:-100]), (source / "params.json", b'{"dim": 32}')):
         damaged.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"{damaged} is damaged, or not of Meta's format"):
+        with pytest.raises(CheckpointError, match=f"{damaged} is damaged, or not in Meta's format"):
             convert(source, tmp_path / "again", "hf", "float32")
     assert not (tmp_path / "again").exists()
 
@@ -441,7 +441,9 @@ def test_weights_beyond_the_range_of_float16_are_not_converted_to_it(tmp_path: P
         model.layers["1"].get_submodule("attention").get_submodule("wq").weight[3, 5] = 1e5
     export(model, tmp_path / "source", "bfloat16")
     dist.destroy_process_group()  # convert initializes its own
-    with pytest.raises(ConfigError, match=r"weight has numbers that are not finite in float16, in which it is"):
+    with pytest.raises(
+        ConfigError, match=r"weight has numbers that are not finite in float16, the dtype of the export"
+    ):
         convert(tmp_path / "source", tmp_path / "target", to, "float16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     convert(tmp_path / "source", tmp_path / "target", to, "bfloat16")
@@ -679,7 +681,7 @@ def test_initial_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     shape = ("--model.shape.n_heads", "4", "--model.shape.n_kv_heads", "2", "--model.shape.n_layers", "1")
     run = ForkedRun(tmp_path / "second", "--checkpoint.initial_load_path", str(tmp_path / "first"), *shape, ranks=1)
     assert run.wait() == [2]
-    message = r"step-1 holds another model .*: n_layers = 2, here 1; n_heads = 2, here 4; n_kv_heads = 1, here 2"
+    message = r"step-1 contains a different model .*: n_layers = 2, here 1; n_heads = 2, here 4; n_kv_heads = 1, here 2"
     assert re.search(message, run.output()), run.output()
     assert "Traceback" not in run.output()
 
@@ -744,8 +746,8 @@ def damage_folder(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("truncated", "is damaged or cut short"),
-        ("empty", "is damaged or cut short"),
+        ("truncated", "is damaged or truncated"),
+        ("empty", "is damaged or truncated"),
         ("quantized", "it has a quantization_config"),
         ("float8", "model.norm.weight in .* is F8_E4M3; weights must be F32, BF16, F16"),
         ("int8", "model.norm.weight in .* is I8; weights must be F32, BF16, F16"),
@@ -755,11 +757,11 @@ def damage_folder(folder: Path, how: str) -> None:
         ("escape", r"does not have: '\\x1b\]0;owned\\x07\\n'"),
         ("pipe", r"model.safetensors is not a regular file"),
         ("NUL", r"names 'b\\+x00.safetensors', which is not in its folder"),
-        ("two files", "holds 2 safetensors files and neither model.safetensors nor model.safetensors.index.json"),
+        ("two files", "contains 2 safetensors files and neither model.safetensors nor model.safetensors.index.json"),
         ("pickled", "has a config.json, and no weights in safetensors files beside it"),
         ("bad index", "names '../../secret.safetensors', which is not in its folder"),
-        ("list", "it holds '\\[\\]', not an object"),
-        ("null", "it holds 'None', not an object"),
+        ("list", "it contains '\\[\\]', not an object"),
+        ("null", "it contains 'None', not an object"),
         ("no width", "config.json lacks 'hidden_size'"),
     ],
 )
@@ -819,7 +821,7 @@ def test_missing_key_of_config_json_has_the_default_of_transformers() -> None:
 
 
 def test_converted_checkpoint_has_the_sequence_length() -> None:
-    config = tomli.loads(Weights(LLAMA2, {}, lambda _: TOKENS, "").config_toml())
+    config = tomli.loads(SourceWeights(LLAMA2, {}, lambda _: TOKENS, "").config_toml())
     assert config["training"]["seq_len"] == LLAMA2.max_seq_len == 64
 
 

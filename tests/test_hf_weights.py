@@ -242,7 +242,7 @@ DIFFERS = f"{LM_HEAD} in .*{MAIN} differs from {EMBEDDING}, and config.json has 
         (output_of_different_size, DIFFERS),
         (untied_without_output, f"lacks {LM_HEAD}"),
         (shards_missing, f"-of-.*safetensors is missing, and {INDEX} names it"),
-        (both_names, "holds tensors that a model of this config.json does not have: norm.weight"),
+        (both_names, "contains tensors that the model in config.json does not have: norm.weight"),
         (named_by_the_config, "transformers_weights = 'other.safetensors'"),
     ],
 )

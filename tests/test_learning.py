@@ -400,7 +400,7 @@ def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path
         assert last[f"{prefix}_tokens"] == len(tokens) - 1
         assert last[f"{prefix}_loss"] == pytest.approx(sum(losses).item() / (len(tokens) - 1), rel=1e-5)
         dist.destroy_process_group()
-    with pytest.raises(ConfigError, match="weights = 'emma' are not known; there are trained and ema"):
+    with pytest.raises(ConfigError, match="weights = 'emma' do not exist; there are trained and ema"):
         load_model(run, "cpu", weights="emma")
     export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_weights", "ema")
     finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")

@@ -11,7 +11,7 @@ import pytest
 from forked_command import run_command
 from forked_run import ForkedRun, finish, read_metrics, same_tensors, saved_tensors
 
-from torchtrain.checkpoint.hf.weights import check_same_shape
+from torchtrain.checkpoint.hf.weights import check_same_architecture
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError
@@ -77,7 +77,7 @@ def trained(
     folder = tmp_path_factory.mktemp("one_rank")
     output = finish(folder, *options(request.param), ranks=1, hook=partial(import_from, modules))
     assert f'--prompt "..." --import {request.param}' in output
-    assert "torchtrain.convert" not in output  # it has no format of Hugging Face's
+    assert "torchtrain.convert" not in output  # it cannot be converted to Hugging Face's format
     return request.param, folder
 
 
@@ -125,7 +125,7 @@ def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], 
     hook = partial(import_from, modules)
     found = run_command("torchtrain.convert", str(folder), str(tmp_path / "hf"), "--import", name, hook=hook)
     assert found.returncode == ConfigError.exit_code
-    assert f"model.name = '{name}' has no format of Hugging Face's" in " ".join(found.stderr.split())
+    assert f"model.name = '{name}' cannot be converted to Hugging Face's format" in " ".join(found.stderr.split())
     target = tmp_path / "own"
     found = run_command(
         "torchtrain.convert", str(folder), str(target), "--import", name, "--to", "torchtrain", hook=hook
@@ -133,7 +133,7 @@ def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], 
     assert found.returncode == 0, found.stderr
     run = ForkedRun(tmp_path / "run", *options(name), "--checkpoint.last_save_in_hf", ranks=1, hook=hook)
     assert run.wait() == [ConfigError.exit_code]
-    assert "has no format of Hugging Face's" in " ".join(run.output().split())
+    assert "cannot be converted to Hugging Face's format" in " ".join(run.output().split())
 
 
 def test_linear_layers_of_the_block_itself_are_rejected() -> None:
@@ -148,7 +148,7 @@ def test_weights_of_another_architecture_are_rejected(imported: Callable[[str], 
         llama, geglu = (build_model_config(ModelConfig(name=name), None, 128) for name in ("llama3", "geglu"))
         assert llama == geglu  # but for the family, which is not compared
         with pytest.raises(CheckpointError, match=r"another architecture.* model.name = 'llama3', here 'geglu'"):
-            check_same_shape(llama, geglu, tmp_path)
+            check_same_architecture(llama, geglu, tmp_path)
         with pytest.raises(
             ConfigError, match=r"model.options.window is no option of model.name = 'geglu'; there are dim,"
         ):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.hf.config import resolve_model_section
 from torchtrain.checkpoint.hf.export import check_export, export_hf, needs_export
-from torchtrain.checkpoint.hf.weights import check_same_shape
+from torchtrain.checkpoint.hf.weights import check_same_architecture
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point, newest_config
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
@@ -640,7 +640,7 @@ def check_initial_weights(
             "(model.shape.max_position_embeddings)"
         )
     section = replace(saved.model, vocab_size=saved.model.vocab_size or model.vocab_size)  # None: that of its tokenizer
-    check_same_shape(build_model_config(section, None, model.max_seq_len), model, folder, may_differ)
+    check_same_architecture(build_model_config(section, None, model.max_seq_len), model, folder, may_differ)
 
 
 def warn_of_zero_rate(schedule: LRSchedule, steps: int) -> None:

@@ -132,7 +132,7 @@ def load_weights(
 ) -> None:
     """Write the weights in ``folder``, as ``find_weights`` gave it, into ``parts`` of ``model``. Collective.
 
-    Layouts and dtypes may differ. Whether the weights are of the same architecture is checked by ``check_same_shape``.
+    Layouts and dtypes may differ. ``check_same_architecture`` checks whether the weights fit the model.
     ``weights``: see ``STATES``.
 
     Raises:
@@ -158,8 +158,8 @@ def load_weights(
 def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
     """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
     if isinstance(folder, Path):
-        shape = read_hf_config(folder)
-        return JobConfig(model=to_model_section(shape, str(folder)), training=TrainingConfig(seq_len=shape.max_seq_len))
+        model = read_hf_config(folder)
+        return JobConfig(model=to_model_section(model, str(folder)), training=TrainingConfig(seq_len=model.max_seq_len))
     try:
         folder.size_bytes(CONFIG)
     except MISSING as error:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtrain.checkpoint.hf.config import hf_format, read_hf_config
-from torchtrain.checkpoint.hf.weights import check_same_shape
+from torchtrain.checkpoint.hf.weights import check_same_architecture
 from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference
 from torchtrain.comparison.runs import Finding, RunFolder, summarize
@@ -38,7 +38,7 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     ours = trained.model.requires_grad_(True)
     hf_name = hf_format(ours.config).parameter_name
     may_differ = ("norm_eps", "rope_theta", "rope_scaling")
-    check_same_shape(read_hf_config(hf_folder), ours.config, hf_folder, may_differ)
+    check_same_architecture(read_hf_config(hf_folder), ours.config, hf_folder, may_differ)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     except Exception as error:  # of files that are missing or damaged it has many kinds

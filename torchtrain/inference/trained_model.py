@@ -55,9 +55,9 @@ def load_model(
         ConfigError: an argument is invalid, or the number of ranks does not divide the model's heads.
     """
     if weights not in STATES:
-        raise ConfigError(f"weights = {weights!r} are not known; there are {' and '.join(STATES)}")
+        raise ConfigError(f"weights = {weights!r} do not exist; there are {' and '.join(STATES)}")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ConfigError(f"dtype = {dtype!r} is not known; there are auto, bfloat16, float16 and float32")
+        raise ConfigError(f"dtype = {dtype!r} is not supported; there are auto, bfloat16, float16 and float32")
     folder = find_weights(path)
     config = saved_config(folder)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
@@ -65,29 +65,27 @@ def load_model(
         check_tokenizer(folder, tokenizer, config.model.tokenizer_path)
     bos = begins_with_bos(folder, tokenizer)
     own_tokenizer = tokenizer_file(tokenizer_path or config.model.tokenizer_path)
-    configs = folder if isinstance(folder, Path) else own_tokenizer.parent
-    eos_ids = frozenset(find_eos_ids(tokenizer, configs, bos=bos))
+    config_folder = folder if isinstance(folder, Path) else own_tokenizer.parent
+    eos_ids = frozenset(find_eos_ids(tokenizer, config_folder, bos=bos))
     model_config = build_model_config(config.model, tokenizer, longest_context(config))
-    place = pick_device(device)
+    torch_device = pick_device(device)
     if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
+        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     # A generation step has one token per prompt, so there is no sequence to shard for sequence parallelism.
-    layout, ranks = (
-        JobConfig(parallelism=ParallelismConfig(enable_sequence_parallel=False)),
-        ParallelDims(tensor=world_size()),
-    )
-    check_layout(layout, place, ranks, model_config)
-    init_process_group(place, CommConfig().init_timeout_seconds)
-    if place.type == "cpu":
+    layout = JobConfig(parallelism=ParallelismConfig(enable_sequence_parallel=False))
+    dims = ParallelDims(tensor=world_size())
+    check_layout(layout, torch_device, dims, model_config)
+    init_process_group(torch_device, CommConfig().init_timeout_seconds)
+    if torch_device.type == "cpu":
         apply_float32_matmul(getattr(torch, dtype))
     with torch.device("meta"):
         model = build_model(model_config)
-    if ranks.tensor > 1:
-        apply_tensor_parallel(model, Mesh(place, ranks).tensor, sequence_parallel=False)
+    if dims.tensor > 1:
+        apply_tensor_parallel(model, Mesh(torch_device, dims).tensor, sequence_parallel=False)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: RoPE stays float32
-    model.to_empty(device=place)
-    model.tie_weights()  # to_empty has made two parameters of a shared one
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # not the buffers: the RoPE tables remain float32
+    model.to_empty(device=torch_device)
+    model.tie_weights()  # to_empty splits a shared parameter in two
     model.init_buffers()
     load_weights([model], folder, model_config, weights=weights)
-    return TrainedModel(model.eval().requires_grad_(False), tokenizer, place, bos, eos_ids)
+    return TrainedModel(model.eval().requires_grad_(False), tokenizer, torch_device, bos, eos_ids)

@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json``: read it as a model config, and as the section [model]."""
+"""Read Hugging Face's ``config.json`` as a model config, and as the section [model]."""
 
 import json
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ CONFIG_FILE = "config.json"
 
 
 def hf_format(model: DecoderConfig) -> HFFormat:
-    """Hugging Face's format of ``model``; ConfigError if it has none."""
+    """Hugging Face's format of ``model``; ConfigError if its ``ModelSpec`` defines none."""
     hf = spec_of(model).hf
     if hf is None:
         raise ConfigError(
-            f"model.name = {model.family!r} has no format of Hugging Face's: its ModelSpec has no hf "
+            f"model.name = {model.family!r} cannot be converted to Hugging Face's format: its ModelSpec has no hf "
             "(docs/adding-a-model.md). Train it with checkpoint.last_save_in_hf = false, and convert it with "
             "--to torchtrain"
         )
@@ -33,16 +33,18 @@ def read_hf_config(folder: Path) -> DecoderConfig:
     try:
         content = json.loads(read_file(folder / CONFIG_FILE))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds {str(content)[:40]!r}, not an object")
+            raise ValueError(f"it contains {str(content)[:40]!r}, not an object")
         return config_from_hf(content)
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
     except (*MISSING, ValueError, TypeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE} describes no model that can be read here: {error}") from error
+        raise CheckpointError(f"{folder / CONFIG_FILE} does not describe a supported model: {error}") from error
 
 
 def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
-    """Convert the content of a ``config.json`` to a model config, by the first of ``MODELS`` that reads its model_type.
+    """Convert the content of a ``config.json`` to a model config.
+
+    Of the models in ``MODELS`` that read its ``model_type``, the first one converts it.
 
     Raises:
         KeyError: a required key is missing.
@@ -55,7 +57,7 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
             formats.setdefault(hf.model_type, hf)
     model_type = content.get("model_type", "llama")
     if model_type not in formats:
-        raise ValueError(f"model_type = {model_type!r}; there are {', '.join(formats)}")
+        raise ValueError(f"model_type = {model_type!r} is not supported; there are {', '.join(formats)}")
     config: DecoderConfig = formats[model_type].from_config(content)
     return config
 
@@ -70,6 +72,6 @@ def resolve_model_section(model: ModelConfig) -> ModelConfig:
     changes = given(model.shape)
     if "rope_scaling" in changes:
         changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
-    shape = replace(explicit.shape, **changes)
+    overrides = replace(explicit.shape, **changes)
     vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
-    return replace(explicit, shape=shape, vocab_size=vocab_size, options={**explicit.options, **model.options})
+    return replace(explicit, shape=overrides, vocab_size=vocab_size, options={**explicit.options, **model.options})

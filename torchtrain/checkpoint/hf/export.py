@@ -1,4 +1,4 @@
-"""The weights of a run that has done all its steps, as transformers loads them: ``hf/`` in its dump folder."""
+"""Export the weights of a completed run in Hugging Face's format, to ``hf/`` in its dump folder."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,11 @@ from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 
 NOTE = "made_from.json"  # in hf/
-EXPORT_SECONDS = 3600  # for which the other ranks wait while the first one puts the files together
+EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidates the files
 
 
 def check_export(config: JobConfig, model: DecoderConfig) -> None:
-    """Raise ConfigError where ``hf/`` cannot be written at the end of the run, or ``model`` not be exported."""
+    """Raise ConfigError if ``model`` cannot be exported, or ``hf/`` cannot be written at the end of the run."""
     folder = Path(config.job.dump_folder) / "hf"
     if folder.is_symlink():
         raise ConfigError(
@@ -37,12 +37,12 @@ def check_export(config: JobConfig, model: DecoderConfig) -> None:
 
 
 def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
-    """Whether ``hf/`` is missing, or made from another checkpoint than that of ``step``, or with other options.
+    """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other options.
 
     Collective over ``group``.
     """
 
-    def is_another() -> bool:
+    def is_outdated() -> bool:
         try:
             if is_url(config.checkpoint.folder):
                 note = ObjectStore(config.checkpoint.folder, "checkpoint.folder").read(f"hf/{NOTE}")
@@ -52,11 +52,11 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
         except (*MISSING, ValueError):
             return True
 
-    return not config.checkpoint.enable or broadcast_from_rank0(is_another, group)
+    return not config.checkpoint.enable or broadcast_from_rank0(is_outdated, group)
 
 
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
-    """What ``hf/`` is made from: a checkpoint, by the hash of its manifest, and options."""
+    """Identifies an export: the hash of the manifest of its checkpoint, and the options of the export."""
     manifest = checkpoint_storage(config).open(step).read(MANIFEST)
     checkpoint = config.checkpoint
     options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
@@ -64,13 +64,13 @@ def _origin(config: JobConfig, step: int) -> dict[str, str]:
 
 
 def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
-    """Write the weights after ``step``, which ``checkpoint`` has saved, to ``hf/``. Collective."""
+    """Export the weights after ``step``, the last step, to ``hf/``. Collective."""
     folder = Path(config.job.dump_folder) / "hf"
     set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
     save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
     if dist.get_rank() == 0 and config.checkpoint.enable:
-        with BestEffort(str(folder / NOTE)):  # without it the next start exports again
+        with BestEffort(str(folder / NOTE)):  # if it fails, the next start exports again
             (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")
     logger.info("wrote %s", folder)
     if dist.get_rank() == 0 and is_url(config.checkpoint.folder):

@@ -1,4 +1,4 @@
-"""Our tokenizer as the files that transformers' ``AutoTokenizer`` reads from a folder."""
+"""Write a tokenizer as the files that ``AutoTokenizer`` of transformers reads."""
 
 import base64
 import json
@@ -27,8 +27,8 @@ from torchtrain.files import MISSING, read_file
 from torchtrain.logging import logger
 
 GENERATION_CONFIG = "generation_config.json"
-_PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it when it is imported
-# What may belong to a tokenizer.json, and is copied with it.
+_PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it at import
+# Other files of a tokenizer, which are copied together with its tokenizer.json.
 BESIDE = (
     *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
@@ -36,10 +36,12 @@ BESIDE = (
 
 
 def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: bool, eos_ids: Sequence[int]) -> None:
-    """Write ``tokenizer``, read from ``file``, so that it gives the same ids there.
+    """Write ``tokenizer``, which was read from ``file``, to ``folder``; it must produce the same ids in transformers.
 
-    ``bos``: so that a prompt begins as a document of training does; else as the tokenizer's own files say.
-    ``eos_ids``: what a generation config must name that is copied with it.
+    Args:
+        bos: whether a prompt begins with a BOS token, as the documents of a run do; if not, as the tokenizer's own
+            files define it.
+        eos_ids: the ids at which generation ends, for a ``generation_config.json`` that is copied with it.
     """
     content = file.read_bytes()
     added = ([tokenizer.bos_id] if tokenizer.bos_id is not None else [], []) if bos else tokenizer.added_ids
@@ -53,15 +55,15 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: b
     else:
         if isinstance(tokenizer, SentencePieceTokenizer):
             (folder / "tokenizer.model").write_bytes(content)
-            library = _of_pieces(content)
+            library = _from_sentencepiece(content)
         else:
-            library = _of_ranks(tokenizer, content)
+            library = _from_tiktoken(tokenizer, content)
         library.post_processor = _template(library, *added)
         (folder / TOKENIZER_JSON).write_text(library.to_str(), encoding="utf-8")
     if bos or not (folder / TOKENIZER_CONFIG).exists():
         ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         names = {name: library.id_to_token(i) for name, i in ids.items() if i is not None}
-        # The classes of some models make a post-processor of their own: this one takes that of tokenizer.json.
+        # The tokenizer classes of some models replace the post-processor; this class uses that of tokenizer.json.
         fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         fixed |= {"add_bos_token": bool(added[0]), "add_eos_token": bool(added[1])}
         _update_json(folder / TOKENIZER_CONFIG, {"clean_up_tokenization_spaces": False, **names}, fixed)
@@ -70,15 +72,15 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: b
 
 
 def one_or_all(ids: Sequence[int]) -> int | list[int] | None:
-    """``eos_token_id`` of a config, which is an id or a list of them."""
+    """Value of ``eos_token_id`` in a config: an id, or a list if there are several."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
 def find_eos_ids(tokenizer: Tokenizer, folder: Path, *, bos: bool) -> list[int]:
-    """Ids at which generation ends: those that the configs in ``folder`` name, as transformers reads them.
+    """Ids at which generation ends: the ``eos_token_id`` of the configs in ``folder``, as in transformers.
 
-    They are in ``generation_config.json``, or, without that file, in ``config.json``. Where they name none it is the
-    tokenizer's; where documents of training end with that (``bos``), it is always among them.
+    They are in ``generation_config.json``, or, if that file is missing, in ``config.json``. The EOS id of the tokenizer
+    is used if there are none; it is always included if the documents of the training ended with it (``bos``).
 
     Raises:
         CheckpointError: the file is damaged.
@@ -99,16 +101,18 @@ def _read_eos_ids(folder: Path) -> list[int]:
             raise CheckpointError(f"{folder / name} is damaged: {error}") from None
         ids = value if isinstance(value, list) else [value] if value is not None else []
         if any(type(i) is not int for i in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id = {value!r} must be a token's id, or a list of them")
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id = {value!r} must be a token id, or a list of token ids"
+            )
         return list(dict.fromkeys(ids))
     return []
 
 
 def _copy(path: Path, folder: Path) -> None:
-    """Copy ``path`` into ``folder`` if it exists, but no link to what does not belong to its folder.
+    """Copy ``path`` into ``folder`` if it exists, unless it is a link to a file outside of its own folder.
 
-    Exports are published, and a link may lead to any file of this user. Of links only those within the folder are
-    followed, and those of a snapshot in the cache of the Hugging Face hub to the files that it is made of.
+    Exports are published, and a link may point to any file that this user can read. Only links within the folder are
+    followed, and those of a snapshot in the cache of the Hugging Face hub to the blobs of its repository.
     """
     target = path.resolve()
     home = path.parent.resolve()
@@ -120,11 +124,11 @@ def _copy(path: Path, folder: Path) -> None:
     if is_file and any(target.is_relative_to(allowed) for allowed in (home, *blobs)):
         shutil.copyfile(target, folder / path.name)
     elif path.is_symlink() or path.exists():
-        logger.warning("%r is not exported: it is a link to outside of its folder, or no regular file", str(path))
+        logger.warning("%r is not exported: it is a link out of its folder, or not a regular file", str(path))
 
 
 def _update_json(path: Path, defaults: dict[str, Any], values: dict[str, Any]) -> None:
-    """Add ``defaults`` and set ``values`` in a JSON object. A file that has them is left as it is."""
+    """Set ``values`` in a JSON file, and ``defaults`` where a key is missing. Without a change it is not rewritten."""
     old = json.loads(path.read_bytes()) if path.exists() else {}
     new = {**defaults, **old, **values}
     if new != old:
@@ -132,21 +136,21 @@ def _update_json(path: Path, defaults: dict[str, Any], values: dict[str, Any]) -
 
 
 def _template(library: Library, before: Sequence[int], after: Sequence[int]) -> processors.TemplateProcessing | None:
-    """A post-processor that puts these ids around a text; None for no ids."""
-    places, ids = [], []
+    """A post-processor that adds these ids before and after a text; None if there are none."""
+    names, ids = [], []
     for token in (*before, *after):
         text = library.id_to_token(token) or ""
-        # Other readers than this library take the place's name for the token; it takes none with : or $.
-        places.append(f"token {token}" if set(":$") & set(text) else text)
-        ids.append({"id": places[-1], "ids": [token], "tokens": [text]})
-    if not places:
+        # Other libraries read the name in the template as the token itself. This one does not accept : or $ in it.
+        names.append(f"token {token}" if set(":$") & set(text) else text)
+        ids.append({"id": names[-1], "ids": [token], "tokens": [text]})
+    if not names:
         return None
-    head, tail = places[: len(before)], places[len(before) :]
+    head, tail = names[: len(before)], names[len(before) :]
     return processors.TemplateProcessing([*head, "$A", *tail], [*head, "$A", "$B:1", *tail], ids)
 
 
 def _with_post_processor(content: bytes, library: Library, before: Sequence[int]) -> bytes:
-    """The tokenizer.json ``content`` with a post-processor that adds ``before`` alone. All else stays as it is."""
+    """The tokenizer.json ``content`` with a post-processor that adds only ``before``; the rest is not changed."""
     about = json.loads(content)
     old = about.get("post_processor") or {"type": "Sequence", "processors": []}
     steps = old["processors"] if old["type"] == "Sequence" else [old]
@@ -158,20 +162,21 @@ def _with_post_processor(content: bytes, library: Library, before: Sequence[int]
 
 
 def _merges(pieces: Sequence[str]) -> list[tuple[str, str]]:
-    """All pairs that make one of ``pieces``, in the order of what they make.
+    """All pairs of pieces whose concatenation is one of ``pieces``, in the order of these results.
 
-    BPE merges within a piece in the same way wherever it stands, so it ends with one of its pairs: the others change
-    nothing.
+    BPE merges the characters of a piece in the same way in every text, so that it ends with one of these pairs; the
+    other pairs have no effect.
     """
     known = set(pieces)
     cuts = ((piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece)))
     return [(left, right) for left, right in cuts if left in known and right in known]
 
 
-def _of_pieces(content: bytes) -> Library:
-    """A SentencePiece model as Hugging Face's tokenizers library has it.
+def _from_sentencepiece(content: bytes) -> Library:
+    """Convert a SentencePiece model to Hugging Face's tokenizers library.
 
-    transformers' own LlamaTokenizer takes each for a BPE, normalizes nothing, and adds no space before a space.
+    LlamaTokenizer of transformers is not used, because it reads every model as a BPE model, without normalization, and
+    does not add a space before a space.
     """
     proto = _PROTO.FromString(content)
     trained, normal, kinds = proto.trainer_spec, proto.normalizer_spec, _PROTO.SentencePiece
@@ -192,7 +197,7 @@ def _of_pieces(content: bytes) -> Library:
                 unk_token=names[unknown],
                 fuse_unk=True,
                 byte_fallback=trained.byte_fallback,
-                ignore_merges=bool(own),  # a symbol of the user's own is a word, and no merge leads to it
+                ignore_merges=bool(own),  # a user-defined symbol is a single piece, which no merges produce
             )
         )
     steps: list[normalizers.Normalizer] = []
@@ -212,10 +217,10 @@ def _of_pieces(content: bytes) -> Library:
     return library
 
 
-def _of_ranks(tokenizer: Tokenizer, content: bytes) -> Library:
-    """A tiktoken rank file as a byte-level BPE of that library."""
+def _from_tiktoken(tokenizer: Tokenizer, content: bytes) -> Library:
+    """Convert a tiktoken rank file to a byte-level BPE model of the tokenizers library."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
-    # GPT-2's letter for each byte: the character of that number if it is printable, else the next from 256 on.
+    # GPT-2's character for each byte: that with the same code point if it is printable, else the next one from 256.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter(letter for letter in alphabet if ord(letter) > 255)
     letters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Weights from and to a Hugging Face folder, sharded: through DCP, no rank holds more than its part of the model."""
+"""Read and write the weights of a Hugging Face folder; each rank reads and writes only its shards (DCP)."""
 
 import json
 import os
@@ -40,26 +40,27 @@ from torchtrain.models.parameters import local_block
 from torchtrain.models.spec import DecoderConfig, spec_of
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-DTYPES = ("F32", "BF16", "F16")  # others need scales to be read
-ROWS_AT_ONCE = 4096  # of a matrix that is compared with another
-FILE_BYTES = 5 * 10**9  # about as much as Hugging Face's own files hold
+DTYPES = ("F32", "BF16", "F16")  # others are quantized, and need scales
+ROWS_AT_ONCE = 4096  # of two matrices that are compared
+FILE_BYTES = 5 * 10**9  # maximum size of a file, as in transformers
 
 
 def is_hf_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder in Hugging Face's format, with weights in safetensors files."""
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
-def check_same_shape(
+def check_same_architecture(
     found: DecoderConfig, model: DecoderConfig, folder: StoredCheckpoint | Path, may_differ: Collection[str] = ()
 ) -> None:
-    """Raise ``CheckpointError`` unless weights for ``found``, in ``folder``, compute the same in ``model``.
+    """Raise ``CheckpointError`` unless the weights in ``folder``, of a model ``found``, fit the config ``model``.
 
-    ``may_differ``: fields that may have another value in ``model`` than in ``found``, such as ``rope_scaling``.
+    ``may_differ``: fields that may have different values, such as ``rope_scaling``; a warning names them.
     """
     if spec_of(found).model_class is not spec_of(model).model_class:
         raise CheckpointError(
-            f"{folder} holds a model of another architecture than the config asks for: model.name = {found.family!r}, "
-            f"here {model.family!r}"
+            f"{folder} contains a model of another architecture than the config: model.name = {found.family!r}, here "
+            f"{model.family!r}"
         )
     found = replace(found, max_seq_len=model.max_seq_len)
     names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
@@ -67,11 +68,12 @@ def check_same_shape(
         return
     listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
     if set(names) <= set(may_differ):
-        logger.warning("the weights in %s are of a model with %s, as the config asks for", folder, listed)
+        logger.warning("the weights in %s are those of a model with %s, as configured", folder, listed)
         return
     raise CheckpointError(
-        f"{folder} holds another model than the config asks for: {listed}. Set the model.flavor, model.vocab_size, "
-        "[model.shape] and model.tokenizer_path that belong to it, or model.hf_folder if it is one of Hugging Face's"
+        f"{folder} contains a different model than the config: {listed}. Set model.flavor, model.vocab_size, "
+        "[model.shape] and model.tokenizer_path to those of the weights, or model.hf_folder if they are in Hugging "
+        "Face's format"
     )
 
 
@@ -83,14 +85,14 @@ class Source(NamedTuple):
 
 
 def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
-    """Where each parameter of ``model`` is stored, by our names.
+    """Find the file and the name of each parameter of ``model``, by the names of torchtrain.
 
-    As transformers does, this takes the names of a base model, without ``model.``, and a tied matrix stored only as
+    As in transformers, names may lack the prefix ``model.`` (a base model), and a tied matrix may be stored only as
     ``lm_head``.
 
     Raises:
-        CheckpointError: a file is damaged; a tensor is missing, has another shape, or a dtype that cannot be read as it
-            is; there is one that the model does not have; a tied matrix is stored twice, with different values.
+        CheckpointError: a file is damaged; a tensor is missing, is not in the model, or has another shape or an
+            unsupported dtype; a tied matrix is stored twice, with different values.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for path, names in _files(folder).items():
@@ -98,7 +100,7 @@ def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
             there = set(file.keys())
             for name in names or there:
                 if name not in there:
-                    raise CheckpointError(f"{path} lacks {printable(name)}, which {INDEX_FILE} says is in it")
+                    raise CheckpointError(f"{path} lacks {printable(name)}, which {INDEX_FILE} lists for it")
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
     sources, hf_name = {}, hf_format(model).parameter_name
@@ -108,13 +110,13 @@ def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
             names.append(hf_name(TIED))
         name = next((name for name in names if name in found), None)
         if name is None:
-            raise CheckpointError(f"{folder} lacks {names[0]}, which a model of this config.json has")
+            raise CheckpointError(f"{folder} lacks {names[0]}, a parameter of the model in config.json")
         path, shape, dtype = found.pop(name)
         if shape != tuple(parameter.shape):
             raise CheckpointError(f"{name} in {path} has shape {shape}; by config.json it has {tuple(parameter.shape)}")
         if dtype not in DTYPES:
             raise CheckpointError(
-                f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not read"
+                f"{name} in {path} is {dtype}; weights must be {', '.join(DTYPES)}: quantized ones are not supported"
             )
         sources[ours] = Source(path, name)
     if model.tied_embeddings and (lm_head := found.pop(hf_name(TIED), None)):
@@ -123,14 +125,14 @@ def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
     if unknown:
         listed = ", ".join(map(printable, unknown[:5]))
         raise CheckpointError(
-            f"{folder} holds tensors that a model of this config.json does not have: {listed}"
+            f"{folder} contains tensors that the model in config.json does not have: {listed}"
             + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         )
     return sources
 
 
 def _require_equal(embedding: Source, output: Source) -> None:
-    """Raise CheckpointError unless two matrices that are tied by the config have the same values."""
+    """Raise CheckpointError unless two matrices, which the config ties, have the same values."""
     with _opened(embedding.path) as first, _opened(output.path) as second:
         one, other = first.get_slice(embedding.name), second.get_slice(output.name)
         equal = one.get_shape() == other.get_shape()
@@ -145,11 +147,11 @@ def _require_equal(embedding: Source, output: Source) -> None:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """The files to read, and which tensors of each; none: all. Where there are several kinds, as transformers does."""
+    """The files to read, and the tensors to read from each; an empty list: all. The choice is that of transformers."""
     weights, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if weights.is_file():
         if index.is_file():
-            logger.warning("%s is read, and not the files that %s names, as transformers does", weights, INDEX_FILE)
+            logger.warning("%s is read, and not the files that %s names, as in transformers", weights, INDEX_FILE)
         return {weights: []}
     try:
         weight_map = json.loads(read_file(index))["weight_map"]
@@ -162,19 +164,19 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     except MISSING:
         pass
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
+        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r})") from error
     found = sorted(folder.glob("*.safetensors"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files and neither {WEIGHTS_FILE} nor {INDEX_FILE} to say which "
-            "of them count; add one of these, or leave one file"
+            f"{folder} contains {len(found)} safetensors files and neither {WEIGHTS_FILE} nor {INDEX_FILE} to select "
+            "from them; add one of these, or keep only one file"
         )
     return {path: [] for path in found}
 
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
-    """Write into ``tensors``, by our names and of any layout and dtype, what this rank has of each."""
+    """Read this rank's shards of ``tensors``, which have any layout and dtype and the names of torchtrain."""
     for name, tensor in tensors.items():
         part, spans = local_block(tensor)
         if part.numel():
@@ -186,7 +188,7 @@ def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> N
 def _opened(path: Path) -> Iterator[Any]:
     try:
         with_retries(lambda: require_regular(path), path)
-        with_retries(lambda: path.open("rb").close(), path)  # safe_open says "no such file" of any error
+        with_retries(lambda: path.open("rb").close(), path)  # safe_open reports every error as a missing file
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
@@ -194,7 +196,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except MISSING as error:
         raise CheckpointError(f"{path} {error.strerror}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({printable(str(error))}): fetch it again") from error
+        raise CheckpointError(f"{path} is damaged or truncated ({printable(str(error))}): download it again") from error
 
 
 def save_hf(
@@ -208,14 +210,18 @@ def save_hf(
     read: Callable[[str], Tensor] | None = None,
     replace_old: bool = False,
 ) -> None:
-    """Write ``tensors``, under our names and of any layout, as a folder that transformers loads. Collective.
+    """Write ``tensors``, of any layout, as a folder that transformers loads. Collective.
 
-    Each rank writes its shards in ``dtype`` (such as bfloat16), the first one puts them together, file by file. The
-    folder appears when it is complete. With ``replace_old`` one of that name is replaced.
+    Each rank writes its shards, and rank 0 consolidates them, one file at a time. The folder appears when it is
+    complete.
 
     Args:
-        bos: whether a prompt begins with bos, as documents of a run do; else as the tokenizer's own files say.
-        read: gives the values by name where ``tensors`` are on the meta device.
+        tensors: all parameters, by the names of torchtrain.
+        dtype: the dtype of the written weights, such as "bfloat16".
+        bos: whether a prompt begins with a BOS token, as the documents of a run do; if not, as the tokenizer's own
+            files define it.
+        read: returns the values of a parameter, if ``tensors`` are on the meta device.
+        replace_old: whether an existing folder is replaced.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -225,7 +231,7 @@ def save_hf(
     torch_dtype, hf_name = getattr(torch, dtype), hf_format(model).parameter_name
     ours = {hf_name(name): name for name in tensors}
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
-    # Of the whole model, of which each rank may have a part: the same files on all ranks.
+    # Sizes of the full model, of which a rank may have a part, so that all ranks choose the same files.
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
 
     def value(name: str) -> Tensor:
@@ -234,12 +240,14 @@ def save_hf(
     def complete() -> None:
         try:
             shutil.rmtree(partial / "sharded", ignore_errors=True)
-            _write_header_again(partial)
+            _normalize_headers(partial)
             write_hf_config(partial, model, dtype, tokenizer_path, bos)
             fsync_folder(partial, *os.listdir(partial))
-            if folder.exists():  # an empty one would be replaced
+            if folder.exists():  # the rename below would silently replace an empty one
                 if not replace_old:
-                    raise ConfigError(f"{folder} exists: another process has made it meanwhile; name another folder")
+                    raise ConfigError(
+                        f"{folder} exists: another process has created it in the meantime; name another folder"
+                    )
                 folder.rename(old)
             partial.rename(folder)
             fsync_folder(folder.parent)
@@ -248,7 +256,7 @@ def save_hf(
             raise CheckpointError(f"{folder} could not be written: {error.strerror or error}") from error
 
     files, sharded = files_by_size(sizes), dist.get_world_size() > 1
-    with ExitStack() as stack:  # of the first rank: also Ctrl-C leaves no partial folder
+    with ExitStack() as stack:  # on rank 0: removes the partial folder also on Ctrl-C
         partial = broadcast_from_rank0(lambda: stack.enter_context(partial_folder(folder)))
         old = partial_path(folder)
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
@@ -256,24 +264,27 @@ def save_hf(
             save_tensors(cast, value, writer, folder)
             broadcast_from_rank0(complete)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; make room, or let this user write there") from error
+            raise CheckpointError(
+                f"{error}; free space on the disk, or give this user permission to write there"
+            ) from error
 
 
-def _write_header_again(folder: Path) -> None:
-    """Let the safetensors files in ``folder``, and their index, depend on the weights alone.
+def _normalize_headers(folder: Path) -> None:
+    """Rewrite the safetensors headers in ``folder``, and the index, so that they depend only on the weights.
 
-    DCP writes headers in a random order, with what it needs to put shards together, and other ones on several ranks.
+    DCP writes the entries of a header in random order, with metadata for its consolidation of shards; these differ with
+    the number of ranks.
     """
     for path in sorted(folder.glob("*.safetensors")):
         rewritten = path.with_suffix(PARTIAL_SUFFIX)
         with path.open("rb") as old, rewritten.open("xb") as new:
             entries = json.loads(old.read(int.from_bytes(old.read(8), "little")))
             entries.pop("__metadata__", None)
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers reads nothing
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
             for name, entry in sorted(entries.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
                 header[name] = {key: entry[key] for key in ("dtype", "shape", "data_offsets")}
             text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)  # tensors are aligned
+            text += b" " * (-len(text) % 8)  # aligns the tensors
             new.write(len(text).to_bytes(8, "little") + text)
             shutil.copyfileobj(old, new, BLOCK_BYTES)
         rewritten.replace(path)
@@ -290,17 +301,17 @@ def require_exportable(model: DecoderConfig, dtype: str) -> None:
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
-    """``tensor``, the weight ``name`` as it is to be written; ConfigError where not all of it is finite."""
+    """Return ``tensor``, the weight ``name``; ConfigError unless all its elements are finite in its dtype."""
     if not tensor.isfinite().all():
         raise ConfigError(
-            f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}, in which it is to "
-            "be written: take another dtype (float16 ends at 65504), or other weights"
+            f"{name} has numbers that are not finite in {str(tensor.dtype).removeprefix('torch.')}, the dtype of the "
+            "export: take another dtype (the maximum of float16 is 65504), or other weights"
         )
     return tensor
 
 
 def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Which file, from 1, each weight of ``sizes`` bytes goes to, about ``FILE_BYTES`` in each."""
+    """Assign weights of ``sizes`` bytes to files, numbered from 1, of at most ``FILE_BYTES`` (or a single weight)."""
     files, file, filled = {}, 1, 0
     for name, size in sorted(sizes.items()):
         if filled and filled + size > FILE_BYTES:
@@ -311,7 +322,7 @@ def files_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def write_hf_config(folder: Path, model: DecoderConfig, dtype: str, tokenizer_path: str, bos: bool = True) -> None:
-    """Write what a Hugging Face folder has beside the weights: ``config.json`` and the tokenizer. ``bos``: as above."""
+    """Write the other files of a Hugging Face folder: ``config.json`` and the tokenizer. ``bos``: see ``save_hf``."""
     tokenizer, file = load_tokenizer(tokenizer_path), tokenizer_file(tokenizer_path)
     eos_ids = find_eos_ids(tokenizer, file.parent, bos=bos)
     content = hf_format(model).to_config(model, dtype, tokenizer.bos_id, tokenizer.eos_id)
