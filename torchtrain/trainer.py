@@ -53,6 +53,7 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
+from torchtrain.inference.samples import Samples, encode_prompts
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
@@ -221,6 +222,8 @@ class Trainer:
                 must_stop=partial(self.stop.agree, self.gloo_group),
                 watch=self.watchdog.watch,
             )
+            if config.validation.prompts:
+                self.validator.parts.append(Samples(config, self.tokenizer, self.model))
         self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
@@ -541,6 +544,7 @@ def validate(
         find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
+    encode_prompts(config, tokenizer)
     if config.checkpoint.last_save_in_hf:
         check_export(config, model)
 

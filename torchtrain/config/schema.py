@@ -585,6 +585,13 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Number of batches of each source. -1: the whole source, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
     """Weights to validate. Results of the averaged weights (ema.enable) are named validation_ema_..."""
+    prompts: tuple[str, ...] = ()
+    """Prompts that the model continues at each validation: samples for the log, TensorBoard and report.md. The same
+    seed and step give the same texts (docs/watching.md)."""
+    prompt_max_new_tokens: Count = 64
+    """Maximum number of new tokens for a prompt; each takes a forward."""
+    prompt_temperature: NotNegative = 0.8
+    """Divides the logits before a token is sampled; 0 always selects the most likely token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -593,6 +600,10 @@ class ValidationConfig(SourcesConfig, name="validation"):
             "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
         )
         require_one(self, "interval_tokens", "interval")
+        require(
+            self.enable or not self.prompts,
+            "validation.prompts are continued at each validation: set validation.enable = true, and its data",
+        )
         labels = [source.label for source in self.all]
         require(
             len(set(labels)) == len(labels),

@@ -91,10 +91,7 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     places = torch.arange(capacity, device=device)
     # One generator for each prompt, so that its text does not depend on the rest of the batch.
-    generators = [
-        torch.Generator().manual_seed((sampling.seed * 1_000_003 + first_prompt + i) % 2**63)
-        for i in range(len(prompts))
-    ]
+    generators = [prompt_generator(sampling.seed, first_prompt + i) for i in range(len(prompts))]
     ended = [False] * len(prompts)
 
     model.replace_inner_attention(lambda inner: CachedAttention(inner, capacity))
@@ -126,6 +123,11 @@ def generate(
             tokens, start = chosen[:, None], end
     finally:
         model.replace_inner_attention(lambda cached: cached.get_submodule("inner"))
+
+
+def prompt_generator(seed: int, index: int) -> torch.Generator:
+    """The random numbers of the prompt number ``index``."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

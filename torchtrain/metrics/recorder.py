@@ -7,6 +7,7 @@ and device, times ``flops_per_token``, divided by the device's peak; null if the
 ``data_wait_fraction`` are maxima over all ranks.
 """
 
+import json
 import platform
 import resource
 import sys
@@ -25,7 +26,7 @@ from torch import Tensor
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch, DataLoader
-from torchtrain.logging import BestEffort, logger
+from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import Writers
 from torchtrain.models.loss import TokenLoss
@@ -174,14 +175,19 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self.writers is not None:
             self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **values})
 
-    def record_validation(self, step: int, results: dict[str, float]) -> None:
-        """Write validation results, whose names begin with ``validation_``."""
-        if self.writers is not None:
-            self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
-            words = [
-                f"{name.removeprefix('validation_').replace('_', ' ')} {value:,.4g}" for name, value in results.items()
-            ]
-            logger.info("validation after step %d: %s", step, ", ".join(words))
+    def record_validation(self, step: int, results: dict[str, Any]) -> None:
+        """Write validation results, whose names begin with ``validation_``: numbers, and samples (``Samples``)."""
+        if self.writers is None:
+            return
+        self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
+        words = {name.removeprefix("validation_").replace("_", " "): value for name, value in results.items()}
+        numbers = [f"{name} {value:,.4g}" for name, value in words.items() if not isinstance(value, list)]
+        logger.info("validation after step %d: %s", step, ", ".join(numbers))
+        for name, value in words.items():
+            if isinstance(value, list):
+                quoted = [[json.dumps(text, ensure_ascii=False) for text in sample.values()] for sample in value]
+                rows = [(prompt, text) for prompt, text in quoted]
+                logger.info("%s after step %d:\n%s", name, step, aligned(rows, terminal_width()))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

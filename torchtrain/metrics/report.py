@@ -14,6 +14,7 @@ from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
+from torchtrain.metrics.writers import samples_as_markdown
 
 REPORT, CURVES = "report.md", "curves.png"
 
@@ -133,6 +134,10 @@ def write_report(
             lines += ["## Curves", "", f"![Curves of the run]({CURVES})", ""]
     else:
         lines += ["No curves: matplotlib is not installed (`pip install 'torchtrain[plot]'`).", ""]
+    for line in [line for line in run.lines if "validation_samples" in line or "validation_ema_samples" in line][-1:]:
+        for name in (name for name in line if name.endswith("_samples")):
+            weights = " with the averaged weights" if "ema" in name else ""
+            lines += [f"## Samples after step {line['step']:,}{weights}", "", samples_as_markdown(line[name])]
     lines += ["## The run", "", f"`{description.title}`", "", *_table(description.rows), ""]
     if run.faults:
         lines += ["## Events", "", "| step | event |", "| --- | --- |"]

@@ -1,10 +1,11 @@
-"""Validation: the loss on held-out data, which does not depend on the layout."""
+"""Validation: the loss on held-out data, which does not depend on the layout, and what else is asked of the model."""
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,20 +27,39 @@ class _Stopped(Exception):
     """The run was asked to stop during a validation."""
 
 
+class ValidationPart(Protocol):
+    """What a validation computes beside the loss. Append an instance to ``Validator.parts``."""
+
+    def __call__(
+        self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]
+    ) -> Mapping[str, Any]:
+        """Compute results after ``step``, with the current weights of the model, which must not change. Collective.
+
+        Args:
+            prefix: how the names of the results begin, such as ``validation``.
+            watched: context manager for each part of the work that takes up to seconds, such as a forward. It starts
+                the timeout again, and ends the validation if the run is asked to stop.
+
+        Returns:
+            Numbers, or lists of tables of strings, by name; the same on rank 0 and on others.
+        """
+
+
 @dataclass(eq=False)
 class Validator:
-    """Computes the loss on all data of each of ``loaders``, every ``config.interval`` steps."""
+    """Computes the loss on all data of each of ``loaders``, every ``config.interval`` steps, then runs ``parts``."""
 
     config: ValidationConfig
     loaders: Mapping[str, DataLoader]  # by label; finite, and built with drop_last=False
     model: ParallelModel
     microbatches: Microbatches
-    report: Callable[[int, dict[str, float]], None]  # called with the step and the results by name, on all ranks
+    report: Callable[[int, dict[str, Any]], None]  # called with the step and the results by name, on all ranks
     _: KW_ONLY
     must_stop: Callable[[], bool]  # called before each batch; returns the same on all ranks
     watch: Callable[[str], AbstractContextManager[None]]  # context of each batch: the watchdog
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context manager in which the model has its averaged weights."""
+    parts: list[ValidationPart] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.beginnings = {label: loader.state_dict() for label, loader in self.loaders.items()}
@@ -52,26 +72,35 @@ class Validator:
         if not (self.loaders and (last or step % self.config.interval == 0)):
             return
         what = f"validation after step {step}"
-        results: dict[str, float] = {}
+        results: dict[str, Any] = {}
         try:
             if self.config.weights in ("trained", "both"):
-                results |= self._all_results(what, "validation")
+                results |= self._all_results(step, what, "validation")
             if self.config.weights in ("ema", "both"):
                 with self.averaged():
-                    results |= self._all_results(what, "validation_ema")
+                    results |= self._all_results(step, what, "validation_ema")
         except _Stopped:
             logger.info("%s is aborted: the run is asked to stop", what)
         else:
             self.report(step, results)
 
-    def _all_results(self, what: str, prefix: str) -> dict[str, float]:
-        """Results of all sources together and of each source, with the current weights of the model."""
+    def _all_results(self, step: int, what: str, prefix: str) -> dict[str, Any]:
+        """Results of all sources together, of each source and of the parts, with the current weights of the model."""
         sums = {label: self._sums(loader, self.beginnings[label], what) for label, loader in self.loaders.items()}
-        results = results_of(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
+        results: dict[str, Any] = results_of(torch.stack(list(sums.values())).sum(dim=0), prefix, "")
         if len(sums) > 1:
             for label, own in sums.items():
                 results |= results_of(own, prefix, f"_{label}")
+        for part in self.parts:
+            results |= part(step, prefix, partial(self._watched, what))
         return results
+
+    @contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        with self.watch(what):
+            if self.must_stop():
+                raise _Stopped
+            yield
 
     @torch.no_grad()
     def _sums(self, loader: DataLoader, beginning: dict[str, Any], what: str) -> Tensor:
@@ -81,9 +110,7 @@ class Validator:
         number = 0
         with closing(loader):
             while number != self.config.steps:
-                with self.watch(what):
-                    if self.must_stop():
-                        raise _Stopped
+                with self._watched(what):
                     batch = next(loader, None)
                     if batch is None:
                         break

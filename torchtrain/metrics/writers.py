@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,15 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
             is_grouped = separator and group in ("validation", "source", "norm")
             numbers[GROUPS.get(name, f"{group}/{rest}" if is_grouped else f"other/{name}")] = value
     return numbers
+
+
+def samples_as_markdown(samples: Sequence[Mapping[str, str]]) -> str:
+    """Prompts and the texts that continue them, as blocks of code."""
+
+    def block(text: str) -> str:
+        return "".join(f"    {line}\n" for line in text.splitlines() or [""])
+
+    return "\n".join(f"Prompt:\n\n{block(one['prompt'])}\nText:\n\n{block(one['text'])}" for one in samples)
 
 
 def check_writers(config: MetricsConfig) -> None:
@@ -102,7 +111,8 @@ class MetricsWriter(ABC):
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``: ``step`` and numbers (see ``grouped``), or ``step``, ``event`` and values.
 
-        After a resume or a rollback, steps may repeat.
+        ``validation_samples`` is a list of tables with ``prompt`` and ``text`` (``validation.prompts``). After a resume
+        or a rollback, steps may repeat.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -227,7 +237,7 @@ class TensorBoard(MetricsWriter):
 
     def write(self, line: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from torch.utils.tensorboard.summary import scalar
+        from torch.utils.tensorboard.summary import scalar, text
 
         values = grouped(line)
         if "event" in line:
@@ -236,6 +246,10 @@ class TensorBoard(MetricsWriter):
             values = {name: self.counts[name]}
         for name, value in values.items():
             self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
+        for name, samples in line.items():
+            if name.endswith("_samples"):
+                summary = text(name.replace("_", "/", 1), samples_as_markdown(samples))  # type: ignore[no-untyped-call]
+                self._add(Event(step=line["step"], summary=summary))
 
 
 class WeightsAndBiases(MetricsWriter):

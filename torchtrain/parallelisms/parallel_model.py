@@ -1,11 +1,11 @@
 """A parallelized model with its loss: one forward and backward interface for every parallel layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -72,13 +72,22 @@ class ParallelModel:
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Forward of one microbatch without backward; returns the sum of its token losses, without z-loss."""
-        tokens, labels, positions, documents = microbatch[:4]
+        losses = self.apply(microbatch, partial(self.loss, labels=microbatch.labels))
+        return torch.zeros((), device=self.device) if losses is None else losses[0]
+
+    @torch.no_grad()
+    def apply(self, microbatch: Microbatch, head: Callable[[Tensor, nn.Module], Tensor]) -> Tensor | None:
+        """Forward of one microbatch without backward; returns ``head(h, output)`` as ``Transformer.forward`` does.
+
+        On ranks without the last pipeline stage the result is None.
+        """
+        tokens, _, positions, documents = microbatch[:4]
         with loss_parallel():
             if self.pipeline is not None:
-                return self.pipeline.forward(microbatch)[0]
+                return self.pipeline.forward(microbatch, head)
             mask = attention_mask(documents, self.mesh.context)
-            losses: Tensor = self.model_parts[0](tokens, positions, mask, head=partial(self.loss, labels=labels))
-            return losses[0]
+            result: Tensor = self.model_parts[0](tokens, positions, mask, head=head)
+            return result
 
 
 def build_parallel_model(

@@ -5,6 +5,7 @@ are replicated on the first and the last stage. Both replicas start with the sam
 so they stay identical.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -132,6 +133,7 @@ class Pipeline:
             stage.register_forward_pre_hook(self._add_mask, with_kwargs=True)
         microbatches = parallelism.pipeline_parallel_microbatches
         rows, seq = training.local_batch_size // microbatches, training.seq_len // mesh.degrees.context
+        self.seq = seq
         # Shapes of the input of the first stage, of activations between stages, and of the output of the last stage.
         # With them, torch need not run the stages for shape inference. Under sequence parallelism, activations between
         # stages are sharded along the sequence.
@@ -163,6 +165,7 @@ class Pipeline:
         )
         # Read after the schedule is built: the V-shaped schedule changes the assignment of stages to ranks.
         self.rank_of: dict[int, int] = self.pipeline_stages[0].stage_index_to_group_rank
+        self.last_rank = self.rank_of[count - 1]
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """See ``ParallelModel.forward_backward``. The schedule splits ``microbatch`` into pipeline microbatches."""
@@ -181,25 +184,26 @@ class Pipeline:
         return self.losses
 
     @torch.no_grad()
-    def forward(self, microbatch: Microbatch) -> Tensor:
-        """Forward without backward; returns the sums of the losses, shape (2,).
+    def forward(self, microbatch: Microbatch, head: Callable[[Tensor, nn.Module], Tensor]) -> Tensor | None:
+        """Forward without backward; returns ``head(h, output)``, or None on ranks without the last stage.
 
-        They are zeros on ranks without the last stage. torch's schedule is not used, because schedules with a split
-        backward cannot run only the forward.
+        torch's schedule is not used, because schedules with a split backward cannot run only the forward. The shape of
+        ``microbatch`` may differ from that of training.
         """
-        tokens, labels, positions, documents = microbatch[:4]
+        tokens, _, positions, documents = microbatch[:4]
         group, own_rank = self.mesh.get_group(), self.mesh.get_local_rank()
         output = tokens
         for i, stage in self.stages.items():
             before, after = self.rank_of.get(i - 1, own_rank), self.rank_of.get(i + 1, own_rank)
             if before != own_rank:
-                output = torch.empty(len(tokens), *self.hidden.shape[1:], dtype=self.hidden.dtype, device=self.device)
+                seq = self.hidden.shape[1] * tokens.shape[1] // self.seq  # this rank's part under sequence parallelism
+                shape = (len(tokens), seq, self.hidden.shape[2])
+                output = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
                 dist.recv(output, group=group, group_src=before)
-            head = partial(self.loss, labels=labels) if stage is self.last else None
-            output = stage(output, positions, documents=documents, head=head)
+            output = stage(output, positions, documents=documents, head=head if stage is self.last else None)
             if after != own_rank:
                 dist.send(output.contiguous(), group=group, group_dst=after)
-        return output if self.last is not None else torch.zeros(2, device=self.device)
+        return output if self.last is not None else None
 
     def _add_mask(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Forward pre-hook that builds a stage's attention mask from the microbatch's ``documents``.

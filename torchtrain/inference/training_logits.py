@@ -1,0 +1,119 @@
+"""Logits of a model under training at chosen positions, on any layout, from the forward that validation uses."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.parallelisms.context_parallel import local_sequence
+from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True)
+class TrainingLogits:
+    """Computes functions of logits. Each data-parallel rank has its own rows; every rank must make the same calls.
+
+    There is no key/value cache: a call computes all positions of its rows, because context and pipeline parallelism and
+    compiled blocks only know full sequences.
+    """
+
+    model: ParallelModel
+    config: JobConfig
+
+    def batch_shape(self, rows: int, longest: int) -> tuple[int, int]:
+        """Rows and length of a batch that has room for ``rows`` texts of up to ``longest`` tokens, or for some of them.
+
+        The length is divisible among context- and tensor-parallel ranks. Compiled blocks would be compiled again for
+        another shape than that of training.
+        """
+        training, degrees = self.config.training, self.model.mesh.degrees
+        if self.config.compile.enable:
+            return training.local_batch_size, training.seq_len
+        multiple = 2 * degrees.context * degrees.tensor
+        return min(rows, training.local_batch_size), min(math.ceil(longest / multiple) * multiple, training.seq_len)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, rows: Tensor, positions: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """``function`` of the logits at n pairs of a row and a position of ``tokens``.
+
+        Args:
+            tokens: int64 (bs, seq) of a ``batch_shape``, on the device; the same on all ranks of a data-parallel rank.
+            rows, positions: int64 (n,), on the device.
+            function: maps logits, float32 (n, vocab), to float64 (n,).
+
+        Returns:
+            The result of ``function``: bitwise the same on all ranks of a data-parallel rank.
+        """
+        mesh = self.model.mesh
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        microbatch = Microbatch(tokens, torch.empty_like(tokens), places, documents=None)  # no labels
+        if mesh.degrees.context > 1:
+            own, positions_of_own = (local_sequence(part, mesh.context) for part in (tokens, places))
+            microbatch = Microbatch(own, torch.empty_like(own), positions_of_own, documents=None)
+
+        def head(hidden: Tensor, output: nn.Module) -> Tensor:
+            logits = output(select(hidden, rows, positions, tokens.shape[1], mesh))
+            if isinstance(logits, DTensor):
+                logits = logits.full_tensor()
+            return function(logits[0].float()).clone()  # FSDP does not allow a model to return a view
+
+        result = self.model.apply(microbatch, head)
+        if result is None:  # a rank without the last pipeline stage
+            result = torch.empty(len(rows), dtype=torch.float64, device=tokens.device)
+        if self.model.pipeline is not None:
+            dist.broadcast(result, group=mesh.pipeline.get_group(), group_src=self.model.pipeline.last_rank)
+        # Ranks that compute the same must not continue with different tokens because a kernel rounds differently.
+        for dimension in (mesh.context, mesh.tensor):
+            if dimension.size() > 1:
+                dist.broadcast(result, group=dimension.get_group(), group_src=0)
+        return result
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Concatenate tensors of the same shape of all data-parallel ranks, in their order."""
+        group = self.model.mesh.batch.get_group()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts)
+
+    def any(self, holds: bool) -> bool:
+        """Whether ``holds`` on any data-parallel rank."""
+        found = torch.tensor(int(holds), device=self.model.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.model.mesh.batch.get_group())
+        return bool(found)
+
+
+def select(hidden: Tensor, rows: Tensor, positions: Tensor, seq: int, mesh: Mesh) -> Tensor:
+    """The hidden states (1, n, dim) at ``rows`` and ``positions`` of sequences of ``seq`` tokens, on all ranks.
+
+    ``hidden``: (bs, seq, dim), or this rank's part of it under sequence and context parallelism.
+    """
+    is_sharded = isinstance(hidden, DTensor)
+    if isinstance(hidden, DTensor):
+        hidden = hidden.redistribute(placements=[Replicate()]).to_local()
+    if mesh.degrees.context > 1:
+        # Each position is on one rank; the others add zeros.
+        own = local_sequence(torch.arange(seq, device=hidden.device)[None], mesh.context)[0]
+        place = torch.full((seq,), -1, device=hidden.device)
+        place[own] = torch.arange(len(own), device=hidden.device)
+        positions = place[positions]
+        chosen = torch.where(positions[:, None] >= 0, hidden[rows, positions], 0)
+        dist.all_reduce(chosen, group=mesh.context.get_group())
+    else:
+        chosen = hidden[rows, positions]
+    chosen = chosen[None]
+    return DTensor.from_local(chosen, mesh.tensor, [Replicate()], run_check=False) if is_sharded else chosen
+
+
+def right_padded(rows: Sequence[Sequence[int]], shape: tuple[int, int], device: torch.device) -> Tensor:
+    """``rows`` as a tensor of ``shape`` (bs, seq). No token attends to the padding on the right, which is token 0."""
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+    return tokens.to(device)
