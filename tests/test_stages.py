@@ -660,13 +660,14 @@ def test_run_killed_ten_times_on_three_numbers_of_ranks(tmp_path: Path, sources:
         (4, ["--parallelism.tensor_parallel_degree", "2"]),
         (2, ["--parallelism.context_parallel_degree", "2"]),
         (4, ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2"]),
-        (2, ["--parallelism.tensor_parallel_degree", "2"]),
+        (2, ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]),
     ],
 )
 def test_losses_are_those_of_one_rank(tmp_path: Path, sources: dict[str, str], ranks: int, layout: list[str]) -> None:
     config = staged_config(tmp_path / "one", sources)
     config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 8"))
-    finish(tmp_path / "one", "--job.config_file", str(config), ranks=1, shape=SHAPE)
-    finish(tmp_path / "other", "--job.config_file", str(config), *layout, ranks=ranks, shape=SHAPE)
+    shape = replace(SHAPE, n_layers=2)
+    finish(tmp_path / "one", "--job.config_file", str(config), ranks=1, shape=shape)
+    finish(tmp_path / "other", "--job.config_file", str(config), *layout, ranks=ranks, shape=shape)
     expected: Any = logged_losses(tmp_path / "one")
     assert logged_losses(tmp_path / "other") == pytest.approx(expected, abs=1e-5)
