@@ -112,7 +112,8 @@ class Trainer:
         config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
         self.parallel_dims = dims
         validate(config, device, dims, self.model_config, self.tokenizer)
-        choose_attention_backend(config.training.attention_backend)
+        if config.training.attention_backend != "auto" or config.stages:  # undo the choice of the stage before
+            choose_attention_backend(config.training.attention_backend)
 
         # Process groups. The device mesh names each dimension along which ranks communicate.
         enable_flight_recorder(folder / "hangs")
