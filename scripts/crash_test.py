@@ -17,7 +17,7 @@ one fault, in random order:
 
 Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
 the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
-All rounds but the kills need Linux and a C compiler.
+All rounds but the kills need Linux and a C compiler. ``--storage s3`` injects the faults of ``crash_test_s3.py``.
 """
 
 import argparse
@@ -87,9 +87,11 @@ class Run(Protocol):
 
 
 class Processes:
-    """A run of ``RANKS`` processes that train into ``folder``."""
+    """A run of ``RANKS`` processes that train into ``folder``, or each into a folder of its own in one of ``apart``."""
 
-    def __init__(self, folder: Path, options: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, options: list[str], environment: dict[str, str], apart: list[Path] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
@@ -101,7 +103,8 @@ class Processes:
         with self.log.open("ab") as log:
             self.processes = [
                 subprocess.Popen(
-                    [*command, "--job.dump_folder", str(folder)],
+                    [*command, "--job.dump_folder", folder.name if apart else str(folder)],
+                    cwd=apart[rank] if apart else None,
                     env={**os.environ, **environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=log,
                     stderr=log,
@@ -157,9 +160,7 @@ class Trial:
         """Texts that the disturbed and the undisturbed run train on; made when they are first asked for."""
         file = self.folder.with_name("training.jsonl")
         if not file.exists():
-            words, rng = ["some", "words", "of", "which", "documents", "are", "made"], random.Random(1)
-            texts = (" ".join(rng.choices(words, k=60)) for _ in range(9000))  # more than 3 MiB
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            write_training_data(file)
         return file
 
     def start(self, steps: int = FOR_EVER) -> Run:
@@ -183,13 +184,24 @@ class Trial:
         return any(self.checkpoints.glob(f"*{PARTIAL_SUFFIX}"))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl. Of one that a killed process has not finished, or is writing now, nothing."""
-        text = (self.folder / "metrics.jsonl").read_text() if (self.folder / "metrics.jsonl").exists() else ""
-        complete, lines = text.rpartition("\n")[0], []
-        for line in complete.splitlines():
-            with suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
-        return lines
+        """The lines of metrics.jsonl."""
+        return metrics_in(self.folder)
+
+
+def write_training_data(file: Path) -> None:
+    words, rng = ["some", "words", "of", "which", "documents", "are", "made"], random.Random(1)
+    texts = (" ".join(rng.choices(words, k=60)) for _ in range(9000))  # more than 3 MiB
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def metrics_in(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. Of one that a killed process has not finished, or is writing now, nothing."""
+    text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+    complete, lines = text.rpartition("\n")[0], []
+    for line in complete.splitlines():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def expect(run: Run, codes: list[int]) -> None:
@@ -406,11 +418,52 @@ def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
     return len(ours), len(numbers[0])
 
 
+def run_in_s3(folder: Path, kills: int, faults: int, rng: random.Random) -> None:
+    """``--storage s3``: see ``crash_test_s3.py``."""
+    import crash_test_s3
+
+    server, proxy, environment = crash_test_s3.set_up(folder)
+    atexit.register(server.stop)
+    disks = [folder / f"disk-{rank}" for rank in range(RANKS)]
+    data, validation_data = folder / "training.jsonl", folder / "validation.txt"
+    write_training_data(data)
+
+    def start(name: str, checkpoints: str, steps: int) -> Run:
+        options = [*RUN.split(), *crash_test_s3.SMALL_MODEL.split(), "--training.steps", str(steps)]
+        options += ["--checkpoint.folder", checkpoints]
+        options += ["--data.path", str(data), "--validation.path", str(validation_data), "--job.import", "short_pauses"]
+        return Processes(folder / name, options, environment, disks)
+
+    crash_test_s3.lose(disks)
+    trial = crash_test_s3.Trial(server, proxy, rng, start, lambda: crash_test_s3.lose(disks), RANKS)
+    rounds = [crash_test_s3.kill] * kills
+    rounds += [crash_test_s3.FAULTS[number % len(crash_test_s3.FAULTS)] for number in range(faults)]
+    rng.shuffle(rounds)
+    steps = crash_test_s3.disturb(trial, [crash_test_s3.kill, *rounds])
+    undisturbed = start("undisturbed", str(folder / "checkpoint"), steps)
+    expect(undisturbed, [0] * RANKS)
+    ours = crash_test_s3.tensors(trial.storage.open(steps))
+    theirs = crash_test_s3.tensors(LocalCheckpoint(step_folder(folder / "checkpoint", steps)))
+    assert ours.keys() == theirs.keys()
+    assert not (different := [name for name in theirs if not torch.equal(ours[name], theirs[name])]), different
+    losses = [
+        {line["step"]: line["loss"] for line in metrics_in(disks[0] / name) if "loss" in line}
+        for name in ("run", "undisturbed")
+    ]
+    made = ", ".join(f"{count} x {name}" for name, count in sorted(trial.rounds.items()))
+    print(f"{made} ({trial.inside_saves} kills inside saves); {steps} steps: {len(ours)} tensors bitwise equal")
+    # Also those from before a disk was lost, whose metrics come from checkpoints.
+    differ = [step for step in range(1, steps + 1) if losses[0].get(step) != losses[1].get(step)]
+    print(f"{len(differ)} of {steps} steps differ; nothing is left in the bucket")
+    assert not differ, differ
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", choices=["local", "s3"], default="local", help="s3: crash_test_s3.py")
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs"), help="folder in which crash_test is created again"
     )
@@ -422,6 +475,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     validation_data = folder / "validation.txt"
     validation_data.write_text("".join(f"{rng.random()} and other words that nobody trains on\n" for _ in range(5000)))
+    if options.storage == "s3":
+        run_in_s3(folder, options.kills, options.faults, rng)
+        return
     disk = DiskFaults(folder) if options.faults else None
 
     def start(where: Path, words: list[str]) -> Run:

@@ -54,7 +54,7 @@ class S3Faults:
         self.lock = threading.Lock()
         self.listings: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server = _Server(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -101,6 +101,13 @@ class S3Faults:
         self.heal()
         self.server.shutdown()
         self.server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that are killed reset their connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):
