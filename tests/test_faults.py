@@ -284,7 +284,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
     requested = time.monotonic()
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert time.monotonic() - requested < 5  # the full validation takes longer
-    assert "validation after step 4 is aborted: the run is asked to stop" in run.output()
+    assert "validation after step 4 is aborted: the run was asked to stop" in run.output()
     assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
     finish(tmp_path / "run")
     assert_same_end(tmp_path / "run", uninterrupted)
@@ -683,7 +683,7 @@ def test_hang_report_names_the_waiting_and_the_missing_ranks(
     output = run.logs[0].read_text()
     assert "step 4 takes more than 2 s" in output, output
     assert re.search(f"ranks 0 wait in {waits}", output), output
-    assert "ranks 1 sent no report" in output, output
+    assert "ranks 1 wrote no report" in output, output
     assert "so ranks 0 are waiting for ranks 1" in output, output
     assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
 
@@ -783,4 +783,4 @@ def test_hang_report_of_an_earlier_attempt_is_ignored(
     os.utime(old, (0, 0))
     with watchdog.Watchdog(tmp_path, 1, 2, 1000, doing=str) as watch:
         watch._report("step 4")
-    assert "ranks 0 sent no report" in caplog.messages[-1]
+    assert "ranks 0 wrote no report" in caplog.messages[-1]

@@ -284,7 +284,7 @@ def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
     )
     cpu = torch.device("cpu")
     check_layout(config, cpu, ParallelDims(shard=2), LLAMA)  # 2 streams: the largest divisor of 8 that is at most 3
-    with pytest.raises(ConfigError, match=r"is streamed in 2 streams.*4 data-parallel ranks must divide that"):
+    with pytest.raises(ConfigError, match=r"is streamed in 2 streams.* data-parallel ranks, 4, must divide the number"):
         check_layout(config, cpu, ParallelDims(shard=4), LLAMA)
     held_out = replace(config, data=DataConfig(streams=3), validation=ValidationConfig(enable=True, name="held-out"))
     with pytest.raises(ConfigError, match=r"held-out is streamed in 2 streams"):

@@ -159,7 +159,7 @@ def nested(**layers: float) -> dict[str, Any]:
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"num_key_value_heads": 0}, "n_kv_heads = 0 must be above 0"),
         ({"is_causal": False}, "is_causal = False"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; a llama here has 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' must be 'silu' in a llama"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"model_type": "granite", "attention_multiplier": 0.5}, "model_type = 'granite'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window = 4096"),

@@ -308,7 +308,7 @@ def raises_data_error(config: JobConfig) -> bool:
     try:
         validate(config)
     except DataError as error:
-        return "not a single document with text" in str(error)
+        return "has no document with text" in str(error)
     return False
 
 

@@ -19,25 +19,29 @@ T = TypeVar("T")
 ROUND_SECONDS = 1.0  # between exchanges of ``on_all_ranks`` while a rank is busy
 
 
-def broadcast_from_rank0(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``ask()`` on rank 0 and broadcast the result. A TorchtrainError of it is raised on all ranks. Collective."""
-    answers = [_answer(ask) if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(answers, group=group, group_src=0)
-    return _value(answers[0])
+def broadcast_from_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call ``function`` on rank 0 and broadcast its result; a TorchtrainError is raised on all ranks. Collective."""
+    results = [_result_or_error(function) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(results, group=group, group_src=0)
+    return _unwrap(results[0])
 
 
-def gather_from_all_ranks(ask: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run ``ask()`` on each rank and gather the results. A TorchtrainError of any is raised on all. Collective."""
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, _answer(ask), group=group)
-    return [_value(answer) for answer in answers]
+def gather_from_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call ``function`` on each rank and gather the results by rank. Collective.
+
+    A TorchtrainError of any rank is raised on all ranks.
+    """
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, _result_or_error(function), group=group)
+    return [_unwrap(result) for result in results]
 
 
-def on_all_ranks(call: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Run ``call()`` on each rank; returns the result of this rank. It may take longer than the timeout. Collective.
+def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call ``function`` on each rank, and return the result of this rank. Collective.
 
-    An error of one rank ends all: while ranks are busy, they exchange every ``ROUND_SECONDS`` who has failed. So the
-    other ranks do not wait for a rank that has failed, and rank 0 can report its error. ``call`` runs in a thread.
+    It may take longer than the timeout of collectives. An error of one rank is raised on all ranks: every
+    ``ROUND_SECONDS`` the ranks exchange which of them have failed, so that none waits for a rank that has failed, and
+    rank 0 can report the error. ``function`` runs in a thread.
 
     Raises:
         TorchtrainError: on all ranks. If only some have failed, the message names the first of them and its host.
@@ -46,7 +50,7 @@ def on_all_ranks(call: Callable[[], T], group: dist.ProcessGroup) -> T:
 
     def run() -> None:
         try:
-            future.set_result(call())
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
@@ -60,15 +64,15 @@ def on_all_ranks(call: Callable[[], T], group: dist.ProcessGroup) -> T:
     return future.result()
 
 
-def on_rank0(call: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """``broadcast_from_rank0`` of a ``call()`` that may take longer than the timeout, as in ``on_all_ranks``."""
-    answer = on_all_ranks(lambda: _answer(call) if dist.get_rank(group) == 0 else None, group)
-    return broadcast_from_rank0(lambda: _value(answer), group)
+def on_rank0(function: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """``broadcast_from_rank0`` for a function that may take longer than the timeout, as in ``on_all_ranks``."""
+    result = on_all_ranks(lambda: _result_or_error(function) if dist.get_rank(group) == 0 else None, group)
+    return broadcast_from_rank0(lambda: _unwrap(result), group)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error, as ranks send it to each other."""
+    """An error of a rank, in the form that ranks exchange."""
 
     kind: type[TorchtrainError]
     message: str
@@ -83,9 +87,9 @@ class _Failure:
 
 
 def _raise_failure(failures: Sequence[_Failure | None], own: BaseException | None) -> None:
-    """Raise the first of ``failures``, which are those of all ranks, if there is one. ``own``: the error of this rank.
+    """Raise the first of ``failures``, which are indexed by rank, if there is one. ``own``: the error of this rank.
 
-    An error that is no TorchtrainError, whose traceback matters, is raised as it is on its own rank.
+    An error that is not a TorchtrainError is raised unchanged on its own rank, because its traceback matters.
     """
     if own is not None and not isinstance(own, TorchtrainError):
         raise own
@@ -102,14 +106,15 @@ def _raise_failure(failures: Sequence[_Failure | None], own: BaseException | Non
     raise error from own
 
 
-def _answer(ask: Callable[[], T]) -> T | TorchtrainError:
+def _result_or_error(function: Callable[[], T]) -> T | TorchtrainError:
     try:
-        return ask()
+        return function()
     except TorchtrainError as error:
         return error
 
 
-def _value(answer: T | TorchtrainError | None) -> T:
-    if isinstance(answer, TorchtrainError):
-        raise answer
-    return answer  # type: ignore[return-value]
+def _unwrap(result: T | TorchtrainError | None) -> T:
+    """Return a result of ``_result_or_error``, or raise it if it is an error."""
+    if isinstance(result, TorchtrainError):
+        raise result
+    return result  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchtrain.errors import ConfigError
 
-GROUPS_OF_ALL_RANKS = 2  # gloo groups of all ranks: that of small messages (on CPUs the default group), of checkpoints
+GROUPS_OF_ALL_RANKS = 2  # gloo groups of all ranks: for small messages (on CPUs the default group), for checkpoints
 OTHER_FILES = 256  # data, checkpoints, logs, libraries
 ENOUGH_FILES = 10240  # for many data sources, each of which may open 256 files; the maximum of macOS
 
@@ -35,7 +35,7 @@ def raise_file_limit(ranks: int) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
             return
-        except (OSError, ValueError) as error:  # in a sandbox, or with another limit of the system
+        except (OSError, ValueError) as error:  # for example in a sandbox
             problem = f"the limit of {soft} cannot be raised: {error}"
     if soft < needed:
         raise ConfigError(

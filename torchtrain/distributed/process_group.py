@@ -108,14 +108,14 @@ class Rendezvous:
             self.store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", self.store)
 
     def next_store(self) -> Any:
-        """The store for the next process group. All ranks must call it equally often."""
+        """A store for the next process group. All ranks must call it the same number of times."""
         self._groups += 1
         return PrefixStore(f"group {self._groups}", self.store)
 
-    def agree(self, key: str, ask: Callable[[], str]) -> str:
-        """The result of ``ask`` on rank 0, on all ranks. For use between process groups; each ``key`` once."""
+    def agree(self, key: str, function: Callable[[], str]) -> str:
+        """Broadcast the result of ``function`` on rank 0, between process groups. Use each ``key`` once. Collective."""
         if self.rank == 0:
-            self.store.set(key, ask())
+            self.store.set(key, function())
         return bytes(self.store.get(key)).decode()
 
 
@@ -164,7 +164,7 @@ def destroy_process_group() -> None:
             store.set("all ranks done", "")
         if rank == 0:
             store.wait(["all ranks done"], timedelta(seconds=DESTROY_SECONDS))
-    except RuntimeError as error:  # another rank has died, and its exit code says so; the work of this rank is complete
+    except RuntimeError as error:  # another rank has died, as its exit code shows; the work of this rank is complete
         logger.warning("a rank exited before the other ranks had finished: %s", str(error).splitlines()[0])
 
 

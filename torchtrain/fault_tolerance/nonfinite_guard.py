@@ -27,7 +27,7 @@ class SpikeDetector(Stateful):
 
     Attributes:
         values: (2, spike_window), float64, on the device of the model: the losses, then the gradient norms, the oldest
-            first. They are NaN until enough steps were made, so that every comparison with them is false.
+            first. They are NaN until there were enough steps, so that every comparison with them is false.
     """
 
     def __init__(self, config: FaultsConfig, device: torch.device):
@@ -44,7 +44,7 @@ class SpikeDetector(Stateful):
 
 
 class Request(Protocol):
-    """A request of any rank for an action of all ranks after the step, such as a save that is due by its clock."""
+    """A request of any rank for an action of all ranks after the step, such as a save when its interval has passed."""
 
     agreed: bool
     """Whether any rank has made the request; identical on all ranks."""
@@ -106,7 +106,7 @@ class NonFiniteGuard:
         """
         self.wait()
         if self.steps_are_long and grad_norm.is_cuda:
-            # The step is only launched. Wait until it is done, so that a request to stop made meanwhile counts, too.
+            # The kernels of the step are only launched. Wait for them, so that a stop request during the step counts.
             torch.cuda.current_stream().synchronize()
         now = time.monotonic()
         seconds, self._checked_at = now - self._checked_at, now
@@ -115,9 +115,9 @@ class NonFiniteGuard:
         not_finite = ~loss.total.isfinite()
         # torch.full with a Python number is a kernel on the device, without a copy from the host to wait for.
         saves = self.save is not None and self.save.pending
-        of_host = (self.stop.pending, saves, seconds > LONG_STEP_SECONDS)
-        asked = [torch.full((), float(value), dtype=torch.float64, device=device) for value in of_host]
-        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), *asked))
+        on_host = (self.stop.pending, saves, seconds > LONG_STEP_SECONDS)
+        host_flags = [torch.full((), float(value), dtype=torch.float64, device=device) for value in on_host]
+        flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), *host_flags))
         all_reduce(flags)  # over all ranks: tensor-parallel ranks count twice in loss and tokens, so the mean is right
         total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
@@ -145,16 +145,16 @@ class NonFiniteGuard:
         self._last = None
         if ready is not None:
             ready.synchronize()  # from ``check`` it was recorded a step ago, so this hardly waits
-        # The values of loss and norm, their means, their deviations; whether the step is bad; and how many ranks have a
-        # bad loss, are asked to stop, are due to save, and took long for the step.
+        # Loss and gradient norm, their means and deviations; whether the step is bad; and the numbers of ranks with a
+        # non-finite loss, with a stop request, with a request to save, and with a long step.
         loss, norm, *window, bad, bad_losses, stopping, saving, is_long = numbers.tolist()
         self.stop.agreed = self.stop.agreed or stopping > 0
         if self.save is not None:
             self.save.agreed = self.save.agreed or saving > 0
         self.steps_are_long = is_long > 0
         if not bad:
-            # Steps that are repeated after a rollback, up to the bad one, do not reset the count; nor does a step
-            # after it that a rollback is about to undo.
+            # Steps that are repeated after a rollback, up to the bad one, do not reset the count. Neither does a step
+            # after the bad one if a rollback will undo it.
             if step > self._last_bad_step and self.must_roll_back_before is None:
                 self._bad_in_a_row = 0
             return

@@ -17,9 +17,9 @@ from torchtrain.errors import StoppedError
 from torchtrain.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# The same request can arrive twice: sent by SLURM, and forwarded by torchrun.
-ECHO_SECONDS = 3.0
-WARNING_SECONDS = 3600.0  # SLURM's warning comes at most this long before the limit; an earlier SIGUSR1 is not one
+# The same request can arrive twice: from SLURM directly, and forwarded by torchrun.
+DUPLICATE_SECONDS = 3.0
+WARNING_SECONDS = 3600.0  # a SIGUSR1 earlier than this before SLURM's time limit is not SLURM's warning
 POLL_SECONDS = 0.2
 EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job to be requeued
 
@@ -55,7 +55,7 @@ class StopRequest:
             return self
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # Set this before the handlers, which do nothing, so that no signal is lost in between.
+        # Set before the handlers, which do nothing, so that no signal is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
@@ -80,7 +80,7 @@ class StopRequest:
                 self._signal_time, self._grace_end = now, now + seconds
                 self.signal_name = name
                 logger.warning(f"%s received: {self._response}; a second signal stops immediately", name, seconds)
-            elif now - self._signal_time > ECHO_SECONDS:
+            elif now - self._signal_time > DUPLICATE_SECONDS:
                 os._exit(128 + received[0])
         reader.close()
 

@@ -24,9 +24,9 @@ from torchtrain.logging import BestEffort, logger
 from torchtrain.torch_internals import all_groups, flight_record
 
 POLL_SECONDS = 0.25  # a hang is detected at most this much later than its timeout
-# Ranks enter a step at slightly different times: wait so long for the reports of all ranks.
+# Ranks enter a step at slightly different times: wait this long for the reports of all ranks.
 COLLECT_SECONDS = 3
-# The timeout of collectives exceeds that of a step by this, so that the report is written before a collective fails.
+# The timeout of collectives is longer than that of a step, so that the report is written before a collective fails.
 REPORT_SECONDS = 6
 # On a CPU a step may take longer than the configured timeout: later steps may take this multiple of the first one.
 TIMES_FIRST_STEP = 3
@@ -211,7 +211,7 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
 
 def _described(status: RankStatus | None) -> str:
     if status is None:
-        return "sent no report: dead, stopped, or not in this step"
+        return "wrote no report: dead, stopped, or not in this step"
     waits_in = status.waits_in or next((operation for operation, _, _ in status.pending.values()), "")
     doing = f"; {status.doing}" if status.doing else ""
     return (f"wait in {waits_in} at {status.where}" if waits_in else f"are at {status.where}") + doing

@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out data, which does not depend on the layout, and what else is asked of the model."""
+"""Validation: layout-independent loss on held-out data, and other results that are computed with it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -55,7 +55,7 @@ class Validator:
     microbatches: Microbatches
     report: Callable[[int, dict[str, Any]], None]  # called with the step and the results by name, on all ranks
     _: KW_ONLY
-    must_stop: Callable[[], bool]  # called before each batch; returns the same on all ranks
+    must_stop: Callable[[], bool]  # called before each batch; must return the same on all ranks
     watch: Callable[[str], AbstractContextManager[None]]  # context of each batch: the watchdog
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context manager in which the model has its averaged weights."""
@@ -80,7 +80,7 @@ class Validator:
                 with self.averaged():
                     results |= self._all_results(step, what, "validation_ema")
         except _Stopped:
-            logger.info("%s is aborted: the run is asked to stop", what)
+            logger.info("%s is aborted: the run was asked to stop", what)
         else:
             self.report(step, results)
 
@@ -136,7 +136,7 @@ def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     """Loss per token, perplexity and bits per byte, from sums of loss in nats, tokens, and bytes."""
     nats, tokens, size = sums.tolist()
     if tokens == 0:
-        raise DataError("validation: a source has not a single document with text; correct the [validation] section")
+        raise DataError("validation: a source has no document with text; correct the [validation] section")
     loss = nats / tokens
     return {
         f"{prefix}_loss{suffix}": loss,

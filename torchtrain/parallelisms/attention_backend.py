@@ -41,7 +41,7 @@ def attention_backend_name(
     except RuntimeError:
         raise ConfigError(
             f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
-            f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; take 'auto'"
+            f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; set 'auto'"
         ) from None
     return choice.name.removesuffix("_ATTENTION").lower()
 

@@ -63,6 +63,6 @@ def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
             module = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ConfigError(
                 f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}. "
-                "Tensor parallelism knows nn.RMSNorm, and linear layers that the ModelSpec names: add a linear layer "
-                f"to linear_layers; for another module (this one is a {module}) give ModelSpec a parallelize function"
+                "Tensor parallelism supports nn.RMSNorm, and the linear layers that the ModelSpec lists: add a linear "
+                f"layer to linear_layers; for other modules (this one is a {module}), set ModelSpec.parallelize"
             )

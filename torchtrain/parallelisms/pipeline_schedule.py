@@ -34,7 +34,7 @@ def resolve_layers_per_stage(model: DecoderConfig, parallelism: ParallelismConfi
     if model.tied_embeddings and schedule == "ZBVZeroBubble":
         raise ConfigError(
             "parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble' puts the first and the last stage on one rank, "
-            "where they cannot hold the tied embeddings of this model twice; try InterleavedZeroBubble"
+            "which cannot have two replicas of the tied embeddings of this model; try InterleavedZeroBubble"
         )
     if not layers:
         stages = ranks * STAGES_PER_RANK[schedule]

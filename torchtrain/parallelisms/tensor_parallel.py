@@ -51,7 +51,7 @@ class TensorParallelNorm(nn.RMSNorm):
 
 @torch.no_grad()
 def reduce_norm_gradients(model_parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, by one all-reduce."""
+    """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, in one all-reduce."""
     norms = [module for part in model_parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
     gradients = [local(norm.weight.grad) for norm in norms]
     summands = [g if norm.contributes else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]

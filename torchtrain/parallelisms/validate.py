@@ -32,7 +32,7 @@ def check_layout(
     """
     parallelism = config.parallelism
     if config.training.enable_cpu_offload and device.type == "cpu":
-        raise ConfigError("training.enable_cpu_offload needs a GPU to offload from; switch it off on CPU")
+        raise ConfigError("training.enable_cpu_offload = true needs a GPU to offload from; set it to false on a CPU")
     _check_tensor(model, degrees.tensor)
     _check_sequence(degrees, config.training.seq_len, parallelism.enable_sequence_parallel)
     if parallelism.enable_async_tensor_parallel:
@@ -62,9 +62,9 @@ def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
     streams = number_of_readers(data.streams, global_batch_size)
     if streams % degrees.batch:
         raise ConfigError(
-            f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch of "
-            f"{global_batch_size} up to data.streams = {data.streams}; {degrees.batch} data-parallel ranks must divide "
-            "that: raise data.streams, or download or prepare the data"
+            f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch size "
+            f"{global_batch_size} up to data.streams = {data.streams}. The number of data-parallel ranks, "
+            f"{degrees.batch}, must divide the number of streams: raise data.streams, or download or prepare the data"
         )
 
 
@@ -84,7 +84,7 @@ def _check_sequence(degrees: ParallelDims, seq_len: int, sequence_parallel: bool
     if context > 1 and seq_len % (2 * context):
         raise ConfigError(
             f"training.seq_len = {seq_len} must be a multiple of 2 * parallelism.context_parallel_degree = "
-            f"{2 * context}: each rank takes two parts of a sequence; try {nearest_multiples(seq_len, 2 * context)}"
+            f"{2 * context}: each rank takes two chunks of a sequence; try {nearest_multiples(seq_len, 2 * context)}"
         )
     if tensor > 1 and sequence_parallel and seq_len // context % tensor:
         step = tensor * context * (2 if context > 1 else 1)
@@ -101,7 +101,8 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
     given = f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes"
     if config.compile.enable:
         raise ConfigError(
-            f"{given}, which compiled blocks do not support; switch compile.enable off, or take Interleaved1F1B"
+            f"{given}, which compiled blocks do not support; switch compile.enable off, or take the schedule "
+            "Interleaved1F1B"
         )
     if has_flex_attention:
         raise ConfigError(
@@ -110,13 +111,13 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
         )
     if config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_option == "op":
         raise ConfigError(
-            f"{given}, and what activation_checkpoint.mode = 'selective' keeps by op serves only one; take mode 'full' "
-            "or selective_option '2', or the schedule Interleaved1F1B"
+            f"{given}, and what activation_checkpoint.mode = 'selective' keeps with selective_option = 'op' is only "
+            "available in one of them; take mode 'full' or selective_option '2', or the schedule Interleaved1F1B"
         )
     if config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
-            f"{given}, and parallelism.fsdp_reshard_after_forward = 'always' frees its parameters before, which then "
-            "get no gradient; take 'default' or 'never', or the schedule Interleaved1F1B"
+            f"{given}, and parallelism.fsdp_reshard_after_forward = 'always' frees its parameters before the second "
+            "one, so that they get no gradient; take 'default' or 'never', or the schedule Interleaved1F1B"
         )
     if config.training.loss_chunk_tokens != 0 and torch.__version__ < "2.13":
         raise ConfigError(
@@ -128,9 +129,9 @@ def _check_split_backward(config: JobConfig, has_flex_attention: bool) -> None:
 def _check_memory_budget(
     config: JobConfig, device: torch.device, degrees: ParallelDims, has_grouped_queries: bool
 ) -> None:
-    given = "activation_checkpoint.mode = 'memory_budget' is a choice of the compiler"
+    given = "activation_checkpoint.mode = 'memory_budget' lets the compiler choose what to save"
     if not config.compile.enable:
-        raise ConfigError(f"{given}; set compile.enable = true, or another mode, such as 'selective'")
+        raise ConfigError(f"{given}; it needs compile.enable = true; set that, or another mode, such as 'selective'")
     # The compiler's FLOP counter requires flash attention with as many key/value heads as query heads. It does not
     # count flex_attention.
     has_flash_attention = device.type == "cuda" and not config.data.document_mask
@@ -156,8 +157,8 @@ def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.
     missing = [need for need, there in needs.items() if not there]
     if missing:
         raise ConfigError(
-            f"parallelism.enable_async_tensor_parallel needs {' and '.join(missing)}: it lets the compiler overlap "
-            "CUDA kernels; add what is missing or switch it off"
+            f"parallelism.enable_async_tensor_parallel needs {' and '.join(missing)}: the compiler overlaps "
+            "collectives with CUDA kernels; set what is missing, or switch it off"
         )
 
 
@@ -174,25 +175,28 @@ def _check_float8(
     """
     given = f"float8.recipe = {config.float8.recipe!r}"
     if capability is None or capability < (8, 9):
-        name = "a CPU" if capability is None else "one of {}.{}".format(*capability)
+        found = "this is a CPU" if capability is None else "this one has {}.{}".format(*capability)
         raise ConfigError(
-            f"{given} needs a GPU of compute capability 8.9 or more (Ada, Hopper), not {name}; set 'none'"
+            f"{given} needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and {found}; set 'none'"
         )
     if not importlib.util.find_spec("torchao"):
-        raise ConfigError(f"{given} needs torchao: pip install 'torchtrain[float8]'")
+        raise ConfigError(f"{given} needs the package torchao: pip install 'torchtrain[float8]'")
     if degrees.tensor > 1:
-        raise ConfigError(f"{given} and parallelism.tensor_parallel_degree = {degrees.tensor} do not go together yet")
+        raise ConfigError(
+            f"{given} is not supported with tensor parallelism; set parallelism.tensor_parallel_degree = 1, not "
+            f"{degrees.tensor}, or float8.recipe = 'none'"
+        )
     if tokens % FLOAT8_MULTIPLE:
         raise ConfigError(
-            f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, of the sequences "
-            "in a microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
+            f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, those of a "
+            "microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
         )
     gathers = gathers_float8(config.float8, degrees.fsdp)
-    whole = "or set float8.enable_fsdp_float8_all_gather = false"
+    alternative = "or set float8.enable_fsdp_float8_all_gather = false"
     if gathers and config.training.enable_cpu_offload:
         raise ConfigError(
-            f"{given} reduces the scales of what it gathers where the parameters lie: with training.enable_cpu_offload "
-            f"= true in CPU memory, which NCCL does not reach; switch that off, {whole}"
+            f"{given} reduces the scales of the gathered weights over ranks: with training.enable_cpu_offload = true "
+            f"in CPU memory, which NCCL does not support; switch that off, {alternative}"
         )
     for parameter, (rows, columns) in matrix_shapes(model).items():
         name = module_in_block(parameter)
@@ -200,11 +204,11 @@ def _check_float8(
             continue
         if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
             raise ConfigError(
-                f"{given} needs matrices whose sides are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
-                f"{columns}; set 'none', or change the model's shape"
+                f"{given} needs weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
+                f"{columns}; set 'none', or change [model.shape]"
             )
         if gathers and rows % degrees.fsdp:
             raise ConfigError(
-                f"{given} gathers float8 from {degrees.fsdp} shards, which must divide the rows of each matrix, and "
-                f"{name} has {rows}; take other degrees of [parallelism], {whole}"
+                f"{given} gathers float8 weights from {degrees.fsdp} shards, which must divide the rows of each "
+                f"matrix, and {name} has {rows}; change the degrees in [parallelism], {alternative}"
             )

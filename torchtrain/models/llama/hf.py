@@ -172,12 +172,14 @@ def config_from_hf(name: str, hf: Mapping[str, Any]) -> TransformerConfig:
     hf = {**family.defaults, **hf}
     for key, ours in {**_FIXED, **family.fixed}.items():
         if hf.get(key, ours) != ours:
-            why = ", and attention in sliding windows is not supported" if "sliding" in key else ""
-            raise ValueError(f"{key} = {hf[key]!r}; a {family.model_type} here has {ours!r}{why}")
+            why = "; attention in sliding windows is not supported" if "sliding" in key else ""
+            raise ValueError(f"{key} = {hf[key]!r} must be {ours!r} in a {family.model_type}{why}")
     if set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(f"layer_types = {hf['layer_types']!r}; here all have 'full_attention', no sliding windows")
+        raise ValueError(
+            f"layer_types = {hf['layer_types']!r} must all be 'full_attention': no sliding windows are supported"
+        )
     if hf.get("quantization_config"):
-        raise ValueError("it has a quantization_config; weights must be float32, bfloat16 or float16")
+        raise ValueError("it has a quantization_config; the weights must be float32, bfloat16 or float16")
     n_heads, n_kv_heads, tied = hf["num_attention_heads"], hf.get("num_key_value_heads"), hf.get("tie_word_embeddings")
     rope = _rope(hf)
     return TransformerConfig(
@@ -216,8 +218,8 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     # sliding windows have them.
     if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
         raise ValueError(
-            f"{key} has values per type of layer ({', '.join(nested)}); here all layers have the same RoPE. If these "
-            f"are equal, write them directly into {key}"
+            f"{key} has values per type of layer ({', '.join(nested)}), but all layers must have the same RoPE. If the "
+            f"values are equal, write them directly into {key}"
         )
     rope = {"rope_theta": hf.get("rope_theta", 10000.0), _LENGTH: hf["max_position_embeddings"], **given}
     if _LENGTH in hf:  # overrides the one in given
@@ -230,10 +232,10 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ("default", *_SCALING):
-        raise ValueError(f"rope_type = {rope_type!r}; there are default, {', '.join(_SCALING)}")
+        raise ValueError(f"rope_type = {rope_type!r} is not supported; there are default, {', '.join(_SCALING)}")
     for key, ours in {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "mscale_all_dim": None}.items():
         if rope.get(key, ours) != ours and not (key == "partial_rotary_factor" and rope[key] is None):
-            raise ValueError(f"{key} = {rope[key]!r} of RoPE; here it is {ours!r}")
+            raise ValueError(f"{key} = {rope[key]!r} of RoPE must be {ours!r}")
     if rope_type == "default":
         return None
     given = {key: rope[key] for key in _SCALING[rope_type] if rope.get(key) is not None}

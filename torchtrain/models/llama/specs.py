@@ -28,7 +28,7 @@ LINEAR_LAYERS: Mapping[str, Literal["colwise", "rowwise"]] = {
 def check_config(config: TransformerConfig) -> None:
     """Raise ValueError if no model family of Hugging Face supports ``config``."""
     if config.qk_norm and config.qkv_bias:
-        raise ValueError("qk_norm and qkv_bias exclude each other: no family of Hugging Face's has both; set one")
+        raise ValueError("qk_norm and qkv_bias exclude each other: no supported family has both; set one of them")
 
 
 def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
@@ -37,7 +37,7 @@ def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
         hf_name,
         hf_config,
         partial(config_from_hf, family),
-        reads=family != "llama2",  # its config.json does not differ from that of Llama 3
+        reads=family != "llama2",  # its config.json has the same model_type as that of Llama 3
     )
     return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, hf=hf, check=check_config)
 
